@@ -1,0 +1,70 @@
+# Everything that a clone needs, on Debian with Python 3.11 and make. `make` lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help test check demo bench proto clean clean-all
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is handed to the command,"
+	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
+
+test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
+	$(BIN)/python -m pytest --durations=15 --durations-min=1 $(ARGS)
+
+check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/python proto/generate.py --check
+
+demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another computed
+	$(BIN)/python -m kvstore.demo $(ARGS)
+
+bench: $(VENV)/.demo ## Measure this machine, one JSON line per row
+	$(BIN)/kvstore bench --json --transport both $(ARGS)
+
+proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
+	$(BIN)/python proto/generate.py
+
+clean: ## Remove what the tools leave behind, but for the environment
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +
+
+clean-all: clean ## Remove the environment, too
+	rm -rf $(VENV)
+
+# --- the environment ---------------------------------------------------------------------------
+
+# torch comes first and by its exact version: this is the spelling that finds the build without
+# CUDA where there is one. What is installed after it is content with it.
+$(VENV)/.torch:
+	@command -v $(PYTHON) >/dev/null || \
+	    { echo "There is no $(PYTHON). On Debian: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "kvstore needs Python 3.11 or newer; this is $$($(PYTHON) -V)."; \
+	      echo "Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make virtual environments. On Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable '.[dev,demo]'
+	@touch $@ $(VENV)/.demo

@@ -1,0 +1,1 @@
+"""The client: what a program calls. See ``kvstore.client.sync`` and ``kvstore.client.aio``."""

@@ -1,0 +1,425 @@
+"""The master, for callers in an event loop: ``AsyncMasterStub``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+
+from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.client.stub_flow import (
+    CHANNEL_OPTIONS,
+    LANE_CONNECT_S,
+    CarrierBrokenError,
+    Flow,
+    JoinAt,
+    LaneRefusedError,
+    LaneUnreachableError,
+    Link,
+    OnLane,
+    Pause,
+    Step,
+    call_flow,
+    grpc_failure,
+    late,
+)
+from kvstore.config import join_address, split_address
+from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, ProtocolError
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame, hello
+from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
+from kvstore.wire.status import decode_error
+
+logger = logging.getLogger("kvstore.client")
+
+
+class AsyncMasterStub:
+    """Asks a master, as ``MasterStub`` does, from one event loop: the one of its first call.
+
+    Any number of calls at once share one connection to the lane. A call that is cancelled is
+    cancelled at the master, too, where it waits.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        host: str,
+        name: str,
+        lane: bool = True,
+        on_join: Callable[[Joined], None] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """Arguments as of ``MasterStub``; the loop is the caller's, so nothing spins here."""
+        self._link = Link(address, lane=lane, rng=rng)
+        self._join = Join(name, host, PROTOCOL_VERSION)
+        self._on_join = on_join
+        self._joining = asyncio.Lock()
+        self._connecting = asyncio.Lock()
+        self._closed = asyncio.Event()
+        self._lane: _Lane | None = None
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def joined(self) -> Joined | None:
+        """What the master said at the last join; None before the first."""
+        return self._link.joined
+
+    @property
+    def epoch(self) -> int:
+        """Of the master that we last joined; 0 before."""
+        return self._link.joined.epoch if self._link.joined is not None else 0
+
+    async def join(self, deadline: float) -> Joined:
+        """Joins now if that is still to be done, as any other call would.
+
+        Raises:
+            As ``call``.
+        """
+        if self._closed.is_set():
+            raise ClosedError("the client is closed")
+        if not self._link.current:
+            flow = call_flow(self._link, None, deadline, time.monotonic)
+            await self._run(flow, None, b"", deadline)
+        joined = self._link.joined
+        assert joined is not None
+        return joined
+
+    async def call(self, request: Request, deadline: float) -> Reply:
+        """The master's reply.
+
+        Args:
+            deadline: a ``time.monotonic()`` value, by which this returns or raises.
+
+        Raises:
+            As ``MasterStub.call``.
+        """
+        if self._closed.is_set():
+            raise ClosedError("the client is closed")
+        call = CALLS[type(request)]
+        payload = encode_request(request)
+        broken = None
+        lane = self._lane
+        if call.lane and lane is not None and lane.usable(self._link.generation):
+            try:
+                return decode_reply(call, await self._on_lane(lane, call, payload, deadline))
+            except CarrierBrokenError as error:
+                if self._closed.is_set():
+                    raise ClosedError("the client was closed during the call") from None
+                broken = error
+        flow = call_flow(self._link, call, deadline, time.monotonic, broken)
+        reply = decode_reply(call, await self._run(flow, call, payload, deadline))
+        if isinstance(reply, Joined):
+            self._accept(reply)
+        return reply
+
+    async def close(self) -> None:
+        """Ends calls under way with ``ClosedError``. Idempotent."""
+        self._closed.set()
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.abort()
+            await lane.gone.wait()
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    # --- steps of a flow -----------------------------------------------------------------------
+
+    async def _run(
+        self, flow: Flow, call: Call[Any, Any] | None, payload: bytes, deadline: float
+    ) -> bytes:
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    outcome = await self._do(step, call, payload, deadline)
+                except Exception as error:  # noqa: BLE001  # the flow decides what it means
+                    if self._closed.is_set():
+                        raise ClosedError("the client was closed during the call") from None
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as done:
+            return cast(bytes, done.value)
+
+    async def _do(
+        self, step: Step, call: Call[Any, Any] | None, payload: bytes, deadline: float
+    ) -> bytes | None:
+        if isinstance(step, JoinAt):
+            await self._join_at(step, deadline)
+            return None
+        if isinstance(step, Pause):
+            try:
+                async with asyncio.timeout(step.seconds):
+                    await self._closed.wait()
+            except TimeoutError:
+                return None
+            raise ClosedError("the client was closed during the call")
+        assert call is not None
+        if isinstance(step, OnLane):
+            return await self._on_lane(await self._connect(deadline), call, payload, deadline)
+        reply = await self._on_grpc(step.address, call, payload, deadline)
+        warning = self._link.lane_warning() if call.lane else None
+        if warning is not None:
+            logger.warning(warning)
+        return reply
+
+    async def _join_at(self, step: JoinAt, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(_loop_time(deadline)):
+                await self._joining.acquire()
+        except TimeoutError:
+            raise late(self._link, "Join") from None
+        try:
+            if self._link.generation == step.generation:
+                until = min(deadline, time.monotonic() + step.timeout_s)
+                call = CALLS[Join]
+                payload = encode_request(self._join)
+                data = await self._on_grpc(
+                    step.address, call, payload, until, last=until == deadline
+                )
+                self._accept(cast(Joined, decode_reply(call, data)))
+        finally:
+            self._joining.release()
+
+    def _accept(self, joined: Joined) -> None:
+        if self._on_join is not None:
+            self._on_join(joined)
+        self._link.accept(joined)
+
+    async def _on_grpc(
+        self,
+        address: str,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        *,
+        last: bool = True,
+    ) -> bytes:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise late(self._link, call.name)
+        send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        send = self._channel(address).unary_unary(call.path)
+        try:
+            return await send(payload, timeout=left_s)
+        except grpc.RpcError as error:
+            raise grpc_failure(error, self._link, call.name, last=last) from None
+        except (grpc.aio.UsageError, asyncio.CancelledError):
+            if self._closed.is_set():  # closing a channel cancels what waits on it
+                raise ClosedError("the client was closed during the call") from None
+            raise
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self._closed.is_set():
+            raise ClosedError("the client is closed")
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = channel
+        return channel
+
+    # --- the lane ------------------------------------------------------------------------------
+
+    async def _on_lane(
+        self, lane: _Lane, call: Call[Any, Any], payload: bytes, deadline: float
+    ) -> bytes:
+        try:
+            return await lane.exchange(call.wire_name, payload, deadline)
+        except TimeoutError:
+            raise late(self._link, call.name) from None
+        except CarrierBrokenError as error:
+            error.generation = lane.generation
+            raise
+
+    async def _connect(self, deadline: float) -> _Lane:
+        """The connection to the lane, made where it is missing."""
+        now = time.monotonic()
+        until = now + min(LANE_CONNECT_S, (deadline - now) / 2)
+        try:
+            async with asyncio.timeout_at(_loop_time(until)):
+                async with self._connecting:
+                    joined, generation = self._link.joined, self._link.generation
+                    assert joined is not None
+                    if self._lane is not None:
+                        if self._lane.usable(generation):
+                            return self._lane
+                        self._lane.abort()
+                        self._lane = None
+                    host, _ = split_address(self._link.address)
+                    lane = await _open(joined, host, generation)
+                    try:
+                        await lane.greet(joined.lane_token)
+                        if self._closed.is_set():
+                            raise ClosedError("the client is closed")
+                    except BaseException:
+                        lane.abort()
+                        raise
+                    self._lane = lane
+        except TimeoutError:
+            raise LaneUnreachableError("no answer in time") from None
+        if self._link.lane_works():
+            logger.info("lane reachable again address=%s", self._link.address)
+        return lane
+
+
+class _Lane(asyncio.BufferedProtocol):
+    """One connection, any number of calls at once."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.gone = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._last_id = 0
+
+    def usable(self, generation: int) -> bool:
+        transport = self._transport
+        return (
+            self.generation == generation and transport is not None and not transport.is_closing()
+        )
+
+    async def greet(self, token: bytes) -> None:
+        """
+        Raises:
+            LaneRefusedError, LaneUnreachableError
+        """
+        greeting = self._waiting[0] = self._loop.create_future()
+        try:
+            self._write(hello(token))
+            await greeting
+        except PermissionDeniedError as refusal:
+            raise LaneRefusedError(refusal.message) from None
+        except CarrierBrokenError as error:
+            raise LaneUnreachableError(f"no greeting: {error}", silent=True) from None
+        except KVStoreError as refusal:
+            raise LaneUnreachableError(refusal.message) from None
+        finally:
+            self._waiting.pop(0, None)
+
+    async def exchange(self, name: bytes, payload: bytes, deadline: float) -> bytes:
+        """The reply to one call.
+
+        Raises:
+            TimeoutError, CarrierBrokenError, KVStoreError
+        """
+        call_id = self._last_id = self._last_id + 1
+        request = frame(call_id, CALL, name, payload)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._write(request)
+        reply: asyncio.Future[bytes] = self._loop.create_future()
+        self._waiting[call_id] = reply
+        timer = self._loop.call_later(left_s, self._expire, call_id)
+        try:
+            return await reply
+        except asyncio.CancelledError:
+            self._give_up(call_id)
+            raise
+        finally:
+            timer.cancel()
+            self._waiting.pop(call_id, None)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self.gone.set()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            raise CarrierBrokenError("the connection is closed", sent=False)
+        self._transport.write(data)
+
+    def _expire(self, call_id: int) -> None:
+        reply = self._waiting.get(call_id)
+        if reply is not None and not reply.done():
+            self._give_up(call_id)
+            reply.set_exception(TimeoutError())
+
+    def _give_up(self, call_id: int) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(call_id, CANCEL, b"", b""))
+
+    # --- what asyncio calls --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        reader = self._reader
+        reader.received(nbytes)
+        try:
+            while (received := reader.next()) is not None:
+                call_id, kind, _, payload = received
+                waiting = self._waiting.get(call_id)
+                if kind not in (REPLY, ERROR):
+                    raise ProtocolError(f"a master sends no frames of kind {kind}")
+                if waiting is None or waiting.done():
+                    continue  # given up
+                if kind == REPLY:
+                    waiting.set_result(payload)
+                else:
+                    waiting.set_exception(decode_error(payload))
+        except ProtocolError as error:
+            logger.warning("lane broken reason=%r", error.message)
+            self.abort()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        waiting, self._waiting = self._waiting, {}
+        reason = str(exc) if exc is not None else "the master closed the connection"
+        for reply in waiting.values():
+            if not reply.done():
+                reply.set_exception(CarrierBrokenError(reason, sent=True))
+        self._transport = None  # breaks the cycle with the transport
+        self.gone.set()
+
+
+async def _open(joined: Joined, host: str, generation: int) -> _Lane:
+    """Connects: by Unix socket where the master names one that is there, else by TCP.
+
+    Raises:
+        LaneUnreachableError
+    """
+    loop = asyncio.get_running_loop()
+    if joined.lane_unix:
+        try:
+            _, lane = await loop.create_unix_connection(
+                lambda: _Lane(generation), "\0" + joined.lane_unix
+            )
+            return lane
+        except OSError:
+            pass
+    if not joined.lane_port:
+        raise LaneUnreachableError("its Unix socket cannot be reached, and it has no TCP port")
+    try:
+        _, lane = await loop.create_connection(lambda: _Lane(generation), host, joined.lane_port)
+        return lane
+    except OSError as error:
+        address = join_address(host, joined.lane_port)
+        raise LaneUnreachableError(f"{address}: {error.strerror or error}") from None
+
+
+def _loop_time(deadline: float) -> float:
+    """A ``time.monotonic()`` value on the clock of the loop."""
+    return asyncio.get_running_loop().time() + (deadline - time.monotonic())

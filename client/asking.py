@@ -1,0 +1,74 @@
+"""The flows that only ask: matching, existence, removal, listing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore import calls
+from kvstore.client.steps import Context, Flow, Transfer, ask, learn
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES, Header, unpack
+from kvstore.transport.base import Move
+
+
+def match_prefix(
+    namespaces: Sequence[Namespace], keys: Sequence[Key]
+) -> Flow[Sequence[calls.PrefixMatch]]:
+    if not keys:
+        return [calls.PrefixMatch(0, 0, calls.NO_PLACEMENTS)] * len(namespaces)
+    matched = yield from ask(calls.MatchPrefix(namespaces, keys, False), calls.Matched)
+    return matched.matches
+
+
+def exists(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
+    if not keys:
+        return []
+    existing = yield from ask(calls.Exists(namespace, keys), calls.Existing)
+    return [presence == calls.Presence.COMPLETE for presence in existing.presence]
+
+
+def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
+    if not keys:
+        return []
+    for key in keys:
+        context.placements.forget(namespace, key)
+    removed = yield from ask(calls.Remove(namespace, keys), calls.Removed)
+    for key in keys:
+        context.placements.forget(namespace, key)
+    return [bool(each) for each in removed.removed]
+
+
+CLEAR_STEP = 4_096
+"""Objects removed per call: a few milliseconds of the master, one order to each node."""
+
+
+def clear_some(context: Context, namespace: str) -> Flow[calls.Cleared]:
+    """Remove some objects of a namespace ("": of every one); repeat until none is removed."""
+    cleared = yield from ask(calls.Clear(namespace, CLEAR_STEP), calls.Cleared)
+    context.placements.clear()
+    return cleared
+
+
+class ObjectStat(NamedTuple):
+    """One object in detail."""
+
+    detail: calls.ObjectDetail
+    header: Header | None
+    """As read from its first replica; None: being written, or not readable now."""
+
+
+def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | None]:
+    asked = context.clock()
+    detail = yield from ask(calls.StatObject(namespace, key), calls.ObjectDetail)
+    if detail.row is None:
+        return None
+    placed = yield from learn(context, detail.version.epoch, detail.placements, asked + 1.0)
+    if not placed or placed[0] is None:
+        return ObjectStat(detail, None)
+    segment, offset = placed[0].replicas[0]
+    head = bytearray(HEADER_BYTES)
+    errors = yield [Transfer(segment, [Move(offset, memoryview(head))], False)]
+    assert isinstance(errors, list)
+    header = None if errors[0] is not None else unpack(head, segment.seed, offset)
+    return ObjectStat(detail, header)

@@ -1,0 +1,84 @@
+"""The transports of a client, and which of them serves a segment: the first that reaches it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvstore.calls import SegmentInfo
+from kvstore.client.steps import Transfer
+from kvstore.errors import KVStoreError, NodeUnreachableError
+from kvstore.transport.base import Transport
+from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp import TcpTransport
+
+SEGMENTS_AT_ONCE = 8
+"""Nodes that one batch is exchanged with at the same time."""
+
+_KINDS: dict[str, type[ShmTransport] | type[TcpTransport]] = {
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+}
+
+
+class Movers:
+    """Moves the bytes of transfers. Any thread."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._transports: list[Transport] = [_KINDS[name]() for name in names]
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
+        """Carry all of them out, those of several nodes at the same time; one result each."""
+        if len(transfers) == 1:
+            return [self._move_one(transfers[0], deadline)]
+        pool = self._threads()
+        under_way: list[Future[KVStoreError | None]] = [
+            pool.submit(self._move_one, transfer, deadline) for transfer in transfers
+        ]
+        return [future.result() for future in under_way]
+
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
+        """The segment's own memory, or None where it is not in this address space."""
+        for transport in self._transports:
+            if transport.reaches(segment):
+                memory = transport.view(segment, offset, length)
+                if memory is not None:
+                    return memory
+        return None
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+    def _move_one(self, transfer: Transfer, deadline: float) -> KVStoreError | None:
+        if transfer.deadline is not None:
+            deadline = min(deadline, transfer.deadline)
+        segment = transfer.segment
+        try:
+            for transport in self._transports:
+                if transport.reaches(segment):
+                    move = transport.write if transfer.write else transport.read
+                    move(segment, transfer.moves, deadline)
+                    return None
+        except KVStoreError as error:
+            for transport in self._transports:
+                transport.forget(segment)
+            return error
+        names = ", ".join(transport.name for transport in self._transports)
+        return NodeUnreachableError(
+            f"none of the transports ({names}) reaches node {segment.node}",
+            advice="Allow tcp among the transports, or run on the node's host.",
+            node=segment.node,
+            settled=1,
+        )
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(SEGMENTS_AT_ONCE, "kvstore-move")
+            return self._pool

@@ -1,0 +1,340 @@
+"""Every verb of the client as a flow: arguments checked, values encoded, results decoded.
+
+``Client`` and ``AsyncClient`` drive these; what each does is documented at ``Client``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, Union
+
+import numpy as np
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.client import asking, getting, putting
+from kvstore.client.asking import ObjectStat
+from kvstore.client.getting import Target
+from kvstore.client.movers import Movers
+from kvstore.client.placements import Placed, Replica
+from kvstore.client.putting import Item, PutOptions
+from kvstore.client.steps import Context, Flow, ask
+from kvstore.client.values import (
+    Buffer,
+    Bytes1D,
+    Kind,
+    Storable,
+    Value,
+    decode,
+    described_as,
+    encode,
+    read_descriptor,
+    writable,
+)
+from kvstore.client.views import Granted, Named, Views
+from kvstore.config import ClientConfig
+from kvstore.errors import (
+    InvalidArgumentError,
+    NodeUnreachableError,
+    ReservationLostError,
+)
+from kvstore.limits import (
+    NAMESPACES_MAX,
+    REPLICAS_MAX,
+    Key,
+    Namespace,
+    check_key,
+    check_keys,
+    check_namespace,
+)
+from kvstore.memory.header import HEADER_BYTES, Header, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+AnyKey = str | bytes
+View = Value | memoryview
+"""What ``copy=False`` returns: bytes come as a read-only memoryview."""
+DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
+
+
+class Operations:
+    """Builds flows; holds what they share with the views. Any thread."""
+
+    def __init__(
+        self, config: ClientConfig, context: Context, movers: Movers, views: Views
+    ) -> None:
+        self.config = config
+        self.context = context
+        self.movers = movers
+        self.views = views
+
+    # --- putting ------------------------------------------------------------------------------
+
+    def put(
+        self,
+        key: AnyKey,
+        value: Storable,
+        namespace: str | None,
+        parent: AnyKey | None,
+        replicas: int | None,
+        overwrite: bool,
+        wait_ms: int | None,
+    ) -> Flow[PutOutcome]:
+        encoded = encode(value)
+        allocation = self.views.allocation(encoded.data)
+        options = self._options(namespace, parent, False, replicas, overwrite)
+        if allocation is not None:
+            return (yield from self._commit(Item(check_key(key), encoded), options))
+        outcomes = yield from putting.put(
+            self.context, [Item(check_key(key), encoded)], options, self._wait(wait_ms)
+        )
+        return outcomes[0]
+
+    def put_many(
+        self,
+        items: Iterable[tuple[AnyKey, Storable]],
+        namespace: str | None,
+        parent: AnyKey | None,
+        chain: bool,
+        replicas: int | None,
+        overwrite: bool,
+        wait_ms: int | None,
+    ) -> Flow[list[PutOutcome]]:
+        pairs = list(items)
+        keys = check_keys([key for key, _ in pairs], distinct=True)
+        options = self._options(namespace, parent, chain, replicas, overwrite)
+        encoded = [
+            Item(key, encode(value)) for key, (_, value) in zip(keys, pairs, strict=True)
+        ]
+        return (yield from putting.put(self.context, encoded, options, self._wait(wait_ms)))
+
+    def allocate(
+        self,
+        shape: int | Sequence[int],
+        dtype: DType,
+        kind: Literal["torch", "numpy"],
+        wait_ms: int | None,
+    ) -> Flow[Value]:
+        described, size = described_as(shape, dtype, kind)
+        grants, replica, until = yield from putting.allocate(
+            self.context, size, self._wait(wait_ms)
+        )
+        segment, offset = replica
+        memory = self.movers.view(segment, offset + HEADER_BYTES, size)
+        if memory is None:
+            yield from putting.revoke(grants.epoch, grants.tokens, settled=True)
+            raise NodeUnreachableError(
+                "no segment on this host has room, and remote memory cannot be computed into",
+                advice="Start a kvstore-node here, or pass memory= to the client.",
+                node=segment.node,
+            )
+        array = _array(memory)
+        granted = Granted(grants.epoch, grants.tokens[0], segment, offset, size)
+        self.views.add(array, granted, until)
+        return decode(described, array)
+
+    def _commit(self, item: Item, options: PutOptions) -> Flow[PutOutcome]:
+        """Put what was computed into an allocation."""
+        lease = self.views.allocation(item.value.data)
+        assert lease is not None
+        granted = lease.what
+        assert isinstance(granted, Granted)
+        lost = ReservationLostError(
+            "the memory of this allocation is no longer ours: its deadline passed unrenewed",
+            advice="Stop writing to it; allocate again. Was the master away?",
+        )
+        if not lease.held:
+            raise lost
+        replica = Replica(granted.segment, granted.offset)
+        place = (granted.epoch, granted.token, replica)
+        until = self.context.clock() + lease.seconds_left
+        outcome = yield from putting.commit(self.context, item, place, options, until)
+        if outcome is PutOutcome.REFUSED:
+            raise lost
+        named = Named(options.namespace, item.key, granted.epoch, granted.token)
+        if outcome is not PutOutcome.STORED:  # the memory is quarantined, readable until then
+            lease.become(named, until)
+            return outcome
+        asked = self.context.clock()
+        renew = calls.Renew(
+            named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, ()
+        )
+        renewed = yield from ask(renew, calls.Renewed)
+        held_s = renewed.lease_ms / 1000 if renewed.keys_held[0] else 0.0
+        lease.become(named, asked + held_s - self.context.lease_margin_s)
+        return outcome
+
+    # --- getting ------------------------------------------------------------------------------
+
+    def get_many(
+        self, keys: Sequence[AnyKey], namespace: str | None, copy: bool, kind: Kind | None
+    ) -> Flow[list[View | None]]:
+        checked = check_keys(keys, distinct=False)
+        space = self._namespace(namespace)
+        if not copy:
+            return (yield from self._view_many(checked, space, kind))
+        targets = [Target(key) for key in checked]
+        yield from getting.get(self.context, space, targets)
+        return [
+            None
+            if target.header is None or target.data is None
+            else decode(target.header.descriptor, target.data, kind)
+            for target in targets
+        ]
+
+    def get_into(
+        self,
+        keys: Sequence[AnyKey],
+        buffers: Sequence[Buffer | Sequence[Buffer]],
+        namespace: str | None,
+    ) -> Flow[list[bool]]:
+        checked = check_keys(keys, distinct=False)
+        if len(buffers) != len(checked):
+            raise InvalidArgumentError(
+                f"{len(checked)} keys and {len(buffers)} buffers",
+                advice="Give one buffer, or one list of buffers, per key.",
+            )
+        targets = [Target(key, *writable(each)) for key, each in zip(checked, buffers, strict=True)]
+        yield from getting.get(self.context, self._namespace(namespace), targets)
+        return [target.header is not None for target in targets]
+
+    def _view_many(
+        self, keys: Sequence[Key], namespace: Namespace, kind: Kind | None
+    ) -> Flow[list[View | None]]:
+        """Values over the pool's own memory, leased; copies of what is not mapped here."""
+        views: list[View | None] = [None] * len(keys)
+        todo = list(range(len(keys)))
+        copied: list[int] = []
+        fresh = False
+        for _ in range(getting.ATTEMPTS):
+            placed = yield from getting.locate(
+                self.context, namespace, [keys[index] for index in todo], fresh=fresh
+            )
+            stale: list[int] = []
+            for index, known in zip(todo, placed, strict=True):
+                if known is None:
+                    continue
+                found = self._view(namespace, keys[index], known, kind)
+                if found is _ELSEWHERE:
+                    copied.append(index)
+                elif found is None:
+                    stale.append(index)
+                else:
+                    views[index] = found  # type: ignore[assignment]
+            todo, fresh = stale, True
+            if not todo:
+                break
+            for index in todo:
+                self.context.placements.forget(namespace, keys[index])
+        if copied:
+            values = yield from self.get_many(
+                [keys[index] for index in copied], namespace, True, kind
+            )
+            for index, value in zip(copied, values, strict=True):
+                views[index] = value
+        return views
+
+    def _view(
+        self, namespace: Namespace, key: Key, placed: Placed, kind: Kind | None
+    ) -> object:
+        """A value over the segment; None: something else stands there; or ``_ELSEWHERE``."""
+        for replica in placed.replicas:
+            length = HEADER_BYTES + placed.size
+            memory = self.movers.view(replica.segment, replica.offset, length)
+            if memory is None:
+                continue
+            header = unpack(memory[:HEADER_BYTES], replica.segment.seed, replica.offset)
+            if header is None or not getting.is_of(header, namespace, key, placed):
+                self.context.count("stale_reads")
+                return None
+            if self.context.clock() >= placed.until:
+                return None
+            array = _array(memory[HEADER_BYTES:])
+            if placed.size:
+                named = Named(namespace, key, placed.epoch, placed.counter)
+                self.views.add(array, named, placed.until)
+            return _view_of(header, array, kind)
+        return _ELSEWHERE
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def match_prefix(
+        self, keys: Sequence[AnyKey], namespaces: Sequence[str | None]
+    ) -> Flow[list[int]]:
+        if not 0 < len(namespaces) <= NAMESPACES_MAX:
+            raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
+        checked = check_keys(keys, distinct=False)
+        spaces = [self._namespace(each) for each in namespaces]
+        matches = yield from asking.match_prefix(spaces, checked)
+        return [match.matched for match in matches]
+
+    def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
+        return asking.exists(self._namespace(namespace), check_keys(keys, distinct=False))
+
+    def remove(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
+        checked = check_keys(keys, distinct=False)
+        return asking.remove(self.context, self._namespace(namespace), checked)
+
+    def clear_some(self, namespace: str | None) -> Flow[calls.Cleared]:
+        space = "" if namespace is None else check_namespace(namespace)
+        return asking.clear_some(self.context, space)
+
+    def stat(self, key: AnyKey, namespace: str | None) -> Flow[ObjectStat | None]:
+        return asking.stat(self.context, self._namespace(namespace), check_key(key))
+
+    def status(self) -> Flow[calls.ClusterStatus]:
+        return ask(calls.Status(), calls.ClusterStatus)
+
+    def list_page(self, namespace: str, prefix: bytes, cursor: int) -> Flow[calls.Listed]:
+        request = calls.ListObjects(namespace, prefix, cursor, LIST_PAGE)
+        return ask(request, calls.Listed)
+
+    # --- arguments ----------------------------------------------------------------------------
+
+    def _namespace(self, namespace: str | None) -> Namespace:
+        return check_namespace(self.config.namespace if namespace is None else namespace)
+
+    def _wait(self, wait_ms: int | None) -> int:
+        wanted = self.config.put_wait_ms if wait_ms is None else wait_ms
+        # The answer must come before our own patience ends, so that it can say what is missing.
+        return max(0, min(wanted, self.config.timeout_ms * 9 // 10))
+
+    def _options(
+        self,
+        namespace: str | None,
+        parent: AnyKey | None,
+        chain: bool,
+        replicas: int | None,
+        overwrite: bool,
+    ) -> PutOptions:
+        count = self.config.replicas if replicas is None else replicas
+        if not 1 <= count <= REPLICAS_MAX:
+            raise InvalidArgumentError(f"replicas is 1 to {REPLICAS_MAX}, not {count}")
+        return PutOptions(
+            namespace=self._namespace(namespace),
+            parent=None if parent is None else check_key(parent),
+            chain=chain,
+            replicas=count,
+            overwrite=overwrite,
+        )
+
+
+LIST_PAGE = 1_000
+_ELSEWHERE = object()
+
+
+def _array(memory: memoryview) -> Bytes1D:
+    """A new array over this memory; ``np.frombuffer`` refuses to be empty."""
+    return np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
+
+
+def _view_of(header: Header, array: Bytes1D, kind: Kind | None) -> View:
+    wanted = kind or read_descriptor(header.descriptor).kind
+    if wanted == "bytes":
+        return memoryview(array).toreadonly()  # type: ignore[arg-type]
+    value = decode(header.descriptor, array, kind)
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    return value
+

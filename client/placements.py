@@ -1,0 +1,132 @@
+"""What a client remembers: segments it has met, and where leased objects are.
+
+While an object's lease lives its extents keep their bytes, so the next get of it asks nobody. A
+lease is counted from the moment before the question was asked, on this process's monotonic clock,
+less a margin: no two clocks are ever compared, and a promise never looks longer than it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore.calls import Placements, SegmentInfo
+from kvstore.limits import Key, Namespace
+
+AVOID_SECONDS = 1.0
+"""A node that just failed is tried last for so long; by then the master knows, too."""
+
+
+class Replica(NamedTuple):
+    segment: SegmentInfo
+    offset: int
+    """Of the extent: the header's first byte."""
+
+
+class Placed(NamedTuple):
+    """Where a complete object is, and how long that is promised."""
+
+    size: int
+    """Payload bytes."""
+    epoch: int
+    counter: int
+    replicas: tuple[Replica, ...]
+    until: float
+    """``time.monotonic()`` at which the promise ends for us."""
+
+
+class PlacementCache:
+    """Leased placements by namespace and key; bounded; any thread (each step is one dict call)."""
+
+    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._placed: dict[tuple[Namespace, Key], Placed] = {}
+
+    def get(self, namespace: Namespace, key: Key) -> Placed | None:
+        placed = self._placed.get((namespace, key))
+        if placed is not None and placed.until <= self._clock():
+            self.forget(namespace, key)
+            return None
+        return placed
+
+    def remember(self, namespace: Namespace, key: Key, placed: Placed) -> None:
+        known = self._placed
+        # Out and in again, so that the order of the dict is the order of lease ends.
+        known.pop((namespace, key), None)
+        known[namespace, key] = placed
+        while len(known) > self._capacity:
+            try:
+                known.pop(next(iter(known)), None)
+            except (StopIteration, RuntimeError):  # another thread is at it
+                return
+
+    def forget(self, namespace: Namespace, key: Key) -> None:
+        self._placed.pop((namespace, key), None)
+
+    def clear(self) -> None:
+        self._placed.clear()
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+
+class SegmentTable:
+    """Segments of one epoch by id; ids mean nothing in another."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._epoch = 0
+        self._known: dict[int, SegmentInfo] = {}
+        self._failed: dict[bytes, float] = {}  # uuid -> until when to avoid it
+
+    def see_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._known = {}
+
+    def unknown(self, segment_ids: Sequence[int]) -> list[int]:
+        return [each for each in dict.fromkeys(segment_ids) if each not in self._known]
+
+    def learn(self, segments: Sequence[SegmentInfo]) -> None:
+        for segment in segments:
+            self._known[segment.segment_id] = segment
+
+    def get(self, segment_id: int) -> SegmentInfo | None:
+        return self._known.get(segment_id)
+
+    def failed(self, segment: SegmentInfo) -> None:
+        """Reads or writes there failed: avoid it for a while, and ask about it anew."""
+        self._known.pop(segment.segment_id, None)
+        self._failed[segment.uuid] = self._clock() + AVOID_SECONDS
+
+    def avoided(self, segment: SegmentInfo) -> bool:
+        until = self._failed.get(segment.uuid)
+        if until is None:
+            return False
+        if until <= self._clock():
+            self._failed.pop(segment.uuid, None)
+            return False
+        return True
+
+    def rows(self, placements: Placements, until: float) -> Iterator[Placed | None]:
+        """One entry per row; None for a miss, or when no replica's segment is mounted any more.
+
+        Replicas that failed a moment ago come last.
+        """
+        sizes, epochs, counters, replica_counts, segments, offsets = placements
+        at = 0
+        for row, count in enumerate(replica_counts):
+            replicas = []
+            for index in range(at, at + count):
+                segment = self._known.get(segments[index])
+                if segment is not None:
+                    replicas.append(Replica(segment, offsets[index]))
+            at += count
+            if not replicas:
+                yield None
+                continue
+            if len(replicas) > 1 and self._failed:
+                replicas.sort(key=lambda replica: self.avoided(replica.segment))
+            yield Placed(sizes[row], epochs[row], counters[row], tuple(replicas), until)

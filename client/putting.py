@@ -1,0 +1,265 @@
+"""Writing objects: the flows of ``put``, ``allocate`` and what becomes of an allocation.
+
+put_start ──► wipe, payload, header of each replica, in that order ──► put_end. A grant that comes
+to nothing (a node died, a master came or went) is revoked and asked for again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xxhash import xxh3_64
+
+from kvstore import calls
+from kvstore.calls import PutOutcome, SegmentInfo
+from kvstore.client.placements import Replica
+from kvstore.client.steps import Context, Flow, Pause, Transfer, ask, describe, unreachable
+from kvstore.client.values import Encoded
+from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError, UnavailableError
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
+from kvstore.transport.base import Move
+
+log = logging.getLogger("kvstore.client")
+
+ATTEMPTS = 4
+"""Grants of one put before it is refused."""
+
+_WIPE = memoryview(WIPE)
+
+
+class Item(NamedTuple):
+    """One object to write."""
+
+    key: Key
+    value: Encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOptions:
+    namespace: Namespace
+    parent: Key | None = None
+    chain: bool = False
+    replicas: int = 1
+    overwrite: bool = False
+
+
+def put(
+    context: Context, items: Sequence[Item], options: PutOptions, wait_ms: int
+) -> Flow[list[PutOutcome]]:
+    """Store every item that is not there; one outcome (STORED, FOUND, BEING_WRITTEN) each.
+
+    Raises:
+        PutRefusedError: ATTEMPTS grants came to nothing.
+        NoSpaceError, ValueTooLargeError, BusyError, MasterUnreachableError, DeadlineExceededError
+    """
+    if not items:
+        return []
+    outcomes = [PutOutcome.REFUSED] * len(items)
+    for attempt in range(ATTEMPTS):
+        for run in _runs(outcomes, options.chain):
+            first = run[0]
+            parent = items[first - 1].key if options.chain and first else options.parent
+            some = [items[i] for i in run]
+            ended = yield from _put_once(context, some, parent, options, wait_ms)
+            for index, outcome in zip(run, ended, strict=True):
+                outcomes[index] = outcome
+        if PutOutcome.REFUSED not in outcomes:
+            return outcomes
+        yield Pause(0.02 * 4**attempt)
+    refused = outcomes.count(PutOutcome.REFUSED)
+    raise PutRefusedError(
+        f"{refused} of {len(items)} objects were not stored: {ATTEMPTS} grants came to nothing",
+        advice="Nodes or masters come and go; try again, or look at: kvstore status",
+        refused=refused,
+    )
+
+
+def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
+    """The refused items, to be asked for together; of a chain, each unbroken piece."""
+    runs: list[list[int]] = []
+    for index, outcome in enumerate(outcomes):
+        if outcome is PutOutcome.REFUSED:
+            if runs and (not chain or runs[-1][-1] == index - 1):
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+    return runs
+
+
+def _put_once(
+    context: Context,
+    items: Sequence[Item],
+    parent: Key | None,
+    options: PutOptions,
+    wait_ms: int,
+) -> Flow[list[PutOutcome]]:
+    started = context.clock()
+    grants = yield from ask(
+        calls.PutStart(
+            options.namespace,
+            [item.key for item in items],
+            [len(item.value.data) for item in items],
+            parent,
+            options.chain,
+            options.replicas,
+            options.overwrite,
+            wait_ms,
+            context.host,
+        ),
+        calls.Grants,
+    )
+    outcomes = [PutOutcome(outcome) for outcome in grants.outcomes]
+    granted = [index for index, each in enumerate(outcomes) if each is PutOutcome.WRITE]
+    if not granted:
+        return outcomes
+    yield from describe(context, grants.epoch, grants.segments)
+    deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
+    writes: dict[int, Transfer] = {}
+    on: list[set[int]] = []  # per granted item: its segments
+    for number, index in enumerate(granted):
+        above = items[index - 1].key if options.chain and index else parent
+        token = grants.tokens[number]
+        row = slice(number * grants.replicas, (number + 1) * grants.replicas)
+        on.append(set(grants.segments[row]))
+        for segment_id, offset in zip(grants.segments[row], grants.offsets[row], strict=True):
+            segment = context.segments.get(segment_id)
+            if segment is None:
+                continue
+            transfer = writes.setdefault(segment_id, Transfer(segment, [], True, deadline))
+            version = (grants.epoch, token)
+            _write_object(
+                transfer.moves, items[index], options.namespace, above, version, segment, offset
+            )
+    errors = yield list(writes.values())
+    assert isinstance(errors, list)
+    lost: dict[int, bool] = {}  # segments that failed; whether their moves are settled
+    for (segment_id, transfer), error in zip(writes.items(), errors, strict=True):
+        if error is not None:
+            lost[segment_id] = bool(error.fields.get("settled"))
+            if isinstance(error, DeadlineExceededError) and context.clock() >= deadline:
+                context.count("put_deadlines_passed")
+            yield from unreachable(context, transfer.segment, error)
+    written = []
+    for number, segment_ids in enumerate(on):
+        failed = [segment_id for segment_id in segment_ids if segment_id not in writes]
+        failed += [segment_id for segment_id in segment_ids if segment_id in lost]
+        if failed:
+            outcomes[granted[number]] = PutOutcome.REFUSED
+            settled = all(lost.get(segment_id, True) for segment_id in failed)
+            yield from revoke(grants.epoch, [grants.tokens[number]], settled=settled)
+        else:
+            written.append(number)
+    if not written:
+        return outcomes
+    tokens = [grants.tokens[number] for number in written]
+    try:
+        ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEnded)
+    except UnavailableError as error:
+        # Nobody knows whether it is complete. Asking again finds it, or a new master's grant.
+        log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), error)
+        ended = calls.PutEnded([PutOutcome.REFUSED] * len(tokens))
+    for number, outcome in zip(written, ended.outcomes, strict=True):
+        outcomes[granted[number]] = PutOutcome(outcome)
+    for index in granted:
+        context.placements.forget(options.namespace, items[index].key)
+    return outcomes
+
+
+def _write_object(
+    moves: list[Move],
+    item: Item,
+    namespace: Namespace,
+    parent: Key | None,
+    version: tuple[int, int],
+    segment: SegmentInfo,
+    offset: int,
+) -> None:
+    """Wipe, payload, header: whoever finds the header finds a whole payload behind it."""
+    hasher = xxh3_64()
+    head = bytearray(HEADER_BYTES)
+    data = item.value.data
+
+    def seal() -> None:
+        header = Header(
+            namespace, item.key, parent, len(data), *version, hasher.intdigest(),
+            item.value.descriptor,
+        )  # fmt: skip
+        pack_into(head, header, segment.seed, offset)
+
+    moves.append(Move(offset, _WIPE))
+    if len(data):
+        moves.append(Move(offset + HEADER_BYTES, data, hasher))
+    moves.append(Move(offset, memoryview(head), None, seal))
+
+
+def revoke(epoch: int, tokens: Sequence[int], *, settled: bool) -> Flow[None]:
+    """Give grants up. Not answered is no harm: their deadline gives them up, too."""
+    try:
+        yield from ask(calls.PutRevoke(epoch, tokens, settled), calls.Revoked)
+    except KVStoreError as error:
+        log.debug("revoke_failed tokens=%d error=%s", len(tokens), error)
+
+
+def allocate(
+    context: Context, size: int, wait_ms: int
+) -> Flow[tuple[calls.Grants, Replica, float]]:
+    """Room for ``size`` payload bytes, and until when it is ours.
+
+    Raises:
+        As ``put``.
+    """
+    started = context.clock()
+    grants = yield from ask(calls.Allocate(size, wait_ms, context.host), calls.Grants)
+    yield from describe(context, grants.epoch, grants.segments)
+    segment = context.segments.get(grants.segments[0])
+    if segment is None:
+        yield from revoke(grants.epoch, grants.tokens, settled=True)
+        raise PutRefusedError("the segment went away while it was asked for")
+    until = started + grants.deadline_ms / 1000 - context.lease_margin_s
+    offset = grants.offsets[0]
+    errors = yield [Transfer(segment, [Move(offset, _WIPE)], True, until)]
+    assert isinstance(errors, list)
+    if errors[0] is not None:
+        yield from revoke(grants.epoch, grants.tokens, settled=False)
+        raise errors[0]
+    return grants, Replica(segment, offset), until
+
+
+def commit(
+    context: Context,
+    item: Item,
+    granted: tuple[int, int, Replica],
+    options: PutOptions,
+    deadline: float,
+) -> Flow[PutOutcome]:
+    """Name an allocation whose payload stands in its place already; no payload byte moves.
+
+    Args:
+        granted: epoch, token and place of the allocation.
+        deadline: until when it is ours.
+    """
+    epoch, token, (segment, offset) = granted
+    head = bytearray(HEADER_BYTES)
+    header = Header(
+        options.namespace, item.key, options.parent, len(item.value.data), epoch, token,
+        xxh3_64(item.value.data).intdigest(), item.value.descriptor,
+    )  # fmt: skip
+    pack_into(head, header, segment.seed, offset)
+    moves = [Move(offset, _WIPE), Move(offset, memoryview(head))]
+    errors = yield [Transfer(segment, moves, True, deadline)]
+    assert isinstance(errors, list)
+    if errors[0] is not None:
+        raise errors[0]
+    committed = yield from ask(
+        calls.Commit(
+            epoch, token, options.namespace, item.key, options.parent,
+            len(item.value.data), options.overwrite,
+        ),
+        calls.Committed,
+    )  # fmt: skip
+    context.placements.forget(options.namespace, item.key)
+    return PutOutcome(committed.outcome)

@@ -1,0 +1,109 @@
+"""What flows are made of: the steps they yield and the context they share.
+
+A flow is a pure generator: what a client does, step by step, without doing it. It yields *steps*
+(ask the master this, move these bytes, pause) and is sent their results; its return value is the
+caller's. It reads the time from the clock that it was given and touches no socket, so the same
+flows (``getting``, ``putting``, ``asking``) run in ``Client`` (threads), in ``AsyncClient`` (a
+loop) and in a simulated cluster with virtual time. The error of a step is thrown into the flow
+where it waits; those of transfers are its result, one or None for each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from kvstore import calls
+from kvstore.calls import Placements, SegmentInfo
+from kvstore.client.placements import Placed, PlacementCache, SegmentTable
+from kvstore.errors import InvalidRangeError, KVStoreError, UnavailableError
+from kvstore.transport.base import Move
+
+log = logging.getLogger("kvstore.client")
+
+
+class Ask(NamedTuple):
+    """Ask the master; the result is its reply."""
+
+    request: calls.Request
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Moves on one segment; the result of a list of them is a list of errors or None."""
+
+    segment: SegmentInfo
+    moves: list[Move]
+    write: bool
+    deadline: float | None = None
+    """``time.monotonic()`` by which a write must have stopped; None: the call's own."""
+
+
+class Pause(NamedTuple):
+    seconds: float
+
+
+Step = Ask | list[Transfer] | Pause
+ResultT = TypeVar("ResultT")
+Flow = Generator[Step, object, ResultT]
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """What the flows of one client share. Any thread."""
+
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    host: str
+    segments: SegmentTable
+    placements: PlacementCache
+    lease_margin_s: float
+    verify_payload: bool
+    counters: dict[str, int]
+    """Events by name; see ``count``."""
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + number
+
+
+def ask(request: calls.Request, kind: type[ResultT]) -> Flow[ResultT]:
+    reply = yield Ask(request)
+    assert isinstance(reply, kind)
+    return reply
+
+
+def describe(context: Context, epoch: int, segment_ids: Sequence[int]) -> Flow[None]:
+    """Learn how to reach these segments, where that is not known."""
+    context.segments.see_epoch(epoch)
+    unknown = context.segments.unknown(segment_ids)
+    if unknown:
+        described = yield from ask(calls.DescribeSegments(unknown), calls.Segments)
+        context.segments.learn(described.segments)
+
+
+def learn(
+    context: Context, epoch: int, placements: Placements, until: float
+) -> Flow[list[Placed | None]]:
+    """Placements as objects, their segments described."""
+    yield from describe(context, epoch, placements.segments)
+    return list(context.segments.rows(placements, until))
+
+
+def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> Flow[None]:
+    """Moves on a segment failed: say so, and go on elsewhere.
+
+    Raises:
+        KVStoreError: ``error`` itself, when going elsewhere cannot help.
+    """
+    if not isinstance(error, UnavailableError | InvalidRangeError):
+        raise error
+    if not context.segments.avoided(segment):
+        log.warning("node_failed node=%s address=%s error=%s", segment.node, segment.address, error)
+    context.segments.failed(segment)
+    context.count("failed_transfers")
+    try:
+        yield from ask(calls.ReportFailure([segment.segment_id]), calls.Reported)
+    except KVStoreError as unreported:
+        log.debug("failure_not_reported node=%s error=%s", segment.node, unreported)

@@ -1,0 +1,481 @@
+"""The master, for callers that block: ``MasterStub``."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import random
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import grpc
+
+from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.client.stub_flow import (
+    CHANNEL_OPTIONS,
+    LANE_CONNECT_S,
+    CarrierBrokenError,
+    Flow,
+    JoinAt,
+    LaneRefusedError,
+    LaneUnreachableError,
+    Link,
+    OnLane,
+    Pause,
+    Step,
+    call_flow,
+    grpc_failure,
+    late,
+)
+from kvstore.config import join_address, split_address
+from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
+from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
+from kvstore.wire.spinning import SpinGauge
+from kvstore.wire.status import decode_error
+
+logger = logging.getLogger("kvstore.client")
+
+LANE_CONNECTIONS_MAX = 32
+"""Connections to the lane at once, one call each; more calls at once go over gRPC."""
+
+_CONNECT_PAUSE_S = 0.005
+"""Between attempts on a Unix socket whose backlog is full."""
+
+
+class MasterStub:
+    """Asks a master. Calls from several threads at once are allowed.
+
+    The first call joins. After that calls of clients take the lane, a pool of connections with one
+    call at a time each, or gRPC where the lane cannot be reached. Not to be used after a fork.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        host: str,
+        name: str,
+        spin_us: int = 60,
+        lane: bool = True,
+        on_join: Callable[[Joined], None] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        """
+        Args:
+            address: ``host:port`` of the master, or of several, separated by commas.
+            host: where we run (``kvstore.host.host_id()``).
+            name: who we are, for the master's log.
+            spin_us: how long a call polls for its reply before it sleeps.
+            lane: whether to use the lane at all.
+            on_join: told of every join, before any call goes on under it; by whichever thread
+                joined. It must not call the stub.
+            rng: source of the backoff's jitter.
+
+        Raises:
+            InvalidArgumentError: ``address`` is none.
+        """
+        self._link = Link(address, lane=lane, rng=rng)
+        self._join = Join(name, host, PROTOCOL_VERSION)
+        self._spin_s = spin_us / 1e6
+        self._on_join = on_join
+        self._joining = threading.Lock()
+        self._closed = threading.Event()
+        self._idle: deque[_LaneConnection] = deque()
+        self._lock = threading.Lock()  # guards the two below
+        self._connections: set[_LaneConnection] = set()
+        self._channels: dict[str, grpc.Channel] = {}
+
+    @property
+    def joined(self) -> Joined | None:
+        """What the master said at the last join; None before the first."""
+        return self._link.joined
+
+    @property
+    def epoch(self) -> int:
+        """Of the master that we last joined; 0 before."""
+        return self._link.joined.epoch if self._link.joined is not None else 0
+
+    def join(self, deadline: float) -> Joined:
+        """Joins now if that is still to be done, as any other call would.
+
+        Raises:
+            As ``call``.
+        """
+        if self._closed.is_set():
+            raise ClosedError("the client is closed")
+        if not self._link.current:
+            self._run(call_flow(self._link, None, deadline, time.monotonic), None, b"", deadline)
+        joined = self._link.joined
+        assert joined is not None
+        return joined
+
+    def call(self, request: Request, deadline: float) -> Reply:
+        """The master's reply.
+
+        Args:
+            deadline: a ``time.monotonic()`` value, by which this returns or raises.
+
+        Raises:
+            MasterUnreachableError: no master was found until the deadline, or (``fields["sent"]``
+                is 1) the connection broke during a call that must not be sent twice.
+            DeadlineExceededError: the master did not answer in time.
+            ClosedError: the stub was closed, before or meanwhile.
+            KVStoreError: what the master answered.
+        """
+        if self._closed.is_set():
+            raise ClosedError("the client is closed")
+        call = CALLS[type(request)]
+        payload = encode_request(request)
+        broken = None
+        if call.lane:
+            connection = self._take()
+            if connection is not None:
+                try:
+                    return decode_reply(call, self._on_lane(connection, call, payload, deadline))
+                except CarrierBrokenError as error:
+                    broken = error
+        flow = call_flow(self._link, call, deadline, time.monotonic, broken)
+        reply = decode_reply(call, self._run(flow, call, payload, deadline))
+        if isinstance(reply, Joined):
+            self._accept(reply)
+        return reply
+
+    def close(self) -> None:
+        """Ends calls under way with ``ClosedError``. Idempotent."""
+        self._closed.set()
+        with self._lock:
+            connections = list(self._connections)
+            channels, self._channels = list(self._channels.values()), {}
+        for connection in connections:
+            connection.interrupt()
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                self._drop(self._idle.pop())
+        for channel in channels:
+            channel.close()
+
+    # --- steps of a flow -----------------------------------------------------------------------
+
+    def _run(
+        self, flow: Flow, call: Call[Any, Any] | None, payload: bytes, deadline: float
+    ) -> bytes:
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    outcome = self._do(step, call, payload, deadline)
+                except Exception as error:  # noqa: BLE001  # the flow decides what it means
+                    if self._closed.is_set():
+                        raise ClosedError("the client was closed during the call") from None
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as done:
+            return cast(bytes, done.value)
+
+    def _do(
+        self, step: Step, call: Call[Any, Any] | None, payload: bytes, deadline: float
+    ) -> bytes | None:
+        if isinstance(step, JoinAt):
+            self._join_at(step, deadline)
+            return None
+        if isinstance(step, Pause):
+            if self._closed.wait(step.seconds):
+                raise ClosedError("the client was closed during the call")
+            return None
+        assert call is not None
+        if isinstance(step, OnLane):
+            connection = self._take() or self._connect(deadline)
+            if connection is None:
+                return self._on_grpc(self._link.address, call, payload, deadline)
+            return self._on_lane(connection, call, payload, deadline)
+        reply = self._on_grpc(step.address, call, payload, deadline)
+        warning = self._link.lane_warning() if call.lane else None
+        if warning is not None:
+            logger.warning(warning)
+        return reply
+
+    def _join_at(self, step: JoinAt, deadline: float) -> None:
+        if not self._joining.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise late(self._link, "Join")
+        try:
+            if self._link.generation == step.generation:
+                until = min(deadline, time.monotonic() + step.timeout_s)
+                call = CALLS[Join]
+                payload = encode_request(self._join)
+                data = self._on_grpc(step.address, call, payload, until, last=until == deadline)
+                self._accept(cast(Joined, decode_reply(call, data)))
+        finally:
+            self._joining.release()
+
+    def _accept(self, joined: Joined) -> None:
+        if self._on_join is not None:
+            self._on_join(joined)
+        self._link.accept(joined)
+
+    def _on_grpc(
+        self,
+        address: str,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        *,
+        last: bool = True,
+    ) -> bytes:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise late(self._link, call.name)
+        send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        send = self._channel(address).unary_unary(call.path)
+        try:
+            return send(payload, timeout=left_s)
+        except grpc.RpcError as error:
+            raise grpc_failure(error, self._link, call.name, last=last) from None
+        except ValueError as error:  # a channel that was closed meanwhile
+            raise CarrierBrokenError(str(error), sent=False) from None
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if self._closed.is_set():
+                raise ClosedError("the client is closed")
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = channel
+            return channel
+
+    # --- the lane ------------------------------------------------------------------------------
+
+    def _take(self) -> _LaneConnection | None:
+        """A connection that nobody uses and whose other end is there, if there is one."""
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if connection.generation == self._link.generation and connection.is_quiet():
+                return connection
+            self._drop(connection)
+
+    def _on_lane(
+        self, connection: _LaneConnection, call: Call[Any, Any], payload: bytes, deadline: float
+    ) -> bytes:
+        """The reply's bytes. The connection goes back to the pool, or is closed."""
+        try:
+            _, kind, _, data = connection.exchange(call.wire_name, payload, deadline)
+        except TimeoutError:
+            self._drop(connection)
+            raise late(self._link, call.name) from None
+        except BaseException as error:
+            self._drop(connection)
+            if isinstance(error, CarrierBrokenError):
+                error.generation = connection.generation
+            raise
+        if self._closed.is_set():
+            self._drop(connection)
+        else:
+            self._idle.append(connection)
+        if kind == ERROR:
+            raise decode_error(data)
+        return data
+
+    def _connect(self, deadline: float) -> _LaneConnection | None:
+        """A new connection; None when there are enough."""
+        joined, generation = self._link.joined, self._link.generation
+        assert joined is not None
+        with self._lock:
+            if self._closed.is_set():
+                raise ClosedError("the client is closed")
+            if len(self._connections) >= LANE_CONNECTIONS_MAX:
+                return None
+        now = time.monotonic()
+        until = now + min(LANE_CONNECT_S, (deadline - now) / 2)
+        if until <= now:
+            raise late(self._link, "lane")
+        host, _ = split_address(self._link.address)
+        connection = _open(joined, host, until, self._spin_s, generation)
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            if self._closed.is_set():
+                raise ClosedError("the client is closed")
+            connection.greet(joined.lane_token, until)
+        except BaseException:
+            self._drop(connection)
+            raise
+        if self._link.lane_works():
+            logger.info("lane reachable again address=%s", self._link.address)
+        return connection
+
+    def _drop(self, connection: _LaneConnection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
+
+
+class _LaneConnection:
+    """One connection, one call at a time. Threads: whoever holds it; ``interrupt``: any."""
+
+    def __init__(self, sock: socket.socket, spin_s: float, generation: int) -> None:
+        self.generation = generation
+        self._sock = sock
+        self._spin_s = spin_s
+        self._reader = FrameReader()
+        self._gauge = SpinGauge()
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._call_id = 0
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has come unasked: an end of the stream, or the reply to a dead call."""
+        return not self._readable.poll(0)
+
+    def greet(self, token: bytes, until: float) -> None:
+        """
+        Raises:
+            LaneRefusedError, LaneUnreachableError
+        """
+        try:
+            self._send(hello(token), until)
+            _, kind, _, data = self._receive(until)
+        except (TimeoutError, CarrierBrokenError) as error:
+            raise LaneUnreachableError(f"no greeting: {error}", silent=True) from None
+        except ProtocolError as error:
+            raise LaneUnreachableError(error.message) from None
+        if kind == ERROR:
+            refusal = decode_error(data)
+            if isinstance(refusal, PermissionDeniedError):
+                raise LaneRefusedError(refusal.message)
+            raise LaneUnreachableError(refusal.message)
+
+    def exchange(self, name: bytes, payload: bytes, deadline: float) -> Frame:
+        """The answer to one call, a REPLY or an ERROR.
+
+        Raises:
+            TimeoutError, CarrierBrokenError, ProtocolError: the connection is of no use any more.
+        """
+        call_id = self._call_id = self._call_id + 1
+        self._send(frame(call_id, CALL, name, payload), deadline)
+        received = self._receive(deadline)
+        if received[0] != call_id or received[1] not in (REPLY, ERROR):
+            if received[1] == ERROR:
+                raise CarrierBrokenError(decode_error(received[3]).message, sent=True)
+            raise ProtocolError("the lane answered another call")
+        return received
+
+    def interrupt(self) -> None:
+        """Makes a call under way fail."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        sock = self._sock
+        try:
+            sent = sock.send(data)
+            if sent == len(data):
+                return
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise CarrierBrokenError(_reason(error), sent=False) from None
+        rest = memoryview(data)[sent:]
+        writable = select.poll()
+        writable.register(sock, select.POLLOUT)
+        while rest:
+            self._wait(writable, deadline)
+            try:
+                rest = rest[sock.send(rest) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise CarrierBrokenError(_reason(error), sent=False) from None
+
+    def _receive(self, deadline: float) -> Frame:
+        reader, sock = self._reader, self._sock
+        spinning = self._spin_s > 0 and self._gauge.pays()
+        spin_until = time.perf_counter() + self._spin_s if spinning else 0.0
+        while True:
+            try:
+                count = sock.recv_into(reader.space())
+            except BlockingIOError:
+                if spinning and time.perf_counter() < spin_until:
+                    continue
+                if spinning:
+                    self._gauge.missed()
+                    spinning = False
+                self._wait(self._readable, deadline)
+                continue
+            except OSError as error:
+                raise CarrierBrokenError(_reason(error), sent=True) from None
+            if not count:
+                raise CarrierBrokenError("the master closed the connection", sent=True)
+            reader.received(count)
+            received = reader.next()
+            if received is not None:
+                if spinning:
+                    self._gauge.hit()
+                return received
+
+    @staticmethod
+    def _wait(poll: select.poll, deadline: float) -> None:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no answer in time")
+        poll.poll(left_s * 1000 + 1)  # it rounds down
+
+
+def _open(
+    joined: Joined, host: str, until: float, spin_s: float, generation: int
+) -> _LaneConnection:
+    """Connects: by Unix socket where the master names one that is there, else by TCP.
+
+    Raises:
+        LaneUnreachableError
+    """
+    sock = _connect_unix(joined.lane_unix, until) if joined.lane_unix else None
+    if sock is None:
+        if not joined.lane_port:
+            raise LaneUnreachableError("its Unix socket cannot be reached, and it has no TCP port")
+        address = join_address(host, joined.lane_port)
+        try:
+            left_s = max(until - time.monotonic(), 0.001)
+            sock = socket.create_connection((host, joined.lane_port), timeout=left_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
+    sock.setblocking(False)
+    return _LaneConnection(sock, spin_s, generation)
+
+
+def _connect_unix(name: str, until: float) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    while True:
+        try:
+            sock.connect(b"\0" + name.encode())
+            return sock
+        except BlockingIOError:  # its backlog is full
+            if time.monotonic() < until:
+                time.sleep(_CONNECT_PAUSE_S)
+                continue
+        except OSError:
+            pass
+        sock.close()
+        return None
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.ECONNREFUSED:
+        return "connection refused"
+    return (error.strerror or str(error) or type(error).__name__).lower()

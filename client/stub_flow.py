@@ -1,0 +1,352 @@
+"""When a call is sent, sent again, or given up: the one place that decides, without a socket.
+
+``call_flow`` is a generator: it yields what to do next (a ``Step``), and is sent the outcome or
+thrown what went wrong. ``kvstore.client.stub`` drives it with blocking calls, ``aio_stub`` with
+awaited ones, tests with a list. Its rules:
+
+* Calls of clients need a join. One that finds its carrier broken joins anew, and then learns from
+  the epoch whether the master is still the same.
+* What was certainly not sent may be sent again; what was, if it is idempotent or if the master
+  that may have done it is gone (a new epoch), and so is what it knew.
+* The lane is preferred. Where it cannot be reached gRPC carries everything for a while.
+* In between it waits: exponentially longer, randomly less, never beyond the deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Generator
+from typing import Any, Final, NamedTuple, cast
+
+import grpc
+
+from kvstore.calls import Joined
+from kvstore.config import DEFAULT_PORT, join_address, split_address
+from kvstore.errors import (
+    DeadlineExceededError,
+    KVStoreError,
+    MasterUnreachableError,
+    UnavailableError,
+)
+from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.wire.messages import Call
+from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
+
+LANE_RETRY_S: Final = 30.0
+"""How long gRPC carries everything before an unreachable lane is tried again."""
+
+LANE_SILENT_RETRY_S: Final = 1.0
+"""The same for a lane that takes connections and is silent: a master that is stopped or busy."""
+
+LANE_CONNECT_S: Final = 1.0
+"""The longest that connecting to the lane may hold up a call that gRPC could carry: a firewall
+that drops packets answers never."""
+
+LANE_REFUSALS_MAX: Final = 2
+"""Refused tokens in one call; after so many fresh ones the lane is somebody else's."""
+
+JOIN_S: Final = 2.0
+"""How long one of several masters may take to answer a join before the next one is asked."""
+
+BACKOFF_FIRST_S: Final = 0.02
+BACKOFF_MAX_S: Final = 1.0
+
+ATTEMPT_S: Final = 0.01
+"""With less time left no further attempt is made."""
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    # gRPC's own backoff grows to two minutes, in which a master that is back is not seen.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # Masters are inside; a proxy for the web would only hide them.
+    ("grpc.enable_http_proxy", 0),
+    # Channels of two clients in one process share nothing, so neither closes the other's.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
+
+
+class CarrierBrokenError(Exception):
+    """A connection could not be made or broke before the reply.
+
+    ``sent``: the master may have received the call. ``generation``: of the link, under which the
+    connection was made; None: the present one.
+    """
+
+    def __init__(self, reason: str, *, sent: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.sent = sent
+        self.generation: int | None = None
+
+
+class LaneUnreachableError(Exception):
+    """No connection to the lane; nothing was sent. ``silent``: connected, but nobody answered."""
+
+    def __init__(self, reason: str, *, silent: bool = False) -> None:
+        super().__init__(reason)
+        self.silent = silent
+
+
+class LaneRefusedError(Exception):
+    """The lane does not know our token: the master that we joined is gone; nothing was sent."""
+
+
+class JoinAt(NamedTuple):
+    """Join the master at ``address``, unless somebody has joined since ``generation``. Answer:
+    anything."""
+
+    address: str
+    timeout_s: float
+    generation: int
+
+
+class OnLane(NamedTuple):
+    """Send the call on the lane. Answer: the encoded reply."""
+
+
+class OnGrpc(NamedTuple):
+    """Send the call by gRPC. Answer: the encoded reply."""
+
+    address: str
+
+
+class Pause(NamedTuple):
+    """Wait. Answer: anything."""
+
+    seconds: float
+
+
+Step = JoinAt | OnLane | OnGrpc | Pause
+Flow = Generator[Step, Any, bytes]
+"""What a flow is sent is the encoded reply after ``OnLane`` and ``OnGrpc``, else nothing."""
+
+
+def parse_addresses(address: str) -> tuple[str, ...]:
+    """The masters in ``host:port,host:port``; the port may be missing, and is the usual one then.
+
+    Raises:
+        InvalidArgumentError: not of that form.
+    """
+    return tuple(
+        join_address(*split_address(part, default_port=DEFAULT_PORT)) for part in address.split(",")
+    )
+
+
+class Link:
+    """What a stub knows of its master. One per stub; touched by whoever runs a flow."""
+
+    def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
+        self.addresses = parse_addresses(address)
+        self.joined: Joined | None = None
+        """What the master said at the last join."""
+        self.current = False
+        """Whether that is believed to hold."""
+        self.generation = 0
+        """Changes whenever ``current`` does; connections of another one are closed."""
+        self._turn = 0
+        self._lane = lane
+        self._lane_retry_at = 0.0
+        self._lane_problem = ""
+        self._warned = False
+        self._random = rng or random.Random()  # noqa: S311  # jitter, no secret
+
+    @property
+    def address(self) -> str:
+        """The master that we use, or try next."""
+        return self.addresses[self._turn]
+
+    def accept(self, joined: Joined) -> None:
+        """The master at ``address`` let us in."""
+        before = self.joined
+        if before is None or before.lane_token != joined.lane_token:
+            self._lane_retry_at = 0.0
+        self.joined = joined
+        self.current = True
+        self.generation += 1
+
+    def lost(self, generation: int) -> None:
+        """The master that was joined in ``generation`` cannot be reached, or is another one."""
+        if self.current and self.generation == generation:
+            self.current = False
+            self.generation += 1
+
+    def next_address(self) -> None:
+        self._turn = (self._turn + 1) % len(self.addresses)
+
+    def lane_open(self, now: float) -> bool:
+        """Whether to try the lane."""
+        joined = self.joined
+        return (
+            self._lane
+            and joined is not None
+            and bool(joined.lane_port or joined.lane_unix)
+            and now >= self._lane_retry_at
+        )
+
+    def lane_failed(self, now: float, reason: str, *, silent: bool = False) -> None:
+        self._lane_retry_at = now + (LANE_SILENT_RETRY_S if silent else LANE_RETRY_S)
+        self._lane_problem = reason
+
+    def lane_warning(self) -> str | None:
+        """What to log after gRPC carried a call that the lane could not; once."""
+        if not self._lane_problem or self._warned:
+            return None
+        self._warned = True
+        port = self.joined.lane_port if self.joined is not None else 0
+        host, _ = split_address(self.address)
+        return (
+            f"lane unreachable, calls go over gRPC address={join_address(host, port)} "
+            f"reason={self._lane_problem!r}; open TCP port {port} of the master for faster calls"
+        )
+
+    def lane_works(self) -> bool:
+        """Notes a call on the lane; whether that is news after a warning."""
+        news = self._warned
+        self._lane_problem = ""
+        self._warned = False
+        return news
+
+    def backoff_s(self, attempt: int) -> float:
+        """How long to wait after ``attempt`` failures, 1 or more: doubling, half of it random."""
+        longest: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+        return longest * (0.5 + 0.5 * self._random.random())
+
+
+def call_flow(
+    link: Link,
+    call: Call[Any, Any] | None,
+    deadline: float,
+    clock: Callable[[], float],
+    broken: CarrierBrokenError | None = None,
+) -> Flow:
+    """Carries one call to its reply; see the module.
+
+    Args:
+        call: None: only joins, and returns nothing.
+        broken: how an attempt on the lane, made before this flow, has ended.
+
+    Raises:
+        KVStoreError: the master's answer; MasterUnreachableError; DeadlineExceededError.
+    """
+    started = clock()
+    failures = refusals = 0
+    reasons: dict[str, str] = {}
+    doubtful: int | None = None  # the epoch under which an attempt may have been done
+    while True:
+        pause_s = 0.0
+        joining = False
+        address, generation = link.address, link.generation
+        try:
+            if broken is not None:
+                error, broken = broken, None
+                raise error
+            if (call is None or call.lane) and not link.current:
+                joining = True
+                yield _join(link, deadline - clock())
+                joining = False
+                generation = link.generation
+            if call is None:
+                return b""
+            epoch = link.joined.epoch if link.joined is not None else 0
+            if doubtful == epoch:
+                raise _in_doubt(call, address, reasons)
+            if call.lane and link.lane_open(clock()):
+                return cast(bytes, (yield OnLane()))
+            return cast(bytes, (yield OnGrpc(address)))
+        except LaneRefusedError as refused:
+            refusals += 1
+            if refusals > LANE_REFUSALS_MAX:
+                link.lane_failed(clock(), str(refused))
+            link.lost(generation)
+        except LaneUnreachableError as unreachable:
+            link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
+        except CarrierBrokenError as failure:
+            failures += 1
+            reasons[address] = failure.reason
+            if failure.generation is not None:
+                generation = failure.generation
+            if failure.sent and call is not None and not joining and not call.idempotent:
+                doubtful = link.joined.epoch if link.joined is not None else 0
+            if joining or call is None or not call.lane:
+                link.next_address()
+                pause_s = link.backoff_s(failures)
+            elif failures > 1:
+                pause_s = link.backoff_s(failures - 1)
+            link.lost(generation)
+        except UnavailableError as refusal:
+            # A master that is there and lets nobody in: it stands by, or stops.
+            if not joining or isinstance(refusal, DeadlineExceededError):
+                raise
+            failures += 1
+            reasons[address] = refusal.message
+            link.next_address()
+            pause_s = link.backoff_s(failures)
+        now = clock()
+        left_s = deadline - now
+        if left_s < ATTEMPT_S:
+            raise _unreachable(link, reasons, failures, now - started)
+        if pause_s:
+            yield Pause(min(pause_s, left_s / 2))
+
+
+def _join(link: Link, left_s: float) -> JoinAt:
+    timeout_s = left_s if len(link.addresses) == 1 else min(left_s, JOIN_S)
+    return JoinAt(link.address, timeout_s, link.generation)
+
+
+def _in_doubt(
+    call: Call[Any, Any], address: str, reasons: dict[str, str]
+) -> MasterUnreachableError:
+    return MasterUnreachableError(
+        f"the connection to the master at {address} broke during {call.name} "
+        f"({next(iter(reasons.values()), 'no reason given')}); it may have been done",
+        advice="Repeat the whole operation.",
+        address=address,
+        sent=1,
+    )
+
+
+def _unreachable(
+    link: Link, reasons: dict[str, str], attempts: int, waited_s: float
+) -> MasterUnreachableError:
+    tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
+    _, port = split_address(link.address)
+    return MasterUnreachableError(
+        f"no master could be reached in {waited_s:.1f} s ({tried or link.address})",
+        advice=f"Is kvstore-master running? Start it with: kvstore-master --port {port}",
+        addresses=",".join(link.addresses),
+        attempts=attempts,
+        waited_ms=round(waited_s * 1000),
+    )
+
+
+def late(link: Link, name: str) -> DeadlineExceededError:
+    """The error of a call whose deadline passed without a reply."""
+    return DeadlineExceededError(
+        f"{name}: no reply from the master at {link.address} before the deadline",
+        advice="The master may be overloaded or stopped; a longer timeout may help.",
+        address=link.address,
+    )
+
+
+def grpc_failure(
+    error: grpc.RpcError, link: Link, name: str, *, last: bool
+) -> KVStoreError | CarrierBrokenError:
+    """What a failed gRPC call means. ``last``: its time was all that the whole call had left."""
+    detail = detail_of(error)
+    if detail is not None:
+        return decode_error(detail)
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return late(link, name) if last else CarrierBrokenError("no answer in time", sent=True)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return CarrierBrokenError(brief(details), sent=True)
+    return from_grpc(code, details, None)

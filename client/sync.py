@@ -1,0 +1,430 @@
+"""``Client``: what a program uses. Blocking; any thread may call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.children import start_master
+from kvstore.client.asking import ObjectStat
+from kvstore.client.operations import AnyKey, DType, Operations, View
+from kvstore.client.session import ClientStats, Session, read_config
+from kvstore.client.steps import Ask, Flow, Pause
+from kvstore.client.stub import MasterStub
+from kvstore.client.values import Buffer, Kind, Storable, Value
+from kvstore.client.views import Lease
+from kvstore.config import ClientConfig, parse_size
+from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
+
+ResultT = TypeVar("ResultT")
+
+
+class Client:
+    """A client of one store.
+
+        with Client("127.0.0.1:50001") as client:
+            client.put("greeting", tensor)
+            tensor = client.get("greeting")          # None on a miss
+
+    Keys are ``bytes`` or ``str`` of 1 to 256 bytes. Every method that takes a ``namespace`` uses
+    the configured one where it is None. Nothing is connected before the first call, and no call
+    takes longer than ``timeout_ms`` (10 s): a master that cannot be reached is tried again until
+    then. All methods may be called from any thread.
+
+    All methods may raise, besides what they name:
+        MasterUnreachableError: no master was found in time; ``fields`` say where we looked.
+        DeadlineExceededError: it was found, and did not answer in time.
+        InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
+        ClosedError: after ``close``.
+    A failed call leaves the client as it was; nothing needs to be cleaned up.
+    """
+
+    def __init__(
+        self,
+        master: str | None = None,
+        *,
+        memory: int | str | None = None,
+        config: ClientConfig | None = None,
+        **settings: object,
+    ) -> None:
+        """
+        Args:
+            master: ``host:port``; None: ``KVSTORE_MASTER``, a file, or ``127.0.0.1:50001``.
+            memory: also contribute a segment of this size (``"2GiB"``), served by a child
+                process that ends with this client.
+            config: all settings at once, instead of those of environment, file and arguments.
+            **settings: any other field of ``ClientConfig``: ``timeout_ms=500``,
+                ``transports=("tcp",)``, ``namespace="llama"``.
+
+        Raises:
+            ConfigError: an unknown or wrong setting.
+            StartupError, MasterUnreachableError: only with ``memory``: the segment could not be
+                made, or not joined.
+        """
+        self.config = read_config(master, memory, config, settings)
+        self._timeout_s = self.config.timeout_ms / 1000
+        self._session = Session(self.config, self._ask_within)
+        self._stub = MasterStub(
+            self.config.master,
+            host=self._session.host,
+            name=self._session.name,
+            spin_us=self.config.spin_us,
+            lane=self.config.lane,
+        )
+        self._operations = self._session.operations
+        self._closed = threading.Event()
+        try:
+            self._session.contribute()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def embedded(cls, memory: int | str = "1GiB", **settings: object) -> Self:
+        """A whole store in one process tree: master and node as children, ended by ``close``.
+
+        For a laptop, a test or a single host. Other processes of this host reach it at
+        ``client.config.master``.
+
+        Args:
+            memory: of the pool, in ``/dev/shm``.
+            **settings: as of ``Client``.
+
+        Raises:
+            SharedMemoryTooSmallError, StartupError: the children could not start.
+        """
+        child = start_master(memory=parse_size(memory))
+        try:
+            client = cls(f"127.0.0.1:{child.said['port']}", **settings)
+        except BaseException:
+            child.stop()
+            raise
+        client._session.children.append(child)
+        return client
+
+    # --- putting ------------------------------------------------------------------------------
+
+    def put(
+        self,
+        key: AnyKey,
+        value: Storable,
+        *,
+        namespace: str | None = None,
+        parent: AnyKey | None = None,
+        replicas: int | None = None,
+        overwrite: bool = False,
+        wait_ms: int | None = None,
+    ) -> PutOutcome:
+        """Store a torch tensor, a numpy array or bytes under a key.
+
+        Keys name content: where a complete object of that key is there, nothing is written.
+
+        Args:
+            value: copied before this returns; of any shape, dtype and device. A tensor from
+                ``allocate`` is not copied: its memory becomes the object, and must not be
+                written to any more.
+            parent: key of the object before it in its chain. The parent need not be there yet;
+                until it is, the object is not found by ``match_prefix``.
+            replicas: copies on distinct nodes, or on as many as there are.
+            overwrite: write a new version also where one is there, and retire that one.
+            wait_ms: how long to wait for leases to end when there is no room; None: as
+                configured.
+
+        Returns:
+            STORED by this call, FOUND there already, or BEING_WRITTEN by somebody else.
+
+        Raises:
+            UnsupportedValueError: a value without plain bytes (sparse, quantized, objects).
+            ValueTooLargeError: larger than any segment.
+            NoSpaceError: everything is leased; ``fields["missing_bytes"]``.
+            PutRefusedError: nodes came and went; try again.
+            ReservationLostError: the memory from ``allocate`` is not ours any more.
+        """
+        return self._run(
+            self._operations.put(key, value, namespace, parent, replicas, overwrite, wait_ms)
+        )
+
+    def put_many(
+        self,
+        items: Iterable[tuple[AnyKey, Storable]],
+        *,
+        namespace: str | None = None,
+        parent: AnyKey | None = None,
+        replicas: int | None = None,
+        overwrite: bool = False,
+        wait_ms: int | None = None,
+    ) -> list[PutOutcome]:
+        """``put`` of several, in one exchange: room is found for all of them or for none.
+
+        Raises:
+            DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
+        """
+        return self._run(
+            self._operations.put_many(
+                items, namespace, parent, False, replicas, overwrite, wait_ms
+            )
+        )
+
+    def put_chain(
+        self,
+        keys: Sequence[AnyKey],
+        values: Sequence[Storable],
+        *,
+        namespace: str | None = None,
+        parent: AnyKey | None = None,
+        replicas: int | None = None,
+        wait_ms: int | None = None,
+    ) -> list[PutOutcome]:
+        """Store the blocks of one prefix: each key's parent is the key before it.
+
+        Args:
+            keys: from the root towards the tip, such as the hashes of an engine's blocks.
+            parent: of the first; None: the first is a root.
+
+        Raises:
+            As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
+        """
+        if len(keys) != len(values):
+            raise ValueError(f"{len(keys)} keys and {len(values)} values")
+        return self._run(
+            self._operations.put_many(
+                zip(keys, values, strict=True), namespace, parent, True, replicas, False, wait_ms
+            )
+        )
+
+    def allocate(
+        self,
+        shape: int | Sequence[int],
+        dtype: DType = "uint8",
+        *,
+        kind: Literal["torch", "numpy"] = "torch",
+        wait_ms: int | None = None,
+    ) -> Value:
+        """A tensor inside the pool to compute into; putting it moves no byte.
+
+        Its contents are undefined. The memory is ours for as long as the tensor, or anything made
+        of it, lives; what is dropped without being put is given back. Ask ``lease(tensor).held``
+        whether that has worked: where the master could not be reached for longer than the put
+        deadline, the memory may have become somebody else's.
+
+        Raises:
+            NodeUnreachableError: there is no segment on this host. Otherwise as ``put``.
+        """
+        return self._run(self._operations.allocate(shape, dtype, kind, wait_ms))
+
+    # --- getting ------------------------------------------------------------------------------
+
+    def get(
+        self,
+        key: AnyKey,
+        *,
+        namespace: str | None = None,
+        copy: bool = True,
+        kind: Kind | None = None,
+    ) -> View | None:
+        """The value of a key, dtype and shape as they were put; None on a miss.
+
+        Args:
+            copy: False gives a view of the pool's own memory where that is on this host (a copy
+                elsewhere), leased for as long as the view or anything made of it lives. It must
+                not be written to: arrays are read-only, torch cannot express that. bytes come as
+                a read-only memoryview. Only the header is checked then, not the payload.
+            kind: ``"torch"``, ``"numpy"`` or ``"bytes"``, instead of the kind that was put.
+
+        Raises:
+            UnsupportedValueError: torch, or the dtype, is not available here.
+        """
+        return self._run(self._operations.get_many([key], namespace, copy, kind))[0]
+
+    def get_many(
+        self,
+        keys: Sequence[AnyKey],
+        *,
+        namespace: str | None = None,
+        copy: bool = True,
+        kind: Kind | None = None,
+    ) -> list[View | None]:
+        """``get`` of several, in one exchange with the master and one with each node."""
+        return self._run(self._operations.get_many(keys, namespace, copy, kind))
+
+    def get_into(
+        self,
+        keys: Sequence[AnyKey] | AnyKey,
+        buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
+        *,
+        namespace: str | None = None,
+    ) -> list[bool]:
+        """Read values into the caller's memory; per key, whether it was there.
+
+        Args:
+            keys: a sequence, or a single key with a single buffer.
+            buffers: per key a contiguous, writable tensor, array, bytearray or memoryview in CPU
+                memory, or a list of them that are filled one after the other. Memory beyond the
+                value's size is left as it is. Buffers of ``uint8`` take any dtype's bytes.
+
+        Raises:
+            BufferMismatchError: too small (nothing was read for that key), or of another dtype
+                (the buffer's contents are undefined). Other buffers of the batch may be filled.
+        """
+        if isinstance(keys, str | bytes):
+            keys, buffers = [keys], [buffers]  # type: ignore[list-item]
+        return self._run(self._operations.get_into(keys, buffers, namespace))  # type: ignore[arg-type]
+
+    def lease(self, view: View) -> Lease | None:
+        """The promise under a value from ``get(copy=False)`` or ``allocate``, or under anything
+        that was made of it; None: it is not the pool's memory."""
+        return self._session.views.of(view)
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def match_prefix(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> int:
+        """How many leading keys of a chain are there; those are leased.
+
+        Takes O(log n) steps at the master for a chain that was put with ``put_chain``.
+        """
+        return self._run(self._operations.match_prefix(keys, [namespace]))[0]
+
+    def match_prefixes(self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]) -> list[int]:
+        """``match_prefix`` in several namespaces at once: an engine's ranks and cache groups."""
+        return self._run(self._operations.match_prefix(keys, namespaces))
+
+    def exists(self, key: AnyKey, *, namespace: str | None = None) -> bool:
+        """Whether a complete object is there now. Promises nothing for the next moment."""
+        return self._run(self._operations.exists([key], namespace))[0]
+
+    def exists_many(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None
+    ) -> list[bool]:
+        """``exists`` of several."""
+        return self._run(self._operations.exists(keys, namespace))
+
+    def stat(self, key: AnyKey, *, namespace: str | None = None) -> ObjectStat | None:
+        """All that is known of one object, or None."""
+        return self._run(self._operations.stat(key, namespace))
+
+    def status(self) -> calls.ClusterStatus:
+        """The cluster at a glance."""
+        return self._run(self._operations.status())
+
+    def list_objects(
+        self, *, namespace: str = "", prefix: bytes = b""
+    ) -> Iterator[calls.ObjectRow]:
+        """All objects of a namespace ("": of every one) whose keys start with ``prefix``.
+
+        Asked for page by page; objects that come or go meanwhile may be missed or seen twice.
+        """
+        cursor = 0
+        while True:
+            page = self._run(self._operations.list_page(namespace, prefix, cursor))
+            yield from page.objects
+            cursor = page.next_cursor
+            if not cursor:
+                return
+
+    def stats(self) -> ClientStats:
+        """What this client did. Asks nobody."""
+        return self._session.stats(self._stub.epoch)
+
+    # --- removing -----------------------------------------------------------------------------
+
+    def remove(self, key: AnyKey, *, namespace: str | None = None) -> bool:
+        """Remove an object; whether there was one. When this returns nobody finds it any more,
+        also not after a restart; views of it stay whole until they end."""
+        return self._run(self._operations.remove([key], namespace))[0]
+
+    def remove_many(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None
+    ) -> list[bool]:
+        """``remove`` of several."""
+        return self._run(self._operations.remove(keys, namespace))
+
+    def clear(
+        self,
+        namespace: str | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Remove every object of a namespace, or of all of them (None); how many.
+
+        Args:
+            progress: called after each slice with the numbers removed and remaining; each slice
+                has the whole of ``timeout_ms``.
+        """
+        removed = 0
+        while True:
+            cleared = self._run(self._operations.clear_some(namespace))
+            removed += cleared.removed
+            if progress is not None:
+                progress(removed, cleared.remaining)
+            if not cleared.removed:
+                return removed
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give everything back. Idempotent; calls under way in other threads fail.
+
+        Views stay readable, but their leases are no longer renewed.
+        """
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._session.views.close()
+        self._stub.close()
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.config.master}{', closed' if self._closed.is_set() else ''}>"
+
+    # --- driving flows ------------------------------------------------------------------------
+
+    def _run(self, flow: Flow[ResultT]) -> ResultT:
+        """Do what the flow says, step by step, until it returns or the time is over."""
+        if self._closed.is_set():
+            raise ClosedError("the client is closed")
+        deadline = time.monotonic() + self._timeout_s
+        call, move = self._stub.call, self._session.movers.move
+        try:
+            step = next(flow)
+            while True:
+                outcome: object
+                try:
+                    if type(step) is Ask:
+                        outcome = call(step.request, deadline)
+                    elif isinstance(step, Pause):
+                        outcome = self._pause(step.seconds, deadline)
+                    else:
+                        outcome = move(step, deadline)  # type: ignore[arg-type]
+                except KVStoreError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as done:
+            result: ResultT = done.value
+            return result
+
+    def _pause(self, seconds: float, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= seconds:
+            raise DeadlineExceededError(f"{self._timeout_s:.1f} s were not enough")
+        if self._closed.wait(seconds):
+            raise ClosedError("the client is closed")
+
+    def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
+        return self._stub.call(request, time.monotonic() + seconds)

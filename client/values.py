@@ -1,0 +1,335 @@
+"""Values and their bytes: torch tensors, numpy arrays, bytes; and back, dtype and shape intact.
+
+A descriptor travels in the header of each object and says what its bytes are: JSON of at most
+``DESCRIPTOR_BYTES_MAX`` bytes, ``{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}``, so that
+other languages can read it. torch is optional and imported only when a tensor is met.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, NamedTuple, Union
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import (
+    BufferMismatchError,
+    CorruptObjectError,
+    InvalidArgumentError,
+    UnsupportedValueError,
+)
+from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["torch", "numpy", "bytes"]
+Value = Union["torch.Tensor", NDArray[np.generic], bytes]
+"""What ``get`` returns: the kind that was put."""
+Storable = Union[Value, bytearray, memoryview]
+"""What ``put`` takes; ``bytearray`` and ``memoryview`` come back as ``bytes``."""
+Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview]
+"""What ``get_into`` fills: contiguous, writable, in CPU memory."""
+Bytes1D = NDArray[np.uint8]
+
+
+class Described(NamedTuple):
+    """A descriptor, read."""
+
+    kind: Kind
+    dtype: str
+    """torch's or numpy's name (``bfloat16``, ``float8_e4m3fn``, ``<M8[ns]``); "" for bytes."""
+    shape: tuple[int, ...]
+
+
+class Encoded(NamedTuple):
+    """A value as bytes. ``data`` aliases the value where that is contiguous and on the CPU."""
+
+    descriptor: bytes
+    data: memoryview
+    """One-dimensional, ``B``-formatted; keeps what it needs alive."""
+
+
+# --- values to bytes ---------------------------------------------------------------------------
+
+
+def encode(value: Storable) -> Encoded:
+    """The bytes of a value and what they are.
+
+    A tensor that is not contiguous, or not in CPU memory, is copied once; its gradient history
+    is left behind.
+
+    Raises:
+        UnsupportedValueError: a type, layout or dtype whose bytes mean nothing elsewhere.
+    """
+    torch = _torch_of(value)
+    if torch is not None:
+        return _encode_tensor(torch, value)  # type: ignore[arg-type]
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        return Encoded(_describe("numpy", _numpy_name(array.dtype), array.shape), _bytes_of(array))
+    if isinstance(value, bytes | bytearray | memoryview):
+        data = memoryview(value)
+        if not data.c_contiguous:
+            data = memoryview(bytes(data))
+        return Encoded(_describe("bytes", "", ()), _flat(data))
+    raise UnsupportedValueError(
+        f"{type(value).__name__} cannot be stored",
+        advice="Put a torch tensor, a numpy array or bytes.",
+        type=type(value).__name__,
+    )
+
+
+def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]:
+    """Caller's memory to fill, as flat views, and the dtype it expects ("" for raw bytes).
+
+    Raises:
+        BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
+    """
+    views: list[memoryview] = []
+    dtypes: set[str] = set()
+    several = isinstance(buffers, list | tuple)
+    for buffer in buffers if several else [buffers]:
+        torch = _torch_of(buffer)
+        if torch is not None:
+            view, dtype = _writable_tensor(torch, buffer)  # type: ignore[arg-type]
+        elif isinstance(buffer, np.ndarray):
+            if not buffer.flags.c_contiguous or not buffer.flags.writeable:
+                raise BufferMismatchError("a buffer must be contiguous and writable")
+            view, dtype = _bytes_of(buffer), _numpy_name(buffer.dtype)
+        else:
+            try:
+                raw = memoryview(buffer)  # type: ignore[arg-type]
+            except TypeError:
+                raise BufferMismatchError(
+                    f"{type(buffer).__name__} cannot be filled",
+                    advice="Give a tensor, an array, a bytearray or a writable memoryview.",
+                ) from None
+            if raw.readonly or not raw.c_contiguous:
+                raise BufferMismatchError("a buffer must be contiguous and writable")
+            view, dtype = _flat(raw), ""
+        views.append(view)
+        dtypes.add("" if dtype in ("uint8", "") else dtype)
+    if len(dtypes) > 1:
+        raise BufferMismatchError(f"buffers of one value differ in dtype: {sorted(dtypes)}")
+    return views, dtypes.pop() if dtypes else ""
+
+
+def _encode_tensor(torch: ModuleType, tensor: torch.Tensor) -> Encoded:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UnsupportedValueError(
+            f"a tensor of layout {tensor.layout} (quantized: {tensor.is_quantized}, device: "
+            f"{tensor.device}) has no plain bytes",
+            advice="Put the dense tensors that it is made of.",
+        )
+    descriptor = _describe("torch", _torch_name(tensor.dtype), tuple(tensor.shape))
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return Encoded(descriptor, _bytes_of_tensor(torch, tensor))
+
+
+def _writable_tensor(torch: ModuleType, tensor: torch.Tensor) -> tuple[memoryview, str]:
+    if (
+        tensor.layout != torch.strided
+        or tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        raise BufferMismatchError(
+            "a tensor to fill must be dense, contiguous and in CPU memory",
+            advice="Pass tensor.contiguous(), or get into a CPU tensor and copy.",
+        )
+    return _bytes_of_tensor(torch, tensor.detach()), _torch_name(tensor.dtype)
+
+
+def _bytes_of_tensor(torch: ModuleType, tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    flat: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # type: ignore[arg-type]
+
+
+def _bytes_of(array: NDArray[np.generic]) -> memoryview:
+    if not array.size:
+        return memoryview(b"")
+    if array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous:
+        return memoryview(array)  # type: ignore[arg-type]
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(flat)  # type: ignore[arg-type]
+
+
+def _flat(view: memoryview) -> memoryview:
+    if view.format == "B" and view.ndim == 1:
+        return view
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+@lru_cache(maxsize=4096)
+def _describe(kind: Kind, dtype: str, shape: tuple[int, ...]) -> bytes:
+    described = {"kind": kind} if kind == "bytes" else {"kind": kind, "dtype": dtype}
+    if kind != "bytes":
+        described["shape"] = list(shape)  # type: ignore[assignment]
+    descriptor = json.dumps(described, separators=(",", ":")).encode()
+    if len(descriptor) > DESCRIPTOR_BYTES_MAX:
+        raise UnsupportedValueError(
+            f"a shape of {len(shape)} dimensions does not fit into a header",
+            advice="Reshape the tensor to fewer dimensions.",
+        )
+    return descriptor
+
+
+@lru_cache(maxsize=256)
+def _numpy_name(dtype: np.dtype[np.generic]) -> str:
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
+        raise UnsupportedValueError(
+            f"arrays of {dtype} cannot be stored",
+            advice="Put plain numbers: one array per field, no objects.",
+        )
+    # The name where it means one thing; the type string for byte orders, strings and times.
+    if dtype.isnative and dtype.kind in "biufcV":
+        return dtype.name if dtype.kind != "V" or dtype.isbuiltin == 2 else dtype.str
+    return dtype.str
+
+
+@lru_cache(maxsize=256)
+def _torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- bytes to values ---------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def read_descriptor(descriptor: bytes) -> Described:
+    """Raises CorruptObjectError: not a descriptor of this format."""
+    try:
+        read = json.loads(descriptor)
+        kind = read["kind"]
+        if kind == "bytes":
+            return Described("bytes", "", ())
+        shape = tuple(int(size) for size in read["shape"])
+        if kind not in ("torch", "numpy") or min(shape, default=0) < 0:
+            raise ValueError(kind)
+        return Described(kind, str(read["dtype"]), shape)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptObjectError(f"not a descriptor: {descriptor[:64]!r}") from error
+
+
+def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
+    """The value whose bytes are ``data``, which it aliases (``bytes`` are a copy).
+
+    Args:
+        kind: what to return; None: the kind that was put.
+
+    Raises:
+        UnsupportedValueError: torch, or the dtype, is not available here.
+        CorruptObjectError: descriptor and bytes disagree.
+    """
+    described = read_descriptor(descriptor)
+    wanted = kind or described.kind
+    if wanted == "bytes":
+        return data.tobytes()
+    if described.kind == "bytes":
+        described = Described("numpy", "uint8", (data.size,))
+    try:
+        if wanted == "torch":
+            return _decode_tensor(described, data)
+        dtype = _numpy_dtype(described.dtype)
+        return data.view(dtype).reshape(described.shape)
+    except (ValueError, RuntimeError) as error:
+        raise CorruptObjectError(
+            f"{data.size} bytes are no {described.dtype} of shape {described.shape}: {error}"
+        ) from error
+
+
+def described_as(
+    shape: int | Sequence[int], dtype: object, kind: Literal["torch", "numpy"]
+) -> tuple[bytes, int]:
+    """The descriptor and the payload bytes of a value of this shape and dtype.
+
+    Args:
+        dtype: a ``torch.dtype``, whatever ``numpy.dtype`` takes, or torch's name of one.
+
+    Raises:
+        UnsupportedValueError: no such dtype here.
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+    if min(sizes, default=0) < 0:
+        raise InvalidArgumentError(f"a shape has no negative sizes: {sizes}")
+    if kind == "torch":
+        torch = _import_torch()
+        found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+        if not isinstance(found, torch.dtype):
+            raise UnsupportedValueError(f"torch has no dtype {dtype}")
+        return _describe("torch", _torch_name(found), sizes), math.prod(sizes) * found.itemsize
+    numpy_dtype = _numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)  # type: ignore[call-overload]
+    size = math.prod(sizes) * int(numpy_dtype.itemsize)
+    return _describe("numpy", _numpy_name(numpy_dtype), sizes), size
+
+
+def check_dtype(descriptor: bytes, expected: str) -> None:
+    """Raises BufferMismatchError: the object holds another dtype than the buffer."""
+    stored = read_descriptor(descriptor).dtype
+    if expected and stored and expected != stored:
+        raise BufferMismatchError(
+            f"the object holds {stored}, the buffer {expected}",
+            advice="Pass a buffer of the stored dtype, or of uint8 for the raw bytes.",
+            stored=stored,
+            expected=expected,
+        )
+
+
+def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
+    torch = _import_torch()
+    dtype = getattr(torch, described.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedValueError(f"this torch has no dtype {described.dtype}")
+    if not data.size:
+        return torch.empty(described.shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(described.shape)
+
+
+def _numpy_dtype(name: str) -> np.dtype[np.generic]:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes  # noqa: PLC0415 - optional: bfloat16 and the small floats for numpy
+
+        return np.dtype(getattr(ml_dtypes, name))
+    except (ImportError, AttributeError):
+        raise UnsupportedValueError(
+            f"numpy has no dtype {name} here",
+            advice='Install ml_dtypes, or get(key, kind="torch") or kind="bytes".',
+        ) from None
+
+
+def _import_torch() -> ModuleType:
+    try:
+        import torch  # noqa: PLC0415 - optional, and heavy
+    except ImportError:
+        raise UnsupportedValueError(
+            "this needs torch, which is not installed here",
+            advice='Install kvstore[torch], or ask for kind="numpy" or kind="bytes".',
+        ) from None
+    return torch
+
+
+def _torch_of(value: object) -> ModuleType | None:
+    """torch, if ``value`` is one of its tensors; without importing it."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(value, torch.Tensor) else None

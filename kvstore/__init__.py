@@ -1,0 +1,59 @@
+"""kvstore: a distributed KV cache store for LLM inference.
+
+    from kvstore import Client
+
+    with Client("127.0.0.1:50001") as client:
+        client.put("greeting", tensor)
+        tensor = client.get("greeting")
+
+Everything public is here or in ``kvstore.errors``. Importing this imports no torch, grpc or numpy:
+names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvstore import errors
+from kvstore._version import __version__
+from kvstore.errors import KVStoreError
+
+if TYPE_CHECKING:
+    from kvstore.calls import PutOutcome
+    from kvstore.client.aio import AsyncClient
+    from kvstore.client.sync import Client
+    from kvstore.client.views import Lease
+    from kvstore.config import ClientConfig, MasterConfig, NodeConfig
+
+_HOMES = {
+    "AsyncClient": "kvstore.client.aio",
+    "Client": "kvstore.client.sync",
+    "ClientConfig": "kvstore.config",
+    "Lease": "kvstore.client.views",
+    "MasterConfig": "kvstore.config",
+    "NodeConfig": "kvstore.config",
+    "PutOutcome": "kvstore.calls",
+}
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "ClientConfig",
+    "KVStoreError",
+    "Lease",
+    "MasterConfig",
+    "NodeConfig",
+    "PutOutcome",
+    "__version__",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,508 @@
+"""What can be asked of a master, as plain values: one request and one reply type per call.
+
+The client's flows yield these requests, the master's handlers take them and answer with these
+replies, the simulator passes them by hand, and ``kvstore.wire.messages`` is the one place that
+knows their protobuf form (``proto/kvstore/v1``). Batches are columns, one entry per key, because a
+row object per key would cost more than the call. All values are immutable by agreement: whoever
+receives a list does not change it.
+
+Times are ``*_ms`` durations, never points in time: no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore.limits import Key, Namespace
+
+
+class Version(NamedTuple):
+    """Which writing of a key this is: the master's epoch, and its counter at ``put_start``.
+
+    The counter is also the token of the put that wrote it.
+    """
+
+    epoch: int
+    counter: int
+
+
+class PutOutcome(enum.IntEnum):
+    """What became of one key of a put."""
+
+    WRITE = 1
+    """Granted: write here (only in the answer to ``put_start``)."""
+    FOUND = 2
+    """Already there: same key, same content."""
+    BEING_WRITTEN = 3
+    """Somebody else is writing it at this moment."""
+    STORED = 4
+    """Complete now, by this put (only in the answer to ``put_end`` and ``commit``)."""
+    REFUSED = 5
+    """Not stored: the token is unknown, its deadline passed, or its segment is gone."""
+
+
+class Presence(enum.IntEnum):
+    """What the master knows of a key."""
+
+    ABSENT = 0
+    COMPLETE = 1
+    BEING_WRITTEN = 2
+
+
+class SegmentInfo(NamedTuple):
+    """How to reach a segment. ``segment_id`` is never used again within an epoch."""
+
+    segment_id: int
+    node: str
+    host: str
+    """Equal on both ends when they may see the same ``/dev/shm``; see ``kvstore.host``."""
+    size: int
+    uuid: bytes
+    """16 bytes, new at each creation; also written in the superblock."""
+    shm_name: str
+    """Entry in ``/dev/shm``; empty when the segment is no POSIX shared memory."""
+    address: str
+    """``host:port`` of the node's data server; empty when it has none."""
+    token: bytes
+    """16 bytes that the data server asks for."""
+    seed: int
+    """Seed of the header checksums of this segment (64 bits)."""
+    generation: int
+    """Counts mounts; a data connection or mapping of an older one is refused."""
+
+
+class Placements(NamedTuple):
+    """Where objects are, as columns. Row i has ``replicas[i]`` extents (0: a miss).
+
+    ``segments`` and ``offsets`` hold the extents of all rows one after the other. An extent starts
+    with the header; its payload follows (``kvstore.memory.header``).
+    """
+
+    sizes: Sequence[int]
+    """Payload bytes."""
+    epochs: Sequence[int]
+    counters: Sequence[int]
+    replicas: Sequence[int]
+    segments: Sequence[int]
+    offsets: Sequence[int]
+
+
+NO_PLACEMENTS = Placements((), (), (), (), (), ())
+
+
+# --- for clients -------------------------------------------------------------------------------
+
+
+class Join(NamedTuple):
+    client: str
+    """Who asks, for logs and statistics."""
+    host: str
+    protocol: int
+
+
+class Joined(NamedTuple):
+    epoch: int
+    lane_port: int
+    """TCP port of the lane on the address that the client already used; 0: no lane."""
+    lane_unix: str
+    """Name of the lane's abstract Unix socket, for clients on the same host; may be empty."""
+    lane_token: bytes
+    """What the lane's first frame must carry."""
+    lease_ms: int
+    put_deadline_ms: int
+    version: str
+
+
+class MatchPrefix(NamedTuple):
+    """How much of the chain ``keys`` is present, in each of ``namespaces``?"""
+
+    namespaces: Sequence[Namespace]
+    keys: Sequence[Key]
+    placements: bool
+    """Whether the answer says where the matched objects are, too."""
+
+
+class PrefixMatch(NamedTuple):
+    matched: int
+    """Leading keys that are present and reachable; the tip is leased, which holds the chain."""
+    being_written: int
+    """How many keys after those are being written at this moment."""
+    placements: Placements
+
+
+class Matched(NamedTuple):
+    epoch: int
+    lease_ms: int
+    matches: Sequence[PrefixMatch]
+    """One per namespace, in the order asked."""
+
+
+class Lookup(NamedTuple):
+    """Where are these objects? Each one found is leased."""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+
+
+class Found(NamedTuple):
+    epoch: int
+    lease_ms: int
+    placements: Placements
+
+
+class Exists(NamedTuple):
+    """No lease: an answer about this moment only."""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+
+
+class Existing(NamedTuple):
+    presence: Sequence[int]
+    """One ``Presence`` per key; ``bytes`` is a sequence of small integers."""
+
+
+class PutStart(NamedTuple):
+    namespace: Namespace
+    keys: Sequence[Key]
+    sizes: Sequence[int]
+    parent: Key | None
+    """Parent of the first key (``chain``) or of every key (otherwise); None: a root."""
+    chain: bool
+    """Whether each key's parent is the key before it."""
+    replicas: int
+    """On so many distinct nodes, or on as many as there are."""
+    overwrite: bool
+    """Write a new version even where a complete one is there."""
+    wait_ms: int
+    """How long to wait for leases to end when there is no room."""
+    host: str
+    """The putter's, for placement."""
+
+
+class Grants(NamedTuple):
+    epoch: int
+    deadline_ms: int
+    outcomes: Sequence[int]
+    """One ``PutOutcome`` per key: WRITE, FOUND or BEING_WRITTEN."""
+    replicas: int
+    """Extents per granted key."""
+    tokens: Sequence[int]
+    """One per granted key, in the order of the keys. The version is (epoch, token)."""
+    segments: Sequence[int]
+    """``replicas`` entries per granted key."""
+    offsets: Sequence[int]
+
+
+class PutEnd(NamedTuple):
+    """The payloads and headers of these tokens are written."""
+
+    epoch: int
+    tokens: Sequence[int]
+
+
+class PutEnded(NamedTuple):
+    outcomes: Sequence[int]
+    """One ``PutOutcome`` per token: STORED or REFUSED."""
+
+
+class PutRevoke(NamedTuple):
+    """These puts are given up."""
+
+    epoch: int
+    tokens: Sequence[int]
+    settled: bool
+    """No write of theirs can still land, so the extents may be reused at once."""
+
+
+class Revoked(NamedTuple):
+    revoked: int
+
+
+class Allocate(NamedTuple):
+    """Memory in the pool for an object whose key is not known yet (``commit`` names it)."""
+
+    size: int
+    wait_ms: int
+    host: str
+
+
+class Commit(NamedTuple):
+    """Name an allocation: its header is written, it becomes an object."""
+
+    epoch: int
+    token: int
+    namespace: Namespace
+    key: Key
+    parent: Key | None
+    size: int
+    """Payload bytes; not more than were allocated."""
+    overwrite: bool
+
+
+class Committed(NamedTuple):
+    outcome: int
+    """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
+
+
+class Renew(NamedTuple):
+    """Go on holding: objects by key and version, and allocations by token."""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+    epochs: Sequence[int]
+    counters: Sequence[int]
+    epoch: int
+    """Of the tokens."""
+    tokens: Sequence[int]
+
+
+class Renewed(NamedTuple):
+    lease_ms: int
+    deadline_ms: int
+    keys_held: Sequence[int]
+    """1 or 0 per key: whether that version is still promised."""
+    tokens_held: Sequence[int]
+
+
+class Remove(NamedTuple):
+    namespace: Namespace
+    keys: Sequence[Key]
+
+
+class Removed(NamedTuple):
+    removed: Sequence[int]
+    """1 or 0 per key: whether there was something to remove."""
+
+
+class Clear(NamedTuple):
+    """Remove up to ``limit`` objects of a namespace (empty: of any); repeat until none remain."""
+
+    namespace: str
+    limit: int
+
+
+class Cleared(NamedTuple):
+    removed: int
+    remaining: int
+
+
+class DescribeSegments(NamedTuple):
+    segment_ids: Sequence[int]
+
+
+class Segments(NamedTuple):
+    segments: Sequence[SegmentInfo]
+    """Those of the asked ones that are mounted."""
+
+
+class ReportFailure(NamedTuple):
+    """Reads or writes of these segments fail from here."""
+
+    segment_ids: Sequence[int]
+
+
+class Reported(NamedTuple):
+    suspects: int
+    """Nodes that are suspect now."""
+
+
+# --- for operators -----------------------------------------------------------------------------
+
+
+class Status(NamedTuple):
+    """The cluster at a glance."""
+
+
+class SegmentStatus(NamedTuple):
+    segment_id: int
+    size: int
+    used: int
+    """Bytes in extents that are not free, including quarantined and retired ones."""
+    largest_free: int
+    shm_name: str
+
+
+class NodeStatus(NamedTuple):
+    name: str
+    host: str
+    state: str
+    """alive, suspect or dead."""
+    address: str
+    silent_ms: int
+    """Since it was last heard."""
+    segments: Sequence[SegmentStatus]
+
+
+class NamespaceStatus(NamedTuple):
+    name: str
+    objects: int
+    size: int
+    """Payload bytes, replicas not counted."""
+
+
+class ClusterStatus(NamedTuple):
+    epoch: int
+    version: str
+    uptime_ms: int
+    nodes: Sequence[NodeStatus]
+    namespaces: Sequence[NamespaceStatus]
+    counters: Sequence[tuple[str, int]]
+    """What happened since the master started: name and number, sorted by name."""
+
+
+class ListObjects(NamedTuple):
+    namespace: str
+    prefix: bytes
+    cursor: int
+    """0 first, then ``next_cursor`` of the answer before. Objects that come or go between two
+    pages may be missed or seen twice."""
+    limit: int
+
+
+class ObjectRow(NamedTuple):
+    namespace: str
+    key: Key
+    size: int
+    replicas: int
+    depth: int
+    leased_ms: int
+    state: str
+    """complete, detached or being_written."""
+
+
+class Listed(NamedTuple):
+    objects: Sequence[ObjectRow]
+    next_cursor: int
+    """0: that was the last page."""
+
+
+class StatObject(NamedTuple):
+    namespace: Namespace
+    key: Key
+
+
+class ObjectDetail(NamedTuple):
+    row: ObjectRow | None
+    """None: no such object."""
+    parent: bytes
+    """Empty: a root."""
+    children: int
+    version: Version
+    idle_ms: int
+    """Since it was last matched, looked up or put."""
+    placements: Placements
+
+
+ClientRequest = (
+    Join
+    | MatchPrefix
+    | Lookup
+    | Exists
+    | PutStart
+    | PutEnd
+    | PutRevoke
+    | Allocate
+    | Commit
+    | Renew
+    | Remove
+    | Clear
+    | DescribeSegments
+    | ReportFailure
+)
+AdminRequest = Status | ListObjects | StatObject
+Request = ClientRequest | AdminRequest
+Reply = (
+    Joined
+    | Matched
+    | Found
+    | Existing
+    | Grants
+    | PutEnded
+    | Revoked
+    | Committed
+    | Renewed
+    | Removed
+    | Cleared
+    | Segments
+    | Reported
+    | ClusterStatus
+    | Listed
+    | ObjectDetail
+)
+
+
+# --- for nodes: messages of one stream, not calls ----------------------------------------------
+
+
+class SegmentOffer(NamedTuple):
+    """A segment that a node mounts: a ``SegmentInfo`` before the master has numbered it."""
+
+    size: int
+    uuid: bytes
+    shm_name: str
+    address: str
+    token: bytes
+    seed: int
+    generation: int
+    fresh: bool
+    """Nobody has ever been given an extent of it."""
+
+
+class NodeJoin(NamedTuple):
+    """First message of a node's stream."""
+
+    name: str
+    host: str
+    protocol: int
+    resume_epoch: int
+    """The epoch to go on under after a broken stream: the master knows these segments still, or
+    refuses with ``SegmentGoneError``. 0: joins anew, having fenced off every older grant."""
+    segments: Sequence[SegmentOffer]
+
+
+class NodeBeat(NamedTuple):
+    """I am alive."""
+
+    number: int
+
+
+class NodeWiped(NamedTuple):
+    """The headers of this order are wiped."""
+
+    order: int
+
+
+class NodeLeave(NamedTuple):
+    """I stop, cleanly: forget me at once."""
+
+
+class MasterAccepted(NamedTuple):
+    epoch: int
+    beat_ms: int
+    """How often to send ``NodeBeat``."""
+    dead_ms: int
+    """Silence after which the node is dead; after one it must join anew."""
+    segment_ids: Sequence[int]
+
+
+class MasterBeat(NamedTuple):
+    """Echo of a ``NodeBeat``."""
+
+    number: int
+
+
+class MasterWipe(NamedTuple):
+    """Wipe the headers at these offsets, each where it still has that version."""
+
+    order: int
+    uuid: bytes
+    offsets: Sequence[int]
+    epochs: Sequence[int]
+    counters: Sequence[int]
+
+
+NodeMessage = NodeJoin | NodeBeat | NodeWiped | NodeLeave
+MasterMessage = MasterAccepted | MasterBeat | MasterWipe

@@ -1,0 +1,158 @@
+"""Processes of ours that live no longer than the process that started them.
+
+Memory that a master or a client contributes is served by a child, not by a thread: its bytes never
+compete with the parent for an interpreter. Parent and child share a socket pair. The child says in
+one line of JSON that it serves, or why it cannot; after that the pair is silent, and its end, which
+comes however the parent died, tells the child to stop cleanly and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any, Final, Self
+
+from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
+
+START_TIMEOUT_S: Final = 60.0
+"""For memory to be reserved (some 2 GiB a second) and a master to be joined."""
+
+STOP_TIMEOUT_S: Final = 10.0
+LINE_BYTES_MAX: Final = 1 << 16
+
+
+class Child:
+    """The parent's side. Threads: any."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], link: socket.socket, said: dict[str, Any]
+    ) -> None:
+        """Internal: use ``start``."""
+        self._process = process
+        self._link = link
+        self.said: Final = said
+        """What it reported of itself: a node ``name``; a master ``port``."""
+
+    @classmethod
+    def start(cls, module: str, *flags: str, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Run ``python -m module`` and wait until it serves.
+
+        Its standard output is dropped, what it logs goes to our standard error. Settings in the
+        environment or a file do not reach it: ``flags`` are all it gets.
+
+        Raises:
+            KVStoreError: what it could not do; DeadlineExceededError: it said nothing in time.
+            Nothing of it is left then.
+        """
+        ours, theirs = socket.socketpair()
+        command = [
+            sys.executable, "-m", module, "--config", "", "--log-level", "warning",
+            "--parent-fd", str(theirs.fileno()), *flags,
+        ]  # fmt: skip
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603 - our own module
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")},
+            )
+        child = cls(process, ours, {})
+        try:
+            ours.settimeout(timeout_s)
+            with ours.makefile("rb") as lines:
+                line = lines.readline(LINE_BYTES_MAX)
+            child.said.update(json.loads(line) if line else {})
+        except TimeoutError:
+            child.stop()
+            raise DeadlineExceededError(
+                f"{module} was not ready within {timeout_s:.0f} s",
+                advice="Can it reach the master from here?",
+            ) from None
+        except BaseException:
+            child.stop()
+            raise
+        if "error" not in child.said and child.said:
+            return child
+        child.stop()
+        if child.said:
+            kind = BY_CODE.get(child.said["error"], InternalError)
+            raise kind(
+                child.said["message"], advice=child.said["advice"], **child.said["fields"]
+            )
+        raise StartupError(
+            f"{module} ended with status {process.returncode} before it was ready",
+            advice="What it wrote to standard error says why.",
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Block until it ends; its exit status."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Let it clean up; killed if that takes longer than ``STOP_TIMEOUT_S``. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._link.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def start_node(*, master: str, memory: int, host: str = "127.0.0.1", name: str = "") -> Child:
+    """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is what it is called."""
+    return Child.start(
+        "kvstore.cli.node", "--master", master, "--memory", str(memory), "--host", host,
+        "--name", name,
+    )  # fmt: skip
+
+
+def start_master(*, memory: int) -> Child:
+    """A whole store of ``memory`` bytes on loopback; its gRPC port is ``said["port"]``."""
+    return Child.start(
+        "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1"
+    )
+
+
+class ParentLink:
+    """The child's side of the pair; all methods do nothing where there is no parent."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._socket = None if fd is None else socket.socket(fileno=fd)
+
+    @property
+    def fd(self) -> int | None:
+        """Readable when the parent is gone; it never says anything."""
+        return None if self._socket is None else self._socket.fileno()
+
+    def tell(self, **what: str | int) -> None:
+        self._send(what)
+
+    def tell_error(self, error: KVStoreError) -> None:
+        self._send(
+            {
+                "error": error.code,
+                "message": error.message,
+                "advice": error.advice,
+                "fields": error.fields,
+            }
+        )
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _send(self, what: dict[str, Any]) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the parent is gone; its end is noticed elsewhere
+                self._socket.sendall(json.dumps(what).encode() + b"\n")

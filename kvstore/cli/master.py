@@ -1,0 +1,47 @@
+"""The command ``kvstore-master``."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+
+from kvstore import logs
+from kvstore.cli.options import (
+    CONTEXT,
+    SOURCES,
+    config_options,
+    debug_option,
+    parent_option,
+    run,
+    version_option,
+)
+from kvstore.config import MasterConfig, load
+
+EXAMPLE = """\b
+Examples:
+  kvstore-master --memory 2GiB              a whole store on one host
+  kvstore-master --host 10.0.0.7            nodes and clients on other hosts, too
+"""
+
+
+@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@config_options(MasterConfig)
+@parent_option
+@debug_option
+@version_option
+def command(config_path: str | None, parent_fd: int | None, **flags: object) -> int:
+    """Run the master: it knows which objects there are, and where."""
+    config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
+    logs.configure(config.log_level)
+    from kvstore.master.app import run as serve  # after the settings: a typo is told at once
+
+    return serve(config, parent_fd=parent_fd)
+
+
+def main() -> NoReturn:
+    run(command, "kvstore-master")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The command ``kvstore-node``."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+
+from kvstore import logs
+from kvstore.cli.options import (
+    CONTEXT,
+    SOURCES,
+    config_options,
+    debug_option,
+    parent_option,
+    run,
+    version_option,
+)
+from kvstore.config import NodeConfig, load
+
+EXAMPLE = """\b
+Examples:
+  kvstore-node --memory 4GiB                beside the master, on the same host
+  kvstore-node --master 10.0.0.7:50001 --host 10.0.0.8 --memory 100GiB
+"""
+
+
+@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@config_options(NodeConfig)
+@parent_option
+@debug_option
+@version_option
+def command(config_path: str | None, parent_fd: int | None, **flags: object) -> int:
+    """Run a node: it pools memory of this host and serves it."""
+    config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
+    logs.configure(config.log_level)
+    from kvstore.node.app import run as serve  # after the settings: a typo is told at once
+
+    return serve(config, parent_fd=parent_fd)
+
+
+def main() -> NoReturn:
+    run(command, "kvstore-node")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""How values look: sizes, times, keys as people read them, replies as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from kvstore.errors import InvalidKeyError
+from kvstore.limits import Key, check_key
+
+HEX = "hex:"
+"""Begins the written form of a key that is not printable text, and of text that begins so."""
+
+
+def key_text(key: bytes) -> str:
+    """A key as text where that is unambiguous, else ``hex:`` and its hexadecimal form."""
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        return HEX + key.hex()
+    # Spaces would blur where a column ends, and a leading "-" would be read as an option.
+    plain = text.isprintable() and " " not in text and not text.startswith((HEX, "-"))
+    return text if plain else HEX + key.hex()
+
+
+def key_from_text(text: str, *, as_hex: bool = False) -> Key:
+    """``key_text`` backwards.
+
+    Raises:
+        InvalidKeyError: not hexadecimal, or a key that no object can have.
+    """
+    if not as_hex and not text.startswith(HEX):
+        return check_key(text)
+    digits = text.removeprefix(HEX)
+    try:
+        return check_key(bytes.fromhex(digits))
+    except ValueError as error:
+        raise InvalidKeyError(
+            f"{digits!r} is not hexadecimal",
+            advice="Write two digits per byte; a text key needs no --hex.",
+        ) from error
+
+
+def size_text(size: float) -> str:
+    """Three digits and a binary unit: ``1.50 GiB``; bytes below 1 KiB are exact."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        size /= 1024
+        if size < 999.5 or unit == "PiB":
+            break
+    return f"{size:.{max(0, 2 - len(str(int(size))) + 1)}f} {unit}"
+
+
+def duration_text(milliseconds: int) -> str:
+    """``450 ms``, ``12.3 s``, ``4 min 10 s``, ``3 h 20 min``, ``5 d 2 h``."""
+    if milliseconds < 1000:
+        return f"{milliseconds} ms"
+    seconds = milliseconds / 1000
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
+    if minutes < 60:
+        return f"{minutes} min {int(seconds % 60)} s"
+    if hours < 24:
+        return f"{hours} h {minutes % 60} min"
+    return f"{days} d {hours % 24} h"
+
+
+def plain(value: Any) -> Any:
+    """A reply as JSON can hold it: named tuples as objects, bytes as hexadecimal text."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).hex()
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: plain(item) for name, item in value._asdict().items()}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def print_json(value: Any) -> None:
+    """One line, so that lines of several calls stay apart."""
+    click.echo(json.dumps(plain(value)))

@@ -1,0 +1,167 @@
+"""Child processes that are watched while they run and always ended.
+
+Life of a ``Children``: enter; ``start`` services and wait until they are ``ready``, start jobs and
+take their ``result``; leave. Leaving ends whatever still runs, the last started first, politely and
+then not, also when the reason is an exception or a signal. Every wait is bounded, and ends at once
+when any child fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+POLL_SECONDS = 0.02
+STOP_SECONDS = 5.0
+"""What a child has for a clean end before it is killed."""
+TAIL_LINES = 20
+
+SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ChildError(Exception):
+    """A child failed or took too long. The first line says what, the rest what it wrote last."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process. Its output goes to two files, so that it never blocks on a full pipe."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    stdout: Path
+    stderr: Path
+
+    def output(self) -> str:
+        """What it has written so far, standard error last."""
+        return "".join(path.read_text(errors="replace") for path in (self.stdout, self.stderr))
+
+    def error(self, what: str) -> ChildError:
+        lines = [f"  {self.name}: {line}" for line in self.output().splitlines()[-TAIL_LINES:]]
+        return ChildError("\n".join([f"{self.name} (pid {self.process.pid}) {what}", *lines]))
+
+
+class Children:
+    """Context manager around all processes of one run."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._directory = tempfile.TemporaryDirectory(prefix="kvstore-demo-")
+        self._running: list[Child] = []
+        self._shared_memory: set[Path] = set()
+
+    def start(self, name: str, module: str, *arguments: str) -> Child:
+        """Run ``python -m module arguments``."""
+        stdout, stderr = (Path(self._directory.name, f"{name}.{end}") for end in ("out", "err"))
+        with _signals_deferred(), stdout.open("wb") as out, stderr.open("wb") as err:
+            # A group of its own: Ctrl-C reaches the parent alone, which ends them in order.
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=dict(self._environment),
+                process_group=0,
+            )
+            child = Child(name, process, stdout, stderr)
+            self._running.append(child)
+        return child
+
+    def ready(self, child: Child, pattern: str, seconds: float) -> re.Match[str]:
+        """Wait until a service writes a line that matches, and remember its shared memory."""
+        for _ in self._polls(child, seconds, "was not ready"):
+            # Whole lines only: what follows the last line end may be half of one.
+            lines = child.output().rpartition("\n")[0]
+            if found := re.search(pattern, lines, re.MULTILINE):
+                self._shared_memory |= _shared_memory_of(child.process.pid)
+                return found
+            if child.process.poll() is not None:
+                raise child.error(f"ended with status {child.process.returncode} at its start")
+        raise AssertionError("unreachable")
+
+    def result(self, child: Child, seconds: float) -> str:
+        """Wait until a job has ended well; returns its standard output."""
+        for _ in self._polls(child, seconds, "was not done"):
+            status = child.process.poll()
+            if status == 0:
+                self._running.remove(child)
+                break
+            if status is not None:
+                raise child.error(f"ended with status {status}")
+        return child.stdout.read_text()
+
+    def _polls(self, child: Child, seconds: float, what: str) -> Iterator[None]:
+        """Yield every few milliseconds, as long as there is time and all others live."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for other in self._running:
+                if other is not child and other.process.poll() is not None:
+                    raise other.error(f"ended with status {other.process.returncode}")
+            yield
+            time.sleep(POLL_SECONDS)
+        raise child.error(f"{what} within {seconds:.0f} s")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _signals_deferred():  # a second Ctrl-C must not leave half of them running
+            for child in reversed(self._running):
+                _stop(child.process)
+            for path in self._shared_memory:  # there only if its node had to be killed
+                path.unlink(missing_ok=True)
+            self._directory.cleanup()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and whatever it has left in its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(STOP_SECONDS)
+
+
+def _shared_memory_of(pid: int) -> set[Path]:
+    """POSIX shared memory that a process has mapped (empty where there is no /proc)."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        names = (line.split(maxsplit=5)[-1] for line in maps.splitlines())
+        return {Path(name) for name in names if name.startswith(SHARED_MEMORY)}
+    return set()
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Let signals that would end this process wait until the block is done."""
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    handlers = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for which, handler in handlers.items():
+            signal.signal(which, handler)
+        for number in arrived:
+            signal.raise_signal(number)

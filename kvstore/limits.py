@@ -1,0 +1,108 @@
+"""The bounds that every part agrees on, and the checks at the door.
+
+These are part of the protocol and of the format in memory, not configuration: both ends compile
+against the same numbers, so that a peer that exceeds one is wrong rather than differently set up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NewType
+
+from kvstore.errors import (
+    BatchTooLargeError,
+    DuplicateKeyError,
+    InvalidArgumentError,
+    InvalidKeyError,
+)
+
+Key = NewType("Key", bytes)
+"""1 to ``KEY_BYTES_MAX`` bytes, unique within a namespace."""
+
+Namespace = NewType("Namespace", str)
+"""Who shares with whom; at most ``NAMESPACE_BYTES_MAX`` bytes of UTF-8."""
+
+KEY_BYTES_MAX = 256
+NAMESPACE_BYTES_MAX = 128
+DEFAULT_NAMESPACE = Namespace("default")
+
+BATCH_KEYS_MAX = 16_384
+"""Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``, and a
+batch of that size holds the master's loop for a few milliseconds."""
+
+NAMESPACES_MAX = 256
+"""Namespaces in one ``match_prefix``: the ranks and cache groups of one engine."""
+
+REPLICAS_MAX = 8
+
+FRAME_BYTES_MAX = 16 << 20
+"""One control message on either carrier."""
+
+PROTOCOL_VERSION = 1
+
+
+def check_key(key: object) -> Key:
+    """``key`` as bytes; ``str`` is encoded as UTF-8.
+
+    Raises:
+        InvalidKeyError: empty, longer than ``KEY_BYTES_MAX``, or neither ``bytes`` nor ``str``.
+    """
+    if isinstance(key, str):
+        key = key.encode()
+    elif not isinstance(key, bytes):
+        raise InvalidKeyError(
+            f"a key is bytes or str, not {type(key).__name__}",
+            advice="Hash or encode it first.",
+        )
+    if not 0 < len(key) <= KEY_BYTES_MAX:
+        raise InvalidKeyError(
+            f"a key has 1 to {KEY_BYTES_MAX} bytes, this one has {len(key)}",
+            advice="Use a hash of it." if key else "Give it a name.",
+            key_bytes=len(key),
+        )
+    return Key(key)
+
+
+def check_keys(keys: Sequence[object], *, distinct: bool) -> list[Key]:
+    """Each key checked, their number bounded and, where ``distinct``, none twice.
+
+    Raises:
+        BatchTooLargeError: more than ``BATCH_KEYS_MAX``.
+        DuplicateKeyError: a key occurs twice; ``fields["key"]`` is its hex form.
+    """
+    if len(keys) > BATCH_KEYS_MAX:
+        raise BatchTooLargeError(
+            f"{len(keys)} keys in one call, at most {BATCH_KEYS_MAX} are allowed",
+            advice="Split the batch.",
+            keys=len(keys),
+            keys_max=BATCH_KEYS_MAX,
+        )
+    checked = [check_key(key) for key in keys]
+    if distinct and len(set(checked)) != len(checked):
+        seen: set[bytes] = set()
+        for key in checked:
+            if key in seen:
+                raise DuplicateKeyError(
+                    f"key {key!r} occurs twice in one batch",
+                    advice="Put each key once; a key names one content.",
+                    key=key.hex(),
+                )
+            seen.add(key)
+    return checked
+
+
+def check_namespace(namespace: str) -> Namespace:
+    """Raises InvalidArgumentError: empty, not text, or over ``NAMESPACE_BYTES_MAX`` bytes."""
+    if not isinstance(namespace, str):
+        raise InvalidArgumentError(f"a namespace is str, not {type(namespace).__name__}")
+    try:
+        size = len(namespace.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"a namespace is valid Unicode: {error.reason}") from error
+    if not 0 < size <= NAMESPACE_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes, this one has {size}",
+            advice="Use a hash of a long description.",
+            namespace_bytes=size,
+        )
+    return Namespace(namespace)

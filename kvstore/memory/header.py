@@ -1,0 +1,266 @@
+"""The self-describing header in front of every payload, and the superblock of a segment.
+
+A segment is one superblock and then extents, all of them aligned to ``EXTENT_ALIGN``:
+
+    0            4096
+    | superblock | header | payload .... | header | payload ... |   (free)   |
+                 ^ 1024 bytes            ^ the next multiple of 1024
+
+A header is believed only with the magic, this format's version, sane lengths and a checksum that
+is seeded with *segment seed XOR offset of the extent*. So bytes of a payload that look like a
+header, a header that was copied elsewhere and one left by another segment do not pass.
+
+    offset  size   header                        offset  size   superblock
+         0     8   magic                              0     8   magic
+         8     8   checksum of what follows           8     8   checksum of bytes 24 to 256
+        16     2   format version                    16     8   generation (not in the checksum)
+        18     2   flags, none yet: 0                24     4   format version
+        20     2   namespace bytes                   28     4   node name bytes
+        22     2   key bytes                         32     8   size of the segment
+        24     2   parent key bytes, 0: a root       40     8   seed
+        26     2   descriptor bytes                  48    16   uuid
+        28     4   0                                 64   192   node name, zero-padded
+        32     8   payload bytes
+        40     8   version: epoch
+        48     8   version: counter
+        56     8   payload checksum, xxh3_64
+        64         namespace, key, parent key, descriptor, end to end; the rest is undefined
+
+Numbers are little-endian. Everything here is a pure function of the given bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvstore.limits import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, Key, Namespace
+
+HEADER_BYTES: Final = 1024
+EXTENT_ALIGN: Final = 1024
+"""Extents start and end here. As large as the header, so payloads are aligned for any tensor and a
+scan looks at one place per KiB."""
+
+SUPERBLOCK_BYTES: Final = 4096
+"""Extents start here: a page, of which 256 bytes are used."""
+
+FORMAT_VERSION: Final = 1
+WIPE: Final = bytes(64)
+"""Written at the header position it kills magic, checksum and lengths at once."""
+
+DESCRIPTOR_BYTES_MAX: Final = 320
+NODE_NAME_BYTES_MAX: Final = 192
+GENERATION_OFFSET: Final = 16
+"""Of the u64 in the superblock that a mapped reader or writer compares; naturally aligned."""
+
+_MAGIC: Final = b"KVextnt\x01"
+_MAGIC_WORD: Final = np.uint64(int.from_bytes(_MAGIC, "little"))
+_FIXED: Final = struct.Struct("<8sQHHHHHHIQQQQ")
+_CHECKSUM: Final = struct.Struct("<Q")
+_CHECKED_FROM: Final = 16
+
+_SUPERBLOCK_MAGIC: Final = b"KVsegmt\x01"
+_SUPERBLOCK: Final = struct.Struct("<8sQQIIQQ16s192s")
+_SUPERBLOCK_CHECKED_FROM: Final = 24
+
+_SCAN_BYTES: Final = 64 << 20
+"""Looked at in one step of a scan, so that its index arrays stay small."""
+
+assert _FIXED.size == len(WIPE)
+assert _FIXED.size + NAMESPACE_BYTES_MAX + 2 * KEY_BYTES_MAX + DESCRIPTOR_BYTES_MAX == HEADER_BYTES
+assert _SUPERBLOCK.size == 256
+
+
+class Header(NamedTuple):
+    """What an extent says about itself. Lengths are bounded by ``kvstore.limits``."""
+
+    namespace: Namespace
+    key: Key
+    parent: Key | None
+    """Key of the object before it in its chain; None: a root."""
+    payload_size: int
+    """Bytes; the payload starts ``HEADER_BYTES`` after the extent does."""
+    epoch: int
+    counter: int
+    payload_checksum: int
+    """xxh3_64 of the payload, unseeded."""
+    descriptor: bytes
+    """What the client needs to give the payload its type back; opaque here."""
+
+
+def extent_bytes(payload_size: int) -> int:
+    """Bytes of the extent of a payload: header and payload, rounded up to ``EXTENT_ALIGN``."""
+    return (HEADER_BYTES + payload_size + EXTENT_ALIGN - 1) & -EXTENT_ALIGN
+
+
+def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset: int) -> None:
+    """Write ``header`` to the start of ``buffer``, valid at ``offset`` of the segment of ``seed``.
+
+    Args:
+        buffer: at least ``HEADER_BYTES``, writable, ``B``-formatted; bytes behind the descriptor
+            are left as they are.
+        header: fields within their bounds, which the caller has checked.
+        seed: of the segment's header checksums, 64 bits.
+        offset: of the extent in its segment, bytes.
+    """
+    namespace, key, parent, payload_size, epoch, counter, payload_checksum, descriptor = header
+    name = namespace.encode()
+    parent_key = b"" if parent is None else parent
+    assert 0 < len(name) <= NAMESPACE_BYTES_MAX
+    assert 0 < len(key) <= KEY_BYTES_MAX
+    assert len(parent_key) <= KEY_BYTES_MAX
+    assert len(descriptor) <= DESCRIPTOR_BYTES_MAX
+    tail = name + key + parent_key + descriptor
+    fixed = _FIXED.pack(
+        _MAGIC,
+        0,
+        FORMAT_VERSION,
+        0,
+        len(name),
+        len(key),
+        len(parent_key),
+        len(descriptor),
+        0,
+        payload_size,
+        epoch,
+        counter,
+        payload_checksum,
+    )
+    checked = fixed[_CHECKED_FROM:] + tail
+    checksum = _CHECKSUM.pack(xxh3_64_intdigest(checked, seed ^ offset))
+    packed = _MAGIC + checksum + checked
+    buffer[: len(packed)] = packed
+
+
+def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> Header | None:
+    """The header at the start of ``buffer``, or None when no valid one stands there.
+
+    Never raises, whatever the bytes are. Takes a private copy first: what is checked is what is
+    returned, also when ``buffer`` is shared memory that somebody writes to.
+
+    Args:
+        buffer: at least ``HEADER_BYTES`` are looked at where they are there.
+        seed: of the segment's header checksums, 64 bits.
+        offset: of the extent in its segment, bytes.
+    """
+    raw = bytes(buffer[:HEADER_BYTES])
+    if raw[:8] != _MAGIC or len(raw) < _FIXED.size:
+        return None
+    (
+        _,
+        checksum,
+        version,
+        flags,
+        name_size,
+        key_size,
+        parent_size,
+        descriptor_size,
+        _,
+        payload_size,
+        epoch,
+        counter,
+        payload_checksum,
+    ) = _FIXED.unpack_from(raw)
+    key_start = _FIXED.size + name_size
+    parent_start = key_start + key_size
+    descriptor_start = parent_start + parent_size
+    end = descriptor_start + descriptor_size
+    if (
+        end > len(raw)
+        or xxh3_64_intdigest(raw[_CHECKED_FROM:end], seed ^ offset) != checksum
+        or version != FORMAT_VERSION
+        or flags != 0
+        or not 0 < name_size <= NAMESPACE_BYTES_MAX
+        or not 0 < key_size <= KEY_BYTES_MAX
+        or parent_size > KEY_BYTES_MAX
+        or descriptor_size > DESCRIPTOR_BYTES_MAX
+    ):
+        return None
+    try:
+        namespace = raw[_FIXED.size : key_start].decode()
+    except UnicodeDecodeError:
+        return None
+    return Header(
+        Namespace(namespace),
+        Key(raw[key_start:parent_start]),
+        Key(raw[parent_start:descriptor_start]) if parent_size else None,
+        payload_size,
+        epoch,
+        counter,
+        payload_checksum,
+        raw[descriptor_start:end],
+    )
+
+
+def scan(memory: memoryview, seed: int) -> Iterator[tuple[int, Header]]:
+    """Every valid header of a segment with its offset, ascending.
+
+    Found extents may overlap: an evicted object's header stays until something is written over it,
+    and the space behind it may hold a younger object. Who wins is the caller's to say (the newer
+    version does), so nothing that is found is skipped over.
+
+    Args:
+        memory: the whole segment, ``B``-formatted.
+        seed: of its header checksums.
+    """
+    words_per_step = EXTENT_ALIGN // 8
+    for start in range(SUPERBLOCK_BYTES, len(memory), _SCAN_BYTES):
+        stop = min(start + _SCAN_BYTES, len(memory))
+        magics = np.frombuffer(memory[start:stop], dtype="<u8")[::words_per_step]
+        for index in np.flatnonzero(magics == _MAGIC_WORD).tolist():
+            offset = start + index * EXTENT_ALIGN
+            header = unpack(memory[offset : offset + HEADER_BYTES], seed, offset)
+            if header is not None and offset + extent_bytes(header.payload_size) <= len(memory):
+                yield offset, header
+
+
+class Superblock(NamedTuple):
+    """Who a segment is: what a process that finds one in ``/dev/shm`` must know."""
+
+    uuid: bytes
+    """16 bytes, new at each creation."""
+    node: str
+    size: int
+    """Bytes of the whole segment, this block included."""
+    seed: int
+    generation: int
+    """Counts mounts; 0: the owner has closed it."""
+
+
+def pack_superblock(superblock: Superblock) -> bytes:
+    """The first 256 bytes of a segment. The node's name has at most ``NODE_NAME_BYTES_MAX``."""
+    uuid, node, size, seed, generation = superblock
+    name = node.encode()
+    assert len(uuid) == 16
+    assert len(name) <= NODE_NAME_BYTES_MAX
+    packed = _SUPERBLOCK.pack(
+        _SUPERBLOCK_MAGIC, 0, generation, FORMAT_VERSION, len(name), size, seed, uuid, name
+    )
+    checksum = _CHECKSUM.pack(xxh3_64_intdigest(packed[_SUPERBLOCK_CHECKED_FROM:]))
+    return packed[:8] + checksum + packed[16:]
+
+
+def unpack_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | None:
+    """The superblock at the start of ``buffer``, or None when no valid one stands there."""
+    raw = bytes(buffer[: _SUPERBLOCK.size])
+    if len(raw) < _SUPERBLOCK.size:
+        return None
+    magic, checksum, generation, version, name_size, size, seed, uuid, name = _SUPERBLOCK.unpack(
+        raw
+    )
+    if (
+        magic != _SUPERBLOCK_MAGIC
+        or checksum != xxh3_64_intdigest(raw[_SUPERBLOCK_CHECKED_FROM:])
+        or version != FORMAT_VERSION
+        or name_size > NODE_NAME_BYTES_MAX
+    ):
+        return None
+    try:
+        node = name[:name_size].decode()
+    except UnicodeDecodeError:
+        return None
+    return Superblock(uuid, node, size, seed, generation)

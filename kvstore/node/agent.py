@@ -1,0 +1,218 @@
+"""What a node says to its master: I am here with this memory, I am alive, that is wiped.
+
+    create segment, serve it ──► join ──► beat … ──► leave
+                                  ▲  ▲      │ stream broken, or the master is silent
+                                  │  └──────┤ resume: the master knows us still
+                                  └─ fence ◄┘ refused: a new master, or we counted as dead
+
+*Fencing* ends whatever an older grant may still write: the segment's generation grows, which stops
+writers through shared memory and turns away their data connections, and the open ones are closed.
+Only then does the node join anew, and the master gives out no space on it before the leases that
+its predecessor promised have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.calls import (
+    MasterAccepted,
+    MasterBeat,
+    MasterWipe,
+    NodeBeat,
+    NodeJoin,
+    NodeLeave,
+    NodeWiped,
+    SegmentOffer,
+)
+from kvstore.errors import KVStoreError, ProtocolError, SegmentGoneError, UnavailableError
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.memory.segment import Segment
+from kvstore.transport.tcp_server import DataServer
+from kvstore.wire.node_stream import NodeStream
+
+log = logging.getLogger("kvstore.node")
+
+BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Pauses between attempts to reach a master; the last one is repeated."""
+
+JOIN_TIMEOUT_S: Final = 5.0
+LEAVE_TIMEOUT_S: Final = 1.0
+
+
+class NodeAgent:
+    """Keeps one segment joined to a master, until it is told to stop. One loop's thread only."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        host: str,
+        master: str,
+        segment: Segment,
+        server: DataServer,
+        address: str,
+        joined: Callable[[MasterAccepted], None] = lambda accepted: None,
+        waiting: Callable[[KVStoreError], None] = lambda error: None,
+    ) -> None:
+        """
+        Args:
+            name: unique among the master's nodes.
+            host: ``kvstore.host.host_id()``.
+            master: ``host:port``.
+            segment: owned by the caller, who closes it after ``run``.
+            server: serves ``segment``; the caller's, too.
+            address: where clients find ``server``.
+            joined: told of each join that is not a mere resumption.
+            waiting: told when the master is not reachable, once per outage.
+        """
+        self._name = name
+        self._host = host
+        self._master = master
+        self._segment = segment
+        self._server = server
+        self._address = address
+        self._joined = joined
+        self._waiting = waiting
+        self._epoch = 0
+        """Of the master that we can resume with; 0: join anew."""
+        self._fresh = True
+        """Nobody was ever given an extent of our segment."""
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Let ``run`` say goodbye and return, within ``LEAVE_TIMEOUT_S``."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Until ``stop``.
+
+        Raises:
+            NodeNameTakenError, ProtocolError, InvalidArgumentError: the master refused the first
+                join, and would always.
+        """
+        failures = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            try:
+                await self._session()
+            except SegmentGoneError as error:
+                log.info("node_not_resumed node=%s reason=%s", self._name, error.message)
+                self._epoch = 0
+                await asyncio.to_thread(self._fence)
+                continue
+            except KVStoreError as error:
+                if not isinstance(error, UnavailableError) and self._fresh:
+                    raise
+                if failures == 0:
+                    self._waiting(error)
+            if self._stopping.is_set():
+                return
+            failures = failures + 1 if time.monotonic() - started < 1.0 else 1
+            pause = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
+            await self._stopped_within(pause)
+
+    def _fence(self) -> None:
+        self._segment.bump_generation()
+        self._server.fence()
+        log.info("node_fenced node=%s generation=%d", self._name, self._segment.generation)
+
+    async def _session(self) -> None:
+        """One stream, from join to its end.
+
+        Raises:
+            SegmentGoneError: what we held is forgotten; fence, then join anew.
+            KVStoreError: the stream broke, or we were refused.
+        """
+        segment = self._segment
+        async with NodeStream(self._master) as link:
+            offer = SegmentOffer(
+                size=segment.size,
+                uuid=segment.uuid,
+                shm_name=segment.shm_name,
+                address=self._address,
+                token=segment.token,
+                seed=segment.seed,
+                generation=segment.generation,
+                fresh=self._fresh,
+            )
+            await link.send(
+                NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
+            )
+            accepted = await asyncio.wait_for(link.receive(), JOIN_TIMEOUT_S)
+            if not isinstance(accepted, MasterAccepted):
+                raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
+            resumed = self._epoch == accepted.epoch
+            self._epoch = accepted.epoch
+            self._fresh = False
+            log.info(
+                "node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed
+            )
+            if not resumed:
+                self._joined(accepted)
+            beating = asyncio.create_task(self._beat(link, accepted))
+            reading = asyncio.create_task(self._listen(link, accepted.dead_ms / 1000))
+            stopping = asyncio.create_task(self._stopping.wait())
+            try:
+                await asyncio.wait(
+                    (beating, reading, stopping), return_when=asyncio.FIRST_COMPLETED
+                )
+                if stopping.done():
+                    reading.cancel()
+                    await self._leave(link)
+                    return
+            finally:
+                for task in (beating, reading, stopping):
+                    task.cancel()
+                await asyncio.gather(beating, reading, stopping, return_exceptions=True)
+            for task in (reading, beating):
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise task.exception() or AssertionError
+        raise UnavailableError("the master closed the stream")
+
+    async def _leave(self, link: NodeStream) -> None:
+        """Say goodbye, and wait until the master has heard it."""
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await link.send(NodeLeave())
+                await link.done_sending()
+                while True:
+                    await link.receive()
+        except (KVStoreError, TimeoutError) as error:
+            log.debug("node_left node=%s stream_ended_by=%r", self._name, error)
+
+    async def _beat(self, link: NodeStream, accepted: MasterAccepted) -> None:
+        number = 0
+        while True:
+            number += 1
+            await link.send(NodeBeat(number))
+            await asyncio.sleep(accepted.beat_ms / 1000)
+
+    async def _listen(self, link: NodeStream, silence_s: float) -> None:
+        """Do what the master says; it echoes each beat, so silence means that it is not there."""
+        while True:
+            try:
+                message = await asyncio.wait_for(link.receive(), silence_s)
+            except TimeoutError:
+                raise UnavailableError(
+                    f"the master has been silent for {silence_s:.0f} s"
+                ) from None
+            match message:
+                case MasterBeat():
+                    pass
+                case MasterWipe(order, uuid, offsets, epochs, counters):
+                    if uuid == self._segment.uuid:
+                        self._segment.wipe(offsets, epochs, counters)
+                    await link.send(NodeWiped(order))
+                case _:
+                    raise ProtocolError(f"unexpected {type(message).__name__} from the master")
+
+    async def _stopped_within(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return

@@ -1,0 +1,151 @@
+"""The process ``kvstore-node``: a segment of shared memory, its data server, its agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import socket
+from contextlib import ExitStack
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvstore.calls import MasterAccepted
+from kvstore.children import ParentLink
+from kvstore.config import NodeConfig, join_address, split_address
+from kvstore.errors import KVStoreError, NodeNameTakenError
+from kvstore.host import host_id
+from kvstore.memory.segment import Segment, free_node_name
+from kvstore.node.agent import NodeAgent
+from kvstore.transport.tcp_server import DataServer
+
+log = logging.getLogger("kvstore.node")
+
+EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")  # noqa: S104
+
+
+def run(config: NodeConfig, parent_fd: int | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, or until the parent is gone; the exit status.
+
+    ``parent_fd``: the child's end of a ``kvstore.children`` pair; told once the node has joined.
+
+    Raises:
+        KVStoreError: it could not start; nothing is left behind.
+    """
+    parent = ParentLink(parent_fd)
+    # From here on a signal means a clean end, also while gigabytes are being reserved.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with ExitStack() as stack:
+            segment = _create_segment(config, quiet=parent_fd is not None)
+            stack.callback(segment.close)
+            server = DataServer(
+                [segment], config.host, config.port, connections_max=config.connections_max
+            )
+            server.start()
+            stack.callback(server.stop)
+            # Last in, first out: nothing interrupts the clean-up that follows.
+            stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+            asyncio.run(_serve(config, segment, server, parent))
+        return 0
+    except KeyboardInterrupt:
+        return 0
+    except KVStoreError as error:
+        parent.tell_error(error)
+        raise
+    finally:
+        parent.close()
+
+
+async def _serve(
+    config: NodeConfig, segment: Segment, server: DataServer, parent: ParentLink
+) -> None:
+    address = _advertised(config, server.port)
+
+    def joined(accepted: MasterAccepted) -> None:
+        print(
+            f"kvstore-node {segment.node} serves {segment.size >> 20} MiB on {address} "
+            f"for the master at {config.master}",
+            flush=True,
+        )
+        parent.tell(name=segment.node, epoch=accepted.epoch)
+
+    def waiting(error: KVStoreError) -> None:
+        log.warning("waiting_for_master address=%s reason=%s", config.master, error)
+
+    agent = NodeAgent(
+        name=segment.node,
+        host=host_id(),
+        master=config.master,
+        segment=segment,
+        server=server,
+        address=address,
+        joined=joined,
+        waiting=waiting,
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.stop)
+    if parent.fd is not None:
+        loop.add_reader(parent.fd, agent.stop)
+    try:
+        await agent.run()
+    finally:
+        if parent.fd is not None:
+            loop.remove_reader(parent.fd)
+    log.info("node_stopped node=%s", segment.node)
+
+
+def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
+    base = config.name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
+    name = config.name or free_node_name(base or "node")
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("reserving memory", total=config.memory)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        while True:
+            try:
+                return Segment.create(name, config.memory, node=name, progress=progress)
+            except NodeNameTakenError:
+                again = name if config.name else free_node_name(base or "node")
+                if again == name:
+                    raise
+                name = again  # somebody was faster
+
+
+def _advertised(config: NodeConfig, port: int) -> str:
+    if config.advertise:
+        host, given = split_address(config.advertise, default_port=0)
+        return join_address(host, given or port)
+    host = config.host
+    if host in EVERY_INTERFACE:
+        host = _address_towards(config.master)
+    return join_address(host, port)
+
+
+def _address_towards(master: str) -> str:
+    """Our own address on the way to the master: what clients beside it can most likely reach."""
+    family, kind, _, _, target = socket.getaddrinfo(
+        *split_address(master), type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # of a datagram socket: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _interrupt(number: int, frame: object) -> None:
+    del number, frame
+    raise KeyboardInterrupt
+
+

@@ -1,0 +1,95 @@
+"""The one interface of all transports: ranges of one segment, to and from caller's memory.
+
+A transport moves bytes and knows nothing of objects, leases or masters. Rules for all of them
+(``tests/conformance/test_transports.py`` holds them to it):
+
+* Moves of one call happen in their order; a write that fails may have done some, in order.
+* Every offset and length is checked against the segment on both ends; a bad one raises
+  ``InvalidRangeError`` before any byte moves.
+* No call outlives its deadline by more than one piece. A peer that dies, stops or is cut off
+  raises ``NodeUnreachableError`` or ``DeadlineExceededError``; ``settled`` in its fields is 1 when
+  no byte of this call can still land in the segment.
+* Calls from several threads at once are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.calls import SegmentInfo
+
+PIECE_BYTES = 256 << 10
+"""Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""
+
+
+class Hasher(Protocol):
+    """What ``xxhash.xxh3_64()`` returns."""
+
+    def update(self, data: memoryview | bytes, /) -> None: ...
+
+    def intdigest(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Move:
+    """One range of a segment and the memory it is copied to (read) or from (write)."""
+
+    offset: int
+    """In the segment, bytes."""
+    buffer: memoryview
+    """One-dimensional, ``B``-formatted, C-contiguous; its length is the range's. The caller owns
+    it and keeps it alive and, for writes, unchanged until the call returns."""
+    hasher: Hasher | None = None
+    """Is given every byte of this move, in order, in the pass that copies it. Several moves in a
+    row may share one."""
+    prepare: Callable[[], None] | None = None
+    """Writes only: called after every earlier move has been hashed and before this buffer is
+    read; fills ``buffer`` in place (the header, whose checksum the moves before it produced)."""
+
+
+class Transport(Protocol):
+    """Moves bytes between this process and segments of nodes."""
+
+    name: str
+
+    def reaches(self, segment: SegmentInfo) -> bool:
+        """Whether this transport can serve that segment from here. Cheap after the first time."""
+        ...
+
+    def register(self, buffer: memoryview) -> None:
+        """Prepare caller's memory for transfers (nothing to do but for RDMA)."""
+        ...
+
+    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """Fill each move's buffer. ``deadline`` is a ``time.monotonic()`` value.
+
+        Raises:
+            InvalidRangeError, NodeUnreachableError, SegmentGoneError, PermissionDeniedError,
+            DeadlineExceededError: the buffers' contents are undefined afterwards.
+        """
+        ...
+
+    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """Write each move's buffer; returns when all of it is in the segment.
+
+        Raises:
+            As ``read``; see ``settled`` above.
+        """
+        ...
+
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
+        """The segment's own memory, writable, or None where it is not in this address space.
+
+        The mapping stays for as long as the memoryview lives, also after ``close``.
+        """
+        ...
+
+    def forget(self, segment: SegmentInfo) -> None:
+        """Drop connections and mappings of a segment that is gone."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent; calls under way fail with ``ClosedError`` or ``NodeUnreachableError``."""
+        ...

@@ -1,0 +1,163 @@
+"""A connected socket whose every operation ends by a deadline; both ends of tcp use it.
+
+The socket itself stays blocking and the kernel counts the time (``SO_RCVTIMEO``, ``SO_SNDTIMEO``):
+Python's own time-outs make the socket non-blocking, which rules out ``MSG_WAITALL`` and costs a
+``poll`` per call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from time import monotonic
+from typing import Final
+
+_TIMEVAL: Final = struct.Struct("@ll")
+
+_SILENCE_MS: Final = 10_000
+"""Sent bytes that the other host does not take for so long, or keep-alives that it does not answer
+for as long, break the connection: a cut network is noticed also where no call is waiting."""
+
+
+class StalledError(TimeoutError):
+    """The deadline passed. ``received``: bytes that had come by then."""
+
+    def __init__(self, received: int) -> None:
+        super().__init__(f"stalled after {received} bytes")
+        self.received = received
+
+
+class EndedError(ConnectionError):
+    """The peer closed the connection. ``received``: bytes that had come by then."""
+
+    def __init__(self, received: int) -> None:
+        super().__init__(f"closed by the peer after {received} bytes")
+        self.received = received
+
+
+class Stream:
+    """Sends and receives whole sequences of buffers. One thread at a time; ``shutdown`` any."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes over ``sock``, a connected tcp socket."""
+        self._sock = sock
+        self._ending = threading.Lock()
+        self.peer = _peer(sock)
+        """Its address, for logs."""
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_MS // 2000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_MS // 2000)
+
+    def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
+        """Fill all of ``buffers`` (``B``-formatted, writable, at most ``IOV_MAX`` of them).
+
+        Raises:
+            StalledError, EndedError: with what had come.
+            OSError: the connection broke.
+        """
+        wanted = sum(map(len, buffers))
+        received = 0
+        while received < wanted:
+            self._arm(socket.SO_RCVTIMEO, deadline, received)
+            try:
+                if len(buffers) == 1:
+                    count = self._sock.recv_into(buffers[0], 0, socket.MSG_WAITALL)
+                else:
+                    count = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                raise StalledError(received) from None
+            if count == 0:
+                raise EndedError(received)
+            received += count
+            if received < wanted:  # a signal, the deadline or the end: the next round tells
+                buffers = _behind(buffers, count)
+
+    def send(self, buffers: Sequence[memoryview | bytes], deadline: float, flags: int = 0) -> None:
+        """Send all of ``buffers`` (at most ``IOV_MAX`` of them).
+
+        Raises:
+            StalledError: the peer does not take them.
+            OSError: the connection broke.
+        """
+        wanted = sum(map(len, buffers))
+        sent = 0
+        while sent < wanted:
+            self._arm(socket.SO_SNDTIMEO, deadline, 0)
+            try:
+                count = self._sock.sendmsg(buffers, (), flags)
+            except BlockingIOError:
+                raise StalledError(0) from None
+            sent += count
+            if sent < wanted:
+                buffers = _behind(buffers, count)
+
+    def send_file(self, fd: int, offset: int, length: int, deadline: float) -> None:
+        """Send a range of a file without copying it here. Raises as ``send``.
+
+        The kernel may read the pages until the peer has acknowledged them.
+        """
+        while length > 0:
+            self._arm(socket.SO_SNDTIMEO, deadline, 0)
+            try:
+                count = os.sendfile(self._sock.fileno(), fd, offset, length)
+            except BlockingIOError:
+                raise StalledError(0) from None
+            if count == 0:
+                raise EndedError(0)
+            offset += count
+            length -= count
+
+    def is_quiet(self) -> bool:
+        """Whether the connection is open and nothing is waiting to be read."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
+        """End both directions (or one); wakes a thread that is waiting here. From any thread."""
+        with self._ending, contextlib.suppress(OSError):
+            self._sock.shutdown(how)
+
+    def close(self) -> None:
+        """By the thread that uses it: the descriptor's number may be used again at once."""
+        with self._ending:
+            self._sock.close()
+
+    def _arm(self, option: int, deadline: float, received: int) -> None:
+        remaining = deadline - monotonic()
+        if remaining <= 0:
+            raise StalledError(received)
+        seconds = int(remaining)
+        micros = max(1, int((remaining - seconds) * 1e6))  # zero in both would mean for ever
+        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))
+
+
+def _peer(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:  # it has left already
+        return "unknown"
+
+
+def _behind(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview]:
+    """What remains of ``buffers`` behind their first ``count`` bytes."""
+    remaining: list[memoryview] = []
+    for buffer in buffers:
+        if count >= len(buffer):
+            count -= len(buffer)
+        else:
+            remaining.append(memoryview(buffer)[count:])
+            count = 0
+    return remaining

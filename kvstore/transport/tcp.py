@@ -1,0 +1,175 @@
+"""Transport over tcp: the client's end of ``tcp_protocol``, with a pool of connections.
+
+A connection serves one call at a time and is given back when the call went well; after any error it
+is closed, because nobody knows what is still on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import Final
+
+from kvstore.calls import SegmentInfo
+from kvstore.errors import ClosedError
+from kvstore.transport.base import Move
+from kvstore.transport.pieces import check_moves, deadline_exceeded
+from kvstore.transport.tcp_client import ClientConnection
+from kvstore.transport.tcp_protocol import RANGES_MAX
+
+CONNECTIONS_MAX: Final = 8
+"""Per segment; further calls wait for one. One stream saturates what one core can receive and hash,
+so more serve calls from several threads only."""
+
+_PoolKey = tuple[str, bytes, int]
+
+
+class _Pool:
+    """Connections to one mount of one segment; guarded by the transport's lock."""
+
+    def __init__(self) -> None:
+        self.idle: list[ClientConnection] = []
+        """The last one used is the last, and is used first: the others grow old and are dropped."""
+        self.lent: set[ClientConnection] = set()
+
+
+class TcpTransport:
+    """Implements ``Transport`` for segments whose node has a data server. Threads: any."""
+
+    name: str = "tcp"
+
+    def __init__(self, *, connections_max: int = CONNECTIONS_MAX) -> None:
+        self._connections_max = connections_max
+        self._pools: dict[_PoolKey, _Pool] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def reaches(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.reaches``; whether anybody answers there is seen by the first call."""
+        return bool(segment.address) and not self._closed
+
+    def register(self, buffer: memoryview) -> None:
+        """Nothing to do."""
+
+    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""
+        check_moves(segment, moves)
+        with self._lend(segment, deadline) as connection:
+            for batch in _batches(segment, moves):
+                connection.read(batch, deadline)
+
+    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """As ``Transport.write``; also raises BusyError (settled)."""
+        check_moves(segment, moves)
+        with self._lend(segment, deadline) as connection:
+            for batch in _batches(segment, moves):
+                connection.write(batch, deadline)
+
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
+        """None: the memory is elsewhere."""
+        return None
+
+    def forget(self, segment: SegmentInfo) -> None:
+        """As ``Transport.forget``; calls under way go on and their connections close after them."""
+        self._drop([key for key in self._keys() if key[1] == segment.uuid])
+
+    def close(self) -> None:
+        """As ``Transport.close``."""
+        with self._changed:
+            self._closed = True
+            lent = [connection for pool in self._pools.values() for connection in pool.lent]
+            self._changed.notify_all()
+        self._drop(self._keys())
+        for connection in lent:
+            connection.interrupt()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError: a bug of ours."""
+        with self._changed:
+            for pool in self._pools.values():
+                assert len(pool.idle) + len(pool.lent) <= self._connections_max
+                assert pool.lent.isdisjoint(pool.idle)
+
+    @contextmanager
+    def _lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
+        key = (segment.address, segment.uuid, segment.generation)
+        pool, connection = self._take(key, segment, deadline)
+        is_usable = False
+        try:
+            yield connection
+            is_usable = True
+        finally:
+            self._give_back(key, pool, connection, is_usable=is_usable)
+
+    def _take(
+        self, key: _PoolKey, segment: SegmentInfo, deadline: float
+    ) -> tuple[_Pool, ClientConnection]:
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise ClosedError("the transport was closed", settled=1)
+                pool = self._pools.get(key)
+                if pool is None:
+                    break
+                if pool.idle:
+                    connection = pool.idle.pop()
+                    pool.lent.add(connection)
+                    return pool, connection
+                if len(pool.lent) < self._connections_max:
+                    break
+                remaining = deadline - monotonic()
+                if remaining <= 0 or not self._changed.wait(remaining):
+                    raise deadline_exceeded(segment)
+            connection = ClientConnection(segment)
+            older = []
+            if pool is None:
+                older = [other for other in self._pools if other[1] == segment.uuid]
+                pool = self._pools[key] = _Pool()
+            pool.lent.add(connection)
+        self._drop(older)
+        return pool, connection
+
+    def _give_back(
+        self, key: _PoolKey, pool: _Pool, connection: ClientConnection, *, is_usable: bool
+    ) -> None:
+        with self._changed:
+            pool.lent.discard(connection)
+            is_kept = is_usable and not self._closed and self._pools.get(key) is pool
+            if is_kept:
+                pool.idle.append(connection)
+            self._changed.notify()
+        if not is_kept:
+            connection.close()
+
+    def _keys(self) -> list[_PoolKey]:
+        with self._changed:
+            return list(self._pools)
+
+    def _drop(self, keys: list[_PoolKey]) -> None:
+        with self._changed:
+            pools = [pool for key in keys if (pool := self._pools.pop(key, None)) is not None]
+            idle = [connection for pool in pools for connection in pool.idle]
+            for pool in pools:
+                pool.idle.clear()
+        for connection in idle:
+            connection.close()
+
+
+def _batches(segment: SegmentInfo, moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
+    """The moves in requests of what a server takes: ranges, and bytes of a segment's size."""
+    if len(moves) <= RANGES_MAX and sum(len(move.buffer) for move in moves) <= segment.size:
+        if moves:
+            yield moves
+        return
+    batch: list[Move] = []
+    room = segment.size
+    for move in moves:
+        if len(batch) == RANGES_MAX or len(move.buffer) > room:
+            yield batch
+            batch = []
+            room = segment.size
+        batch.append(move)
+        room -= len(move.buffer)
+    yield batch

@@ -1,0 +1,110 @@
+"""What a client and a node's data server say to each other over tcp.
+
+A connection is for one segment, and for one request at a time:
+
+    client                                               server
+    hello   magic, version, uuid, token, generation  ->
+                                                     <-  status
+    request magic, op, count; count x (offset, length) ->
+    READ                                             <-  status, then all ranges end to end
+    WRITE   all ranges end to end                    ->
+                                                     <-  status
+
+Any status but OK is the last thing that the server says: it closes the connection. It answers a
+WRITE when it has done with the segment, so after a status no byte of the request can still land.
+
+The uuid names the segment, the token proves that the master has told of it, the generation says of
+which mount. Ranges are checked before any byte moves: they lie behind the superblock and within the
+segment, and sum up to no more than its size. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+DATA_PROTOCOL_VERSION: Final = 1
+
+RANGES_MAX: Final = 4096
+"""Ranges in one request: 64 KiB of them. A client splits longer calls."""
+
+_MAGIC: Final = b"KVdt"
+_HELLO: Final = struct.Struct("<4sI16s16sQ")
+_REQUEST: Final = struct.Struct("<4sHHI")
+_STATUS: Final = struct.Struct("<4sI")
+
+HELLO_BYTES: Final = _HELLO.size
+REQUEST_BYTES: Final = _REQUEST.size
+RANGE_BYTES: Final = 16
+STATUS_BYTES: Final = _STATUS.size
+
+
+class Op(enum.IntEnum):
+    READ = 1
+    WRITE = 2
+
+
+class Status(enum.IntEnum):
+    OK = 0
+    BUSY = 1
+    """More connections than the server takes; try again later."""
+    DENIED = 2
+    """Wrong token."""
+    GONE = 3
+    """No such segment here, or mounted anew since."""
+    INVALID_RANGE = 4
+    BAD_REQUEST = 5
+    """Not this protocol, or another version of it."""
+
+
+class Hello(NamedTuple):
+    uuid: bytes
+    token: bytes
+    generation: int
+
+
+def pack_hello(hello: Hello) -> bytes:
+    uuid, token, generation = hello
+    return _HELLO.pack(_MAGIC, DATA_PROTOCOL_VERSION, uuid, token, generation)
+
+
+def unpack_hello(raw: bytes | bytearray) -> Hello | None:
+    """None: not this protocol. ``raw`` has ``HELLO_BYTES``."""
+    magic, version, uuid, token, generation = _HELLO.unpack(raw)
+    if magic != _MAGIC or version != DATA_PROTOCOL_VERSION:
+        return None
+    return Hello(uuid, token, generation)
+
+
+def pack_request(op: Op, ranges: Sequence[tuple[int, int]]) -> bytes:
+    """``ranges`` are (offset, length) in bytes, at most ``RANGES_MAX``."""
+    numbers = [number for pair in ranges for number in pair]
+    return _REQUEST.pack(_MAGIC, op, 0, len(ranges)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def unpack_request(raw: bytes | bytearray) -> tuple[Op, int] | None:
+    """The op and the number of ranges; None: not this protocol. ``raw`` has ``REQUEST_BYTES``."""
+    magic, op, reserved, count = _REQUEST.unpack(raw)
+    if magic != _MAGIC or reserved or op not in (Op.READ, Op.WRITE) or not 0 < count <= RANGES_MAX:
+        return None
+    return Op(op), count
+
+
+def unpack_ranges(raw: bytes | bytearray) -> list[tuple[int, int]]:
+    numbers = struct.unpack(f"<{len(raw) // 8}Q", raw)
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def pack_status(status: Status) -> bytes:
+    return _STATUS.pack(_MAGIC, status)
+
+
+def unpack_status(raw: bytes | bytearray | memoryview) -> Status | None:
+    """None: not this protocol."""
+    magic, status = _STATUS.unpack(raw)
+    try:
+        return Status(status) if magic == _MAGIC else None
+    except ValueError:
+        return None

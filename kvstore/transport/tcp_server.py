@@ -1,0 +1,189 @@
+"""A node's data server: it accepts connections to its segments, bounds them and can end them all.
+
+One thread accepts and one thread per connection serves (``tcp_connection``): blocking system calls
+without the GIL, so that one client's long ``sendfile`` never delays another's small read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Iterable
+from time import monotonic
+from typing import Final
+
+from kvstore.errors import AddressInUseError, InternalError, StartupError
+from kvstore.transport.stream import Stream
+from kvstore.transport.tcp_connection import (
+    Connection,
+    DataServerCounters,
+    ServedSegment,
+    ServerContext,
+)
+from kvstore.transport.tcp_protocol import Status, pack_status
+
+CONNECTIONS_MAX: Final = 1024
+"""One thread and one descriptor each; a client keeps at most a few per segment."""
+
+STALL_S: Final = 10.0
+"""How long a peer may take over one piece within a request, or over its hello."""
+
+IDLE_S: Final = 600.0
+"""How long a connection may wait for its next request."""
+
+STOP_S: Final = 5.0
+"""How long ``stop`` and ``fence`` wait for threads, which need as long as one system call."""
+
+_log = logging.getLogger(__name__)
+
+
+class DataServer:
+    """Serves ``segments`` on one port.
+
+    Life cycle: make, ``start``, ``fence`` whenever the node joins a master anew, ``stop``. The
+    segments stay the caller's and outlive the server. Threads: any may call.
+    """
+
+    def __init__(
+        self,
+        segments: Iterable[ServedSegment],
+        host: str = "0.0.0.0",
+        port: int = 0,
+        *,
+        connections_max: int = CONNECTIONS_MAX,
+        stall_s: float = STALL_S,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self._address = (host, port)
+        self._connections_max = connections_max
+        self._context = ServerContext(
+            segments={segment.uuid: segment for segment in segments},
+            stall_s=stall_s,
+            idle_s=idle_s,
+        )
+        self._connections: dict[Connection, None] = {}
+        """In the order of their arrival."""
+        self._changing = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def start(self) -> None:
+        """Listen and serve.
+
+        Raises:
+            AddressInUseError: somebody listens on that port.
+            StartupError: the address cannot be used.
+        """
+        host, port = self._address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server(self._address, family=family, backlog=128)
+        except OSError as error:
+            kind = AddressInUseError if error.errno == errno.EADDRINUSE else StartupError
+            raise kind(
+                f"the data server cannot listen on {host}:{port}: {error.strerror}",
+                advice="Choose another address, or port 0 for any free one.",
+                host=host,
+                port=port,
+            ) from error
+        self._acceptor = threading.Thread(
+            target=self._accept, args=(self._listener,), name="kvstore-data-accept", daemon=True
+        )
+        self._acceptor.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens, after ``start``."""
+        assert self._listener is not None, "start() first"
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def connections(self) -> int:
+        """Open now."""
+        with self._changing:
+            return len(self._connections)
+
+    def counters(self) -> DataServerCounters:
+        """A copy of what has been counted since the server was made."""
+        return self._context.snapshot()
+
+    def fence(self) -> None:
+        """Close all present connections; returns when none of them can touch a segment any more.
+
+        For a node that joins a master anew: after ``Segment.bump_generation``, so that no old
+        client comes back in between, and before it tells the master.
+
+        Raises:
+            InternalError: a thread did not end; the node must not join.
+        """
+        with self._changing:
+            present = list(self._connections)
+        for connection in present:
+            connection.cut()
+        give_up = monotonic() + STOP_S
+        for connection in present:
+            if not connection.join(max(0.0, give_up - monotonic())):
+                raise InternalError("a data connection did not end", connections=len(present))
+
+    def stop(self) -> None:
+        """Stop listening, close all connections, join all threads. Idempotent.
+
+        Raises:
+            InternalError: as ``fence``.
+        """
+        self._stopping.set()
+        if self._listener is not None and self._acceptor is not None:
+            with contextlib.suppress(OSError):  # stopped before
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+            self._acceptor.join(STOP_S)
+            self._listener.close()
+        self.fence()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError: a bug of ours."""
+        assert self.connections <= self._connections_max
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._admit(Stream(listener.accept()[0]))
+            except (OSError, RuntimeError) as error:
+                # Out of descriptors, memory or threads, or a peer that left at once: not final.
+                if not self._stopping.wait(0.1):
+                    _log.warning("event=data_accept_failed error=%r", error)
+
+    def _admit(self, stream: Stream) -> None:
+        connection = Connection(stream, self._context, ended=self._forget)
+        with self._changing:
+            is_full = len(self._connections) >= self._connections_max
+            if not is_full:
+                self._connections[connection] = None
+        self._context.count(connections=1, refused_busy=int(is_full))
+        if is_full:
+            self._refuse(stream)
+            return
+        try:
+            connection.start()
+        except BaseException:
+            self._forget(connection)
+            stream.close()
+            raise
+
+    def _refuse(self, stream: Stream) -> None:
+        """Say Busy, and end the oldest that has not proved itself: a stranger cannot fill up."""
+        with contextlib.suppress(OSError):
+            # Fits the send buffer of a new connection, so this does not wait.
+            stream.send([pack_status(Status.BUSY)], monotonic() + 0.1)
+        stream.close()
+        with self._changing:
+            stranger = next((c for c in self._connections if not c.is_greeted), None)
+        if stranger is not None:
+            stranger.cut()
+
+    def _forget(self, connection: Connection) -> None:
+        with self._changing:
+            self._connections.pop(connection, None)

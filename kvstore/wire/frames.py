@@ -1,0 +1,197 @@
+"""The lane: requests and replies as length-prefixed frames on a plain socket.
+
+A frame is, little-endian:
+
+    u32  length of all that follows
+    u64  call id: chosen by the client, repeated in the reply
+    u8   kind (``Kind``)
+    u8   length of the name
+    ...  name of the call, ASCII: ``MatchPrefix``; empty but for ``CALL``
+    ...  payload: the protobuf message of the call, or what the kind says
+
+A connection opens with a HELLO from the client, whose payload is ``MAGIC``, u32 protocol version
+and the lane token of the ``Join`` reply; the server answers with a REPLY (empty) or an ERROR and
+closes. After that the client sends CALLs; replies may come in any order. CANCEL tells the server
+that nobody waits for the reply to a call any more; it may still come.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+from kvstore.errors import PermissionDeniedError, ProtocolError
+from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
+
+MAGIC = b"kvs-lane"
+TOKEN_BYTES_MAX = 64
+
+_HEAD = struct.Struct("<IQBB")
+HEAD_BYTES = _HEAD.size
+_AFTER_LENGTH = HEAD_BYTES - 4
+_LENGTH = struct.Struct("<I")
+_VERSION = struct.Struct("<I")
+
+BUFFER_BYTES = 64 << 10
+"""What a reader starts with: nearly every frame fits, and one ``recv`` empties a busy socket."""
+
+GROWTH_BYTES = 1 << 20
+"""Up to here a buffer grows in one step; one that grew larger is given back after that frame."""
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    CALL = 2
+    REPLY = 3
+    """Payload: the reply message."""
+    ERROR = 4
+    """Payload: an ``ErrorDetail``."""
+    CANCEL = 5
+
+
+HELLO, CALL, REPLY, ERROR, CANCEL = (int(kind) for kind in Kind)
+"""Plain integers for the hot path."""
+
+Frame = tuple[int, int, bytes, bytes]
+"""Call id, kind, name, payload."""
+
+
+def frame(call_id: int, kind: int, name: bytes, payload: bytes) -> bytes:
+    """One frame, ready to send.
+
+    Raises:
+        ProtocolError: it would be longer than ``FRAME_BYTES_MAX``.
+    """
+    length = _AFTER_LENGTH + len(name) + len(payload)
+    if length > FRAME_BYTES_MAX:
+        raise ProtocolError(
+            f"a message of {length} bytes, at most {FRAME_BYTES_MAX} are allowed",
+            advice="Split the batch.",
+            length=length,
+        )
+    return _HEAD.pack(length, call_id, kind, len(name)) + name + payload
+
+
+def hello(token: bytes) -> bytes:
+    """The first frame of a connection."""
+    return frame(0, HELLO, b"", MAGIC + _VERSION.pack(PROTOCOL_VERSION) + token)
+
+
+def read_hello(first: Frame) -> bytes:
+    """The token of a connection's first frame.
+
+    Raises:
+        ProtocolError: it is no HELLO, or one of another protocol version.
+        PermissionDeniedError: no token, or one of absurd length.
+    """
+    _, kind, _, payload = first
+    if kind != HELLO or not payload.startswith(MAGIC):
+        raise ProtocolError("the first frame of a lane is a HELLO")
+    if len(payload) < len(MAGIC) + _VERSION.size:
+        raise ProtocolError("a HELLO without a protocol version")
+    (version,) = _VERSION.unpack_from(payload, len(MAGIC))
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the client speaks protocol {version}, this master {PROTOCOL_VERSION}",
+            advice="Install the same release of kvstore on both sides.",
+            protocol=PROTOCOL_VERSION,
+        )
+    token = payload[len(MAGIC) + _VERSION.size :]
+    if not 0 < len(token) <= TOKEN_BYTES_MAX:
+        raise PermissionDeniedError("a HELLO without a lane token")
+    return token
+
+
+class FrameReader:
+    """Cuts a byte stream into frames, without a socket: ``space``, ``received``, ``next``.
+
+    Bytes are received where they are parsed from; only a frame's payload is copied, once, out of
+    the buffer. The buffer grows to hold one frame, and beyond ``GROWTH_BYTES`` only as the frame's
+    bytes come in: a peer that claims much and sends little costs little.
+
+    Attributes:
+        length_max: the longest frame that is accepted; may be changed between frames.
+    """
+
+    __slots__ = ("_buffer", "_end", "_start", "_view", "length_max")
+
+    def __init__(self, length_max: int = FRAME_BYTES_MAX) -> None:
+        self.length_max = length_max
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+
+    def space(self) -> memoryview:
+        """Where to receive the next bytes: never empty. Valid until the next call."""
+        start, end = self._start, self._end
+        if start == end:
+            self._start = self._end = start = end = 0
+            if len(self._buffer) > GROWTH_BYTES:
+                self._resize(BUFFER_BYTES)
+        missing = HEAD_BYTES - (end - start)
+        if missing <= 0:
+            missing += 4 + _LENGTH.unpack_from(self._buffer, start)[0] - HEAD_BYTES
+        if end + max(missing, 1) > len(self._buffer):
+            self._make_room(end - start + max(missing, 1))
+        return self._view[self._end :]
+
+    def received(self, count: int) -> None:
+        """``count`` bytes were written to ``space()``."""
+        self._end += count
+
+    def next(self) -> Frame | None:
+        """The next whole frame, or None while more bytes are needed.
+
+        Raises:
+            ProtocolError: the stream is no sequence of frames, or the next one is too long. The
+                stream cannot be read any further.
+        """
+        start = self._start
+        held = self._end - start
+        if held < HEAD_BYTES:
+            if held >= 4:
+                self._check(_LENGTH.unpack_from(self._buffer, start)[0])
+            return None
+        length, call_id, kind, name_bytes = _HEAD.unpack_from(self._buffer, start)
+        if held < length + 4 or length > self.length_max:
+            self._check(length)
+            return None
+        name_at = start + HEAD_BYTES
+        payload_at = name_at + name_bytes
+        end = start + 4 + length
+        if payload_at > end:
+            raise ProtocolError("a frame is shorter than its own head")
+        self._start = end
+        view = self._view
+        return call_id, kind, bytes(view[name_at:payload_at]), bytes(view[payload_at:end])
+
+    @property
+    def held(self) -> int:
+        """Bytes received that no frame has been made of yet."""
+        return self._end - self._start
+
+    def _check(self, length: int) -> None:
+        if length > self.length_max:
+            raise ProtocolError(
+                f"a frame claims {length} bytes, at most {self.length_max} are allowed",
+                length=length,
+            )
+        if length < _AFTER_LENGTH:
+            raise ProtocolError("a frame is shorter than its own head", length=length)
+
+    def _make_room(self, needed: int) -> None:
+        """Moves what is held to the front, in a larger buffer where ``needed`` bytes ask for it."""
+        held = self._end - self._start
+        if needed > len(self._buffer):
+            self._resize(min(needed, max(GROWTH_BYTES, 4 * held)))
+        else:
+            self._buffer[:held] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, held
+
+    def _resize(self, size: int) -> None:
+        # A new buffer: a bytearray with a view of it cannot change its size.
+        held = self._view[self._start : self._end]
+        self._buffer = bytearray(size)
+        self._view = memoryview(self._buffer)
+        self._view[: len(held)] = held

@@ -1,0 +1,155 @@
+"""The messages of a node's stream and their protobuf form (``proto/kvstore/v1/node.proto``).
+
+As ``kvstore.wire.messages``: decoders raise typed errors for whatever a stranger may send.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from kvstore import calls
+from kvstore.calls import MasterMessage, NodeMessage
+from kvstore.errors import BatchTooLargeError, ProtocolError, UsageError
+from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.v1 import node_pb2
+from kvstore.wire.messages import SIZE_BYTES_MAX
+from kvstore.wire.packed import (
+    pack_column,
+    unpack_column,
+    unpack_number,
+    unpack_shm_name,
+    unpack_sixteen,
+    unpack_text,
+)
+
+NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
+SESSION_PATH = f"/{NODE_SERVICE}/Session"
+
+NODE_SEGMENTS_MAX = 1024
+"""Segments that one node offers."""
+
+
+def encode_node_message(message: NodeMessage) -> bytes:
+    m = node_pb2.NodeMessage()
+    match message:
+        case calls.NodeBeat():
+            m.beat.number = message.number
+        case calls.NodeWiped():
+            m.wiped.order = message.order
+        case calls.NodeLeave():
+            m.leave.SetInParent()
+        case calls.NodeJoin():
+            m.join.name = message.name
+            m.join.host = message.host
+            m.join.protocol = message.protocol
+            m.join.resume_epoch = message.resume_epoch
+            m.join.SetInParent()
+            for offer in message.segments:
+                m.join.segments.add(**offer._asdict())
+    return m.SerializeToString()
+
+
+def decode_node_message(data: bytes) -> NodeMessage:
+    """Raises UsageError or ProtocolError: whatever ``data`` is, nothing else."""
+    try:
+        m = node_pb2.NodeMessage.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError("not a NodeMessage") from error
+    match m.WhichOneof("message"):
+        case "beat":
+            return calls.NodeBeat(m.beat.number)
+        case "wiped":
+            return calls.NodeWiped(m.wiped.order)
+        case "leave":
+            return calls.NodeLeave()
+        case "join":
+            return _node_join(m.join)
+        case _:
+            raise ProtocolError("a NodeMessage that says nothing, or something newer")
+
+
+def _node_join(m: node_pb2.NodeJoin) -> calls.NodeJoin:
+    if len(m.segments) > NODE_SEGMENTS_MAX:
+        raise BatchTooLargeError(
+            f"{len(m.segments)} segments of one node, at most {NODE_SEGMENTS_MAX} are allowed"
+        )
+    return calls.NodeJoin(
+        unpack_text(m.name, "name"),
+        unpack_text(m.host, "host"),
+        m.protocol,
+        m.resume_epoch,
+        [
+            calls.SegmentOffer(
+                unpack_number(offer.size, "size", 1, SIZE_BYTES_MAX),
+                unpack_sixteen(offer.uuid, "uuid"),
+                unpack_shm_name(offer.shm_name),
+                unpack_text(offer.address, "address", empty=True),
+                unpack_sixteen(offer.token, "token"),
+                offer.seed,
+                offer.generation,
+                offer.fresh,
+            )
+            for offer in m.segments
+        ],
+    )
+
+
+def encode_master_message(message: MasterMessage) -> bytes:
+    m = node_pb2.MasterMessage()
+    match message:
+        case calls.MasterBeat():
+            m.beat.number = message.number
+        case calls.MasterAccepted():
+            m.accepted.epoch = message.epoch
+            m.accepted.beat_ms = message.beat_ms
+            m.accepted.dead_ms = message.dead_ms
+            m.accepted.segment_ids.extend(message.segment_ids)
+            m.accepted.SetInParent()
+        case calls.MasterWipe():
+            m.wipe.order = message.order
+            m.wipe.uuid = message.uuid
+            pack_column(m.wipe.offsets, message.offsets)
+            pack_column(m.wipe.epochs, message.epochs)
+            pack_column(m.wipe.counters, message.counters)
+    return m.SerializeToString()
+
+
+def decode_master_message(data: bytes) -> MasterMessage:
+    """Raises ProtocolError: whatever ``data`` is, nothing else."""
+    try:
+        m = node_pb2.MasterMessage.FromString(data)
+        match m.WhichOneof("message"):
+            case "beat":
+                return calls.MasterBeat(m.beat.number)
+            case "accepted":
+                return _accepted(m.accepted)
+            case "wipe":
+                return _wipe(m.wipe)
+            case _:
+                raise ProtocolError("a MasterMessage that says nothing, or something newer")
+    except DecodeError as error:
+        raise ProtocolError("not a MasterMessage") from error
+    except UsageError as error:
+        raise ProtocolError(f"the master's message is malformed: {error.message}") from error
+
+
+def _accepted(m: node_pb2.MasterAccepted) -> calls.MasterAccepted:
+    if len(m.segment_ids) > NODE_SEGMENTS_MAX:
+        raise ProtocolError(f"{len(m.segment_ids)} segment numbers")
+    return calls.MasterAccepted(
+        m.epoch,
+        unpack_number(m.beat_ms, "beat_ms", 1, 3_600_000),
+        unpack_number(m.dead_ms, "dead_ms", 1, 86_400_000),
+        list(m.segment_ids),
+    )
+
+
+def _wipe(m: node_pb2.MasterWipe) -> calls.MasterWipe:
+    offsets = unpack_column(m.offsets, "offsets", rows_max=BATCH_KEYS_MAX)
+    return calls.MasterWipe(
+        m.order,
+        unpack_sixteen(m.uuid, "uuid"),
+        offsets,
+        unpack_column(m.epochs, "epochs", rows=len(offsets)),
+        unpack_column(m.counters, "counters", rows=len(offsets)),
+    )

@@ -1,0 +1,152 @@
+"""A node's end of ``NodeService.Session``: messages out, messages in, typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import grpc
+import grpc.aio
+
+from kvstore.calls import MasterMessage, NodeMessage
+from kvstore.errors import KVStoreError, MasterUnreachableError
+from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
+from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
+
+if TYPE_CHECKING:
+    Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+RECEIVED_MAX = 64
+"""Messages that wait for ``receive``; beyond, gRPC's flow control holds the master back."""
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    # A host that vanished is noticed within seconds, whatever the stream carries.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
+
+
+class NodeStream:
+    """One session with the master at ``address``; for the next one make a new ``NodeStream``.
+
+        async with NodeStream("127.0.0.1:50001") as stream:
+            await stream.send(NodeJoin(...))
+            accepted = await stream.receive()
+
+    Entering connects nothing yet: the first ``receive`` raises when nobody is there. Leaving ends
+    the session at once. One task may send while another receives.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._received: asyncio.Queue[MasterMessage | KVStoreError] = asyncio.Queue(RECEIVED_MAX)
+        self._ended: KVStoreError | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Call | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+        session: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+        session = self._channel.stream_stream(SESSION_PATH)
+        self._call = session()
+        self._reader = asyncio.create_task(self._read(self._call))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def send(self, message: NodeMessage) -> None:
+        """Returns when gRPC has taken the message.
+
+        Raises:
+            KVStoreError: why the session has ended. Cancelling a ``send`` ends it, too.
+        """
+        assert self._call is not None, "enter the stream first"
+        if self._ended is not None:
+            raise self._ended
+        try:
+            await self._call.write(encode_node_message(message))
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._why(error) from None
+
+    async def receive(self) -> MasterMessage:
+        """The next message. May be cancelled, and loses nothing then.
+
+        Raises:
+            MasterUnreachableError: nobody is there, or the stream broke or was ended.
+            KVStoreError: the master ended the session with it.
+        """
+        if self._ended is not None and self._received.empty():
+            raise self._ended
+        received = await self._received.get()
+        if isinstance(received, KVStoreError):
+            raise received
+        return received
+
+    async def done_sending(self) -> None:
+        """Closes our side; the master may go on sending until it ends the session."""
+        assert self._call is not None, "enter the stream first"
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    async def _read(self, call: Call) -> None:
+        # A task of its own: cancelling a read of grpc.aio would cancel the whole session.
+        try:
+            while isinstance(data := await call.read(), bytes):  # else it is EOF
+                await self._received.put(decode_master_message(data))
+            ended = await self._why(None)
+        except grpc.RpcError as error:
+            ended = await self._why(error)
+        except KVStoreError as error:
+            ended = error
+        self._ended = ended
+        await self._received.put(ended)
+
+    async def _why(self, error: Exception | None) -> KVStoreError:
+        """What ended the session."""
+        if not isinstance(error, grpc.RpcError):
+            # ``write`` and ``read`` only say that it ended; the call knows why.
+            assert self._call is not None
+            code, details = await self._call.code(), await self._call.details()
+            if code is grpc.StatusCode.OK:
+                return MasterUnreachableError(
+                    f"the master at {self._address} ended the session", address=self._address
+                )
+            metadata = await self._call.trailing_metadata()
+            error = grpc.aio.AioRpcError(code, metadata, metadata, details)
+        detail = detail_of(error)
+        if detail is not None:
+            return decode_error(detail)
+        code, details = error.code(), error.details() or ""
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return MasterUnreachableError(
+                f"no session with the master at {self._address}: {brief(details)}",
+                advice="Is kvstore-master running?",
+                address=self._address,
+            )
+        return from_grpc(code, details, None)

@@ -1,0 +1,253 @@
+"""Batches as they travel: keys in one piece, columns of integers, and the checks of both.
+
+``PackedKeys`` stays packed after decoding, so that a call that looks at log n of n keys costs what
+it looks at. Everything here that reads raises ``UsageError``s for what a stranger may send.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from typing import cast, overload
+
+import numpy as np
+
+from kvstore.errors import BatchTooLargeError, InvalidArgumentError, InvalidKeyError
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX, Key, check_keys
+from kvstore.v1 import common_pb2
+
+COLUMN_ROWS_MAX = BATCH_KEYS_MAX * REPLICAS_MAX
+"""Rows of the longest column: extents of the largest batch."""
+
+TEXT_BYTES_MAX = 255
+"""Names of clients, hosts and nodes, addresses: what a log line or a file name can hold."""
+
+_SLICING_KEYS_MAX = 24
+"""Up to here slicing key by key is faster than one numpy call."""
+
+_SHM_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
+"""No slash and no leading dot: the peer opens ``/dev/shm/<name>``."""
+
+
+class PackedKeys(Sequence[Key]):
+    """Keys of one length in one ``bytes``: a key is cut out when it is asked for.
+
+    Immutable. Equal to any list, tuple or ``PackedKeys`` that holds the same keys.
+    """
+
+    __slots__ = ("_count", "data", "stride")
+
+    def __init__(self, data: bytes, stride: int) -> None:
+        """``len(data)`` is a multiple of ``stride``, which is 1 or more."""
+        self.data = data
+        self.stride = stride
+        self._count = len(data) // stride
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Key]: ...
+
+    def __getitem__(self, index: int | slice) -> Key | Sequence[Key]:
+        stride = self.stride
+        if isinstance(index, slice):
+            first, last, step = index.indices(self._count)
+            if step != 1:
+                return self.unpack()[index]
+            return PackedKeys(self.data[first * stride : max(first, last) * stride], stride)
+        if index < 0:
+            index += self._count
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return cast(Key, self.data[index * stride : (index + 1) * stride])
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.unpack())
+
+    def unpack(self) -> list[Key]:
+        """All keys, at once: much faster than one by one."""
+        data, stride = self.data, self.stride
+        if self._count <= _SLICING_KEYS_MAX:
+            return [cast(Key, data[at : at + stride]) for at in range(0, len(data), stride)]
+        return cast(list[Key], np.frombuffer(data, np.dtype((np.void, stride))).tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedKeys) and other.stride == self.stride:
+            return other.data == self.data
+        if isinstance(other, (list, tuple, PackedKeys)):
+            return self.unpack() == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # compares equal to lists
+
+    def __repr__(self) -> str:
+        return f"PackedKeys({self._count} keys of {self.stride} bytes)"
+
+
+def pack_keys(target: common_pb2.Keys, keys: Sequence[Key]) -> None:
+    """Raises InvalidKeyError, BatchTooLargeError."""
+    count = len(keys)
+    if count > BATCH_KEYS_MAX:
+        raise _too_large(count)
+    if isinstance(keys, PackedKeys):
+        target.data = keys.data
+        target.size = keys.stride
+    elif count == 1:
+        _check_key_sizes((len(keys[0]),))
+        target.data = keys[0]
+        target.size = len(keys[0])
+    elif count:
+        sizes = set(map(len, keys))
+        _check_key_sizes(sizes)
+        target.data = b"".join(keys)
+        if len(sizes) == 1:
+            target.size = sizes.pop()
+        else:
+            target.sizes.extend(map(len, keys))
+
+
+def unpack_keys(packed: common_pb2.Keys, *, distinct: bool = False) -> Sequence[Key]:
+    """The keys, cut out lazily where they are equally long.
+
+    Raises:
+        InvalidKeyError: one is empty or too long.
+        BatchTooLargeError: more than ``BATCH_KEYS_MAX``.
+        DuplicateKeyError: a key occurs twice, and ``distinct`` forbids it.
+        InvalidArgumentError: the sizes do not add up to the data.
+    """
+    data = packed.data
+    size = packed.size
+    keys: Sequence[Key]
+    if size:
+        _check_key_sizes((size,))
+        count, rest = divmod(len(data), size)
+        if rest:
+            raise InvalidArgumentError(f"{len(data)} bytes are no whole number of {size}-byte keys")
+        if count == 1:
+            return [cast(Key, data)]
+        if count > BATCH_KEYS_MAX:
+            raise _too_large(count)
+        keys = PackedKeys(data, size)
+    else:
+        count = len(packed.sizes)
+        if count > BATCH_KEYS_MAX:
+            raise _too_large(count)
+        sizes = list(packed.sizes)
+        if sum(sizes) != len(data):
+            raise InvalidArgumentError(
+                f"the keys' sizes add up to {sum(sizes)} bytes, there are {len(data)}"
+            )
+        if not count:
+            return []
+        _check_key_sizes(sizes)
+        ends = list(itertools.accumulate(sizes))
+        keys = [cast(Key, data[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    if distinct and len(set(keys)) != count:
+        check_keys(keys, distinct=True)
+    return keys
+
+
+def pack_column(target: common_pb2.Column, values: Sequence[int]) -> None:
+    """Raises ``struct.error`` or ``ValueError`` for what is no unsigned 64-bit integer."""
+    count = len(values)
+    if not count:
+        return
+    first = values[0]
+    if (
+        count == 1
+        or (values if isinstance(values, (list, tuple)) else [*values]).count(first) == count
+    ):
+        target.repeats = count
+        target.same = first
+    else:
+        target.values = struct.pack(f"<{count}Q", *values)
+
+
+def unpack_column(
+    column: common_pb2.Column,
+    what: str,
+    *,
+    rows: int | None = None,
+    rows_max: int = COLUMN_ROWS_MAX,
+    value_max: int | None = None,
+) -> list[int]:
+    """The numbers of a column.
+
+    Raises:
+        InvalidArgumentError: not ``rows`` rows (where given), over ``rows_max``, a number over
+            ``value_max``, or no whole number of values. ``what`` names the column.
+    """
+    count = column.repeats
+    data = b"" if count else column.values
+    if data:
+        count, rest = divmod(len(data), 8)
+        if rest:
+            raise InvalidArgumentError(f"{what}: {len(data)} bytes are no whole number of values")
+    if count > rows_max or (rows is not None and count != rows):
+        expected = f"at most {rows_max}" if rows is None else str(rows)
+        raise InvalidArgumentError(f"{what}: {count} rows, expected {expected}", rows=count)
+    values = list(struct.unpack(f"<{count}Q", data)) if data else [column.same] * count
+    if value_max is not None and count:
+        largest = max(values) if data else values[0]
+        if largest > value_max:
+            raise InvalidArgumentError(f"{what}: {largest} is more than {value_max}")
+    return values
+
+
+def unpack_number(value: int, what: str, least: int, most: int) -> int:
+    """Raises InvalidArgumentError: outside ``least`` to ``most``."""
+    if not least <= value <= most:
+        raise InvalidArgumentError(f"{what} is {least} to {most}, not {value}")
+    return value
+
+
+def unpack_text(value: str, what: str, *, empty: bool = False) -> str:
+    """A name that may stand in a log line.
+
+    Raises:
+        InvalidArgumentError: over ``TEXT_BYTES_MAX`` bytes, not printable, or empty.
+    """
+    if not value and not empty:
+        raise InvalidArgumentError(f"{what} is empty")
+    if len(value) > TEXT_BYTES_MAX or len(value.encode()) > TEXT_BYTES_MAX:
+        raise InvalidArgumentError(f"{what} has more than {TEXT_BYTES_MAX} bytes")
+    if not value.isprintable():
+        raise InvalidArgumentError(f"{what} has characters that cannot be printed")
+    return value
+
+
+def unpack_shm_name(value: str) -> str:
+    """Raises InvalidArgumentError: no plain file name. Empty is allowed."""
+    if value and (len(value) > TEXT_BYTES_MAX or not _SHM_NAME.fullmatch(value)):
+        raise InvalidArgumentError("a name in /dev/shm has letters, digits, '.', '_' and '-' only")
+    return value
+
+
+def unpack_sixteen(value: bytes, what: str) -> bytes:
+    """Raises InvalidArgumentError: not 16 bytes."""
+    if len(value) != 16:
+        raise InvalidArgumentError(f"{what} has 16 bytes, not {len(value)}")
+    return value
+
+
+def _check_key_sizes(sizes: Sequence[int] | set[int]) -> None:
+    if min(sizes) < 1 or max(sizes) > KEY_BYTES_MAX:
+        wrong = max(sizes) if min(sizes) else 0
+        raise InvalidKeyError(
+            f"a key has 1 to {KEY_BYTES_MAX} bytes, this one has {wrong}", key_bytes=wrong
+        )
+
+
+def _too_large(count: int) -> BatchTooLargeError:
+    return BatchTooLargeError(
+        f"{count} keys in one call, at most {BATCH_KEYS_MAX} are allowed",
+        advice="Split the batch.",
+        keys=count,
+        keys_max=BATCH_KEYS_MAX,
+    )

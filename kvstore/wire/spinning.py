@@ -1,0 +1,40 @@
+"""Whether polling before sleeping pays at the moment: ``SpinGauge``.
+
+Polling for a reply saves waking up, as long as the peer runs on another core meanwhile. Where both
+share one core, or more threads than cores want to run, it keeps the peer from answering: measured
+on two cores, a call of 21 us became one of 176 us. Nobody can ask the scheduler, so both ends try,
+and stop for a while when it was in vain.
+"""
+
+from __future__ import annotations
+
+MISSES_MAX = 10
+"""After so many in a row the next attempt comes 2**MISSES_MAX waits later: at 100 us each, a
+thousandth of the time."""
+
+
+class SpinGauge:
+    """Counts what polling brought; says whether to poll next time. Not synchronised: a lost count
+    does no harm."""
+
+    __slots__ = ("_misses", "_skips")
+
+    def __init__(self) -> None:
+        self._misses = 0
+        self._skips = 0
+
+    def pays(self) -> bool:
+        """Asked once before each wait."""
+        if self._skips:
+            self._skips -= 1
+            return False
+        return True
+
+    def hit(self) -> None:
+        """What was waited for came while polling."""
+        self._misses = 0
+
+    def missed(self) -> None:
+        """It did not."""
+        self._misses = min(self._misses + 1, MISSES_MAX)
+        self._skips = 1 << self._misses

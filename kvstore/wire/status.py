@@ -1,0 +1,162 @@
+"""Errors on the wire: ``KVStoreError`` to gRPC status or lane error frame, and back.
+
+The same ``ErrorDetail`` travels on both carriers, so that a caller tests classes and reads fields,
+never text, whatever carried the reply. An error class that the reader does not know (its peer is
+newer) becomes the nearest one that it does know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from kvstore.errors import (
+    BY_CODE,
+    AddressInUseError,
+    BusyError,
+    ClosedError,
+    CorruptObjectError,
+    DeadlineExceededError,
+    FieldValue,
+    InternalError,
+    InvalidRangeError,
+    KVStoreError,
+    NodeNameTakenError,
+    NoSpaceError,
+    PermissionDeniedError,
+    ProtocolError,
+    PutRefusedError,
+    ReservationLostError,
+    StaleReadError,
+    StartupError,
+    UnavailableError,
+    UsageError,
+)
+from kvstore.v1 import common_pb2
+
+METADATA_KEY = "kvstore-error-bin"
+"""Trailing metadata that carries the ``ErrorDetail`` (``-bin``: gRPC encodes the bytes)."""
+
+TEXT_CHARS_MAX = 512
+FIELDS_MAX = 16
+"""Of one error. gRPC peers refuse more than 8 KiB of metadata, and would hide the error then."""
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+GRPC_CODE: dict[type[KVStoreError], grpc.StatusCode] = {
+    KVStoreError: grpc.StatusCode.UNKNOWN,
+    UsageError: grpc.StatusCode.INVALID_ARGUMENT,
+    InvalidRangeError: grpc.StatusCode.OUT_OF_RANGE,
+    ClosedError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    BusyError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    NoSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    PutRefusedError: grpc.StatusCode.ABORTED,
+    ReservationLostError: grpc.StatusCode.ABORTED,
+    StaleReadError: grpc.StatusCode.ABORTED,
+    CorruptObjectError: grpc.StatusCode.DATA_LOSS,
+    ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
+    PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
+    StartupError: grpc.StatusCode.FAILED_PRECONDITION,
+    AddressInUseError: grpc.StatusCode.ALREADY_EXISTS,
+    NodeNameTakenError: grpc.StatusCode.ALREADY_EXISTS,
+    InternalError: grpc.StatusCode.INTERNAL,
+}
+"""The status of each class; a class without an entry has that of its nearest base."""
+
+_WITHOUT_DETAIL: dict[grpc.StatusCode, type[KVStoreError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: UsageError,
+    grpc.StatusCode.OUT_OF_RANGE: UsageError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: BusyError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: PermissionDeniedError,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.CANCELLED: UnavailableError,
+    grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.UNKNOWN: InternalError,
+}
+"""What a status means that gRPC itself made, or a proxy between us."""
+
+
+def grpc_code(error: KVStoreError) -> grpc.StatusCode:
+    """The gRPC status of an error."""
+    for kind in type(error).__mro__:
+        if kind in GRPC_CODE:
+            return GRPC_CODE[kind]
+    return grpc.StatusCode.UNKNOWN
+
+
+def encode_error(error: KVStoreError) -> bytes:
+    """As ``ErrorDetail``. Long texts are cut."""
+    kinds = [kind.code for kind in type(error).__mro__[1:] if issubclass(kind, KVStoreError)]
+    detail = common_pb2.ErrorDetail(
+        code=error.code,
+        message=_printable(error.message),
+        advice=_printable(error.advice),
+        kinds=kinds,
+        retriable=error.retriable,
+    )
+    for name, value in list(error.fields.items())[:FIELDS_MAX]:
+        if isinstance(value, int) and value in _INT64:
+            detail.fields[name].number = value
+        else:
+            detail.fields[name].text = _printable(str(value))[:128]
+    return detail.SerializeToString()
+
+
+def decode_error(data: bytes) -> KVStoreError:
+    """The error that a peer sent; a ``ProtocolError`` when it is not readable."""
+    try:
+        detail = common_pb2.ErrorDetail.FromString(data)
+    except DecodeError:
+        return ProtocolError("the peer reported an error that cannot be read")
+    known = [BY_CODE[code] for code in (detail.code, *detail.kinds) if code in BY_CODE]
+    fields: dict[str, FieldValue] = {}
+    for name, value in detail.fields.items():
+        fields[name] = value.number if value.WhichOneof("value") == "number" else value.text
+    error = (known[0] if known else KVStoreError)(detail.message, advice=detail.advice)
+    error.fields.update(fields)
+    return error
+
+
+def from_grpc(code: grpc.StatusCode, details: str | None, detail: bytes | None) -> KVStoreError:
+    """The error behind a failed gRPC call. ``detail``: the metadata at ``METADATA_KEY``, if any."""
+    if detail is not None:
+        return decode_error(detail)
+    kind = _WITHOUT_DETAIL.get(code, KVStoreError)
+    return kind(f"{code.name.lower()}: {_printable(details or 'no details')}")
+
+
+def detail_of(error: grpc.RpcError) -> bytes | None:
+    """The encoded ``ErrorDetail`` that came with a failed call; None: gRPC's own failure."""
+    metadata = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
+    for key, value in metadata or ():
+        if key == METADATA_KEY and isinstance(value, bytes):
+            return value
+    return None
+
+
+def brief(details: str | None) -> str:
+    """The end of gRPC's long explanations, which says what happened: ``connection refused``."""
+    return _printable((details or "no details").rpartition(": ")[2]).partition(" (")[0].lower()
+
+
+def unexpected(error: BaseException, where: str, logger: logging.Logger) -> InternalError:
+    """Logs a bug of ours with its traceback; returns what the peer is told of it."""
+    logger.error("unexpected error where=%s", where, exc_info=error)
+    return InternalError(
+        f"{where}: unexpected {type(error).__name__}",
+        advice="The master's log has the traceback; please report it.",
+    )
+
+
+def _printable(text: str) -> str:
+    """Cut to ``TEXT_CHARS_MAX`` characters, and without lone surrogates, which protobuf refuses."""
+    return text[:TEXT_CHARS_MAX].encode(errors="replace").decode()

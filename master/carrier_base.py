@@ -1,0 +1,133 @@
+"""What both carriers share: the service they are skins over, and the one wrapper around it.
+
+A carrier decodes nothing and decides nothing. It hands a call's name and bytes to the
+``Dispatcher``, which decodes, calls the service, encodes, times, counts, and turns whatever goes
+wrong into a ``KVStoreError``; the carrier sends the bytes or the error in its own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
+from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
+from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
+from kvstore.wire.status import unexpected
+
+logger = logging.getLogger("kvstore.master")
+
+REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
+"""Leaves room for a frame's head and gRPC's framing."""
+
+
+class Service(Protocol):
+    """What answers. Both carriers call it in the loop's thread, one call at a time."""
+
+    def call(self, request: Request) -> Reply | Awaitable[Reply]:
+        """The reply to ``request``, or what to await for it when it must wait.
+
+        An awaitable is cancelled when its caller is gone.
+
+        Raises:
+            KVStoreError: is sent to the caller.
+        """
+        ...
+
+    def node_session(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
+        """One node's stream; an asynchronous generator.
+
+        ``incoming`` ends when the node closed its side, and raises a ``KVStoreError`` at a message
+        that is malformed. When the stream breaks the generator is cancelled where it waits, and in
+        any case it is closed, so ``try ... finally`` sees every end. A ``KVStoreError`` that leaves
+        it is sent to the node and ends the stream.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class CallStats:
+    """What happened to one call since the master started."""
+
+    count: int = 0
+    errors: int = 0
+    total_us: float = 0.0
+    """Decoding, answering and encoding, and for replies that waited the wait too."""
+
+
+class Dispatcher:
+    """Decodes, calls, encodes; times, counts and maps errors."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
+
+    def dispatch(self, call: Call[Any, Any], data: bytes) -> bytes | asyncio.Task[bytes]:
+        """The encoded reply, or the task that waits for it. Cancelling it cancels the service's.
+
+        Raises:
+            KVStoreError: and nothing else, now or out of the task (but for cancellation).
+        """
+        stats = self.stats[call.name]
+        stats.count += 1
+        started = time.perf_counter()
+        try:
+            reply = self._service.call(decode_request(call, data))
+            if type(reply) is call.reply:
+                encoded = _encoded(call, cast(Reply, reply))
+                stats.total_us += (time.perf_counter() - started) * 1e6
+                return encoded
+            waiting = asyncio.ensure_future(cast(Awaitable[Reply], reply))
+        except Exception as error:  # noqa: BLE001  # no bug in one call ends the process
+            stats.total_us += (time.perf_counter() - started) * 1e6
+            raise _mapped(call, stats, error) from None
+        task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
+        # Also when the task is cancelled before its first step, where no ``finally`` would run.
+        task.add_done_callback(lambda _: waiting.cancel())
+        return task
+
+    async def _wait(
+        self,
+        call: Call[Any, Any],
+        stats: CallStats,
+        waiting: asyncio.Future[Reply],
+        started: float,
+    ) -> bytes:
+        try:
+            encoded = _encoded(call, await waiting)
+        except asyncio.CancelledError:
+            stats.errors += 1
+            raise
+        except Exception as error:  # noqa: BLE001  # as above
+            raise _mapped(call, stats, error) from None
+        finally:
+            stats.total_us += (time.perf_counter() - started) * 1e6
+        return encoded
+
+    def node_session(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
+        return self._service.node_session(incoming)
+
+
+def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStoreError:
+    stats.errors += 1
+    if not isinstance(error, KVStoreError):
+        return unexpected(error, call.name, logger)
+    if isinstance(error, InternalError):
+        logger.error("internal error call=%s", call.name, exc_info=error)
+    return error
+
+
+def _encoded(call: Call[Any, Any], reply: Reply) -> bytes:
+    encoded = encode_reply(call, reply)
+    if len(encoded) > REPLY_BYTES_MAX:
+        raise BatchTooLargeError(
+            f"{call.name}: the reply has {len(encoded)} bytes, at most {REPLY_BYTES_MAX} are sent",
+            advice="Ask for fewer keys or namespaces at once.",
+            reply_bytes=len(encoded),
+        )
+    return encoded

@@ -1,0 +1,80 @@
+"""Both carriers of one service, started and stopped together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstore.config import join_address
+from kvstore.master.carrier_base import CallStats, Dispatcher, Service
+from kvstore.master.grpc_server import CALLS_MAX, GrpcServer, startup_error
+from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
+
+
+class Endpoints(NamedTuple):
+    """Where the carriers listen; what ``Joined`` tells clients of the lane."""
+
+    host: str
+    port: int
+    lane_port: int
+    """0: no lane."""
+    lane_unix: str
+    lane_token: bytes
+
+
+class Carriers:
+    """gRPC and lane over one service.
+
+    ``bind`` takes the ports and says which; then tell the service, and ``start`` serves. All in
+    the loop that runs the service.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        lane_settings: LaneSettings | None = None,
+        calls_max: int = CALLS_MAX,
+    ) -> None:
+        self._dispatcher = Dispatcher(service)
+        self._lane = LaneServer(self._dispatcher, lane_settings)
+        self._grpc = GrpcServer(self._dispatcher, calls_max=calls_max)
+
+    async def bind(
+        self, host: str, port: int, lane_port: int = 0, *, lane: bool = True, unix: bool = True
+    ) -> Endpoints:
+        """Takes ``host:port`` and, where ``lane``, ``host:lane_port`` and a Unix socket.
+
+        Port 0 takes any. An empty host is every interface.
+
+        Raises:
+            AddressInUseError, StartupError: nothing is bound then.
+        """
+        await self._grpc.bind(host, port)
+        if lane:
+            try:
+                await self._lane.bind(host, lane_port, unix=unix)
+            except OSError as error:
+                await self.stop(0.0)
+                raise startup_error(
+                    join_address(host or "::", lane_port), lane_port, error
+                ) from error
+        return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._lane.token)
+
+    async def start(self) -> None:
+        """Serves, until ``stop``."""
+        await self._lane.start()
+        await self._grpc.start()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Cuts the lane at once and gRPC's calls after ``grace_s``. Idempotent."""
+        await self._lane.stop()
+        await self._grpc.stop(grace_s)
+
+    @property
+    def call_stats(self) -> dict[str, CallStats]:
+        """By the call's name."""
+        return self._dispatcher.stats
+
+    @property
+    def lane_stats(self) -> LaneStats:
+        return self._lane.stats

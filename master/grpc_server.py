@@ -1,0 +1,177 @@
+"""The gRPC server: the same calls and the nodes' streams, from generic handlers and one table."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from kvstore.calls import NodeMessage
+from kvstore.config import join_address
+from kvstore.errors import AddressInUseError, KVStoreError, StartupError
+from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.wire.messages import CALLS, Call
+from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
+from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
+
+CALLS_MAX = 4096
+"""Calls and node streams at once; more are told to come back."""
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    # Two masters on one port would each get some of the calls.
+    ("grpc.so_reuseport", 0),
+    # A node's stream is silent between beats; a host that vanished must be noticed all the same.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
+    ("grpc.max_concurrent_streams", 1024),
+]
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[bytes, bytes]
+    Handler = grpc.RpcMethodHandler[bytes, bytes]
+
+
+class GrpcServer:
+    """Serves gRPC between ``bind``/``start`` and ``stop``."""
+
+    def __init__(self, dispatcher: Dispatcher, *, calls_max: int = CALLS_MAX) -> None:
+        self._dispatcher = dispatcher
+        self._calls_max = calls_max
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def bind(self, host: str, port: int) -> None:
+        """Binds ``host:port`` (0: any); serves from ``start`` on.
+
+        Raises:
+            AddressInUseError, StartupError: nothing is bound then.
+        """
+        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=self._calls_max)
+        server.add_generic_rpc_handlers(self._handlers())
+        _add_reflection(server)
+        address = join_address(host or "::", port)
+        try:
+            self.port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise why_not_bound(host, port) from error
+        self._server = server
+
+    async def start(self) -> None:
+        assert self._server is not None, "bind first"
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more calls, and cuts those that last longer than ``grace_s``. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_s)
+
+    def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        methods: dict[str, dict[str, Handler]] = {}
+        for call in CALLS.values():
+            handler: Handler = grpc.unary_unary_rpc_method_handler(self._unary(call))
+            methods.setdefault(call.service, {})[call.name] = handler
+        session: Handler = grpc.stream_stream_rpc_method_handler(self._session)
+        methods[NODE_SERVICE] = {"Session": session}
+        return tuple(
+            grpc.method_handlers_generic_handler(service, handlers)
+            for service, handlers in methods.items()
+        )
+
+    def _unary(self, call: Call[Any, Any]) -> Any:
+        async def answer(data: bytes, context: Context) -> bytes:
+            try:
+                reply = self._dispatcher.dispatch(call, data)
+                return reply if isinstance(reply, bytes) else await reply
+            except KVStoreError as error:
+                await _abort(context, error)
+                raise
+
+        return answer
+
+    async def _session(self, _: object, context: Context) -> None:
+        """One node's stream. A coroutine that reads and writes, not a generator: then the
+        cancellation of a broken stream arrives here, and the service's generator is closed at
+        once rather than when it is collected."""
+        try:
+            outgoing = self._dispatcher.node_session(_messages(context))
+            async with contextlib.AsyncExitStack() as stack:
+                if isinstance(outgoing, AsyncGenerator):
+                    stack.push_async_callback(outgoing.aclose)
+                async for message in outgoing:
+                    await context.write(encode_master_message(message))
+        except KVStoreError as error:
+            await _abort(context, error)
+        except grpc.aio.BaseError:
+            return  # the stream broke while we wrote
+        except Exception as error:  # noqa: BLE001  # the process outlives any bug in one stream
+            await _abort(context, unexpected(error, "Session", logger))
+
+
+async def _messages(context: Context) -> AsyncIterator[NodeMessage]:
+    while isinstance(data := await context.read(), bytes):  # else it is EOF
+        yield decode_node_message(data)
+
+
+async def _abort(context: Context, error: KVStoreError) -> None:
+    """Ends the call with ``error``; raises to say so to gRPC."""
+    details = error.message[:256].encode(errors="replace").decode()
+    metadata = ((METADATA_KEY, encode_error(error)),)
+    await context.abort(grpc_code(error), details, metadata)
+
+
+def why_not_bound(host: str, port: int) -> StartupError:
+    """The error of ``host:port``, which could not be bound: tries once more to learn why."""
+    address = join_address(host or "::", port)
+    family = socket.AF_INET6 if ":" in (host or "::") else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host or "::", port))
+            sock.listen()
+    except OSError as error:
+        return startup_error(address, port, error)
+    return AddressInUseError(
+        f"{address} could not be bound", advice="Try again, or take another port.", port=port
+    )
+
+
+def startup_error(address: str, port: int, error: OSError) -> StartupError:
+    """What an ``OSError`` at binding means."""
+    if error.errno == errno.EADDRINUSE:
+        return AddressInUseError(
+            f"{address} is in use",
+            advice="Another master may be running there; stop it or take another port.",
+            address=address,
+            port=port,
+        )
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return StartupError(
+        f"cannot listen on {address}: {reason}",
+        advice="Check the host and the port.",
+        address=address,
+        port=port,
+    )
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    """Lets grpcurl and its like list the services, where the ``reflection`` extra is installed."""
+    if importlib.util.find_spec("grpc_reflection") is None:
+        return
+    from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  # optional
+
+    names = sorted({call.service for call in CALLS.values()} | {NODE_SERVICE})
+    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)

@@ -1,0 +1,328 @@
+"""The lane's server: calls as frames on TCP and on an abstract Unix socket, in the master's loop.
+
+A client that misbehaves costs a bounded amount and nobody else anything: connections are counted,
+the first frame must come soon and must carry the token, calls that wait are bounded per connection
+(reading stops beyond), and a client that does not read its replies is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from kvstore.errors import (
+    BusyError,
+    KVStoreError,
+    PermissionDeniedError,
+    ProtocolError,
+    UnavailableError,
+)
+from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.wire import frames
+from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame
+from kvstore.wire.messages import BY_WIRE_NAME
+from kvstore.wire.status import encode_error
+
+HELLO_BYTES_MAX = 256
+"""No stranger makes us hold more than this."""
+
+FRAMES_PER_TURN = 64
+"""Calls of one connection answered before the others get their turn: well under a millisecond of
+small ones."""
+
+WRITE_BYTES_HIGH = 1 << 20
+"""Unread replies at which we stop reading that client's calls."""
+
+WRITE_BYTES_MAX = 2 * FRAME_BYTES_MAX
+"""Unread replies at which the client is cut: what its waiting calls may add."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSettings:
+    """Bounds of the lane."""
+
+    connections_max: int = 1024
+    calls_max: int = 256
+    """Calls of one connection that wait for their reply at once."""
+    hello_timeout_s: float = 5.0
+    stall_timeout_s: float = 10.0
+    """How long a client may leave replies unread once ``WRITE_BYTES_HIGH`` are waiting."""
+
+
+@dataclass(slots=True)
+class LaneStats:
+    """What happened on the lane since the master started."""
+
+    accepted: int = 0
+    refused: int = 0
+    """Connections without a good HELLO, over the bound, or that broke the protocol."""
+    stalled: int = 0
+    """Clients that were cut because they did not read."""
+
+
+class LaneServer:
+    """Serves the lane between ``bind`` and ``stop``."""
+
+    def __init__(self, dispatcher: Dispatcher, settings: LaneSettings | None = None) -> None:
+        self.settings = settings or LaneSettings()
+        self.stats = LaneStats()
+        self.token = secrets.token_bytes(16)
+        self.port = 0
+        """TCP port; 0: not bound."""
+        self.unix = ""
+        """Name in the abstract namespace; empty: none."""
+        self.connections: set[_Connection] = set()
+        self._dispatcher = dispatcher
+        self._servers: list[asyncio.Server] = []
+
+    async def bind(self, host: str, port: int, *, unix: bool = True) -> None:
+        """Listens on ``host:port`` (0: any) and, where ``unix``, on a fresh abstract Unix socket.
+
+        Raises:
+            OSError: the port cannot be had. Nothing is bound then.
+        """
+        loop = asyncio.get_running_loop()
+        factory = self._connection
+        server = await loop.create_server(factory, host or None, port, start_serving=False)
+        self._servers.append(server)
+        self.port = server.sockets[0].getsockname()[1]
+        if unix:
+            # The name is not guessable, which keeps accidents apart; the token keeps strangers out.
+            self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.bind(b"\0" + self.unix.encode())
+            self._servers.append(
+                await loop.create_unix_server(factory, sock=sock, start_serving=False)
+            )
+
+    async def start(self) -> None:
+        for server in self._servers:
+            await server.start_serving()
+
+    async def stop(self) -> None:
+        """Stops listening and cuts every connection. Idempotent."""
+        for server in self._servers:
+            server.close()
+        for connection in list(self.connections):
+            connection.cut()
+        await asyncio.sleep(0)  # their connection_lost
+        self._servers.clear()
+        self.port, self.unix = 0, ""
+
+    def _connection(self) -> _Connection:
+        return _Connection(self, self._dispatcher)
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One client. Threads: the loop's."""
+
+    def __init__(self, server: LaneServer, dispatcher: Dispatcher) -> None:
+        self._server = server
+        self._dispatch = dispatcher.dispatch
+        self._reader = FrameReader(HELLO_BYTES_MAX)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Task[bytes]] = {}
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._greeted = False
+        self._congested = False
+        self._held = False
+        """Whether frames lie in the reader that wait for their turn; nothing is read then."""
+
+    # --- what asyncio calls --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_BYTES_HIGH)
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server = self._server
+        if len(server.connections) >= server.settings.connections_max:
+            server.connections.add(self)
+            self._refuse(
+                BusyError(
+                    f"{server.settings.connections_max} connections on the lane already",
+                    advice="Raise connections_max of the master, or use fewer clients.",
+                )
+            )
+            return
+        server.connections.add(self)
+        server.stats.accepted += 1
+        self._set_timer(server.settings.hello_timeout_s, self._silent)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._reader.received(nbytes)
+        if not self._held:
+            self._answer()
+
+    def eof_received(self) -> bool:
+        return False  # close: a client that has gone reads no replies
+
+    def pause_writing(self) -> None:
+        self._congested = True
+        self._hold()
+        self._set_timer(self._server.settings.stall_timeout_s, self._stalled)
+
+    def resume_writing(self) -> None:
+        self._congested = False
+        self._set_timer(0.0, None)
+        self._continue()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.discard(self)
+        self._set_timer(0.0, None)
+        waiting, self._waiting = self._waiting, {}
+        for task in waiting.values():
+            task.cancel()
+        self._transport = None  # breaks the cycle with the transport
+
+    # --- frames --------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        """Answers what has been received, until it is this connection's turn to wait."""
+        replies: list[bytes] = []
+        try:
+            for _ in range(FRAMES_PER_TURN):
+                received = self._reader.next()
+                if received is None:
+                    break
+                call_id, kind, name, payload = received
+                if kind == CALL and self._greeted:
+                    reply = self._call(call_id, name, payload)
+                    if reply is not None:
+                        replies.append(reply)
+                    elif len(self._waiting) >= self._server.settings.calls_max:
+                        self._hold()
+                        break
+                elif not self._greeted:
+                    replies.append(self._greet(received))
+                elif kind == CANCEL:
+                    self._cancel(call_id)
+                else:
+                    raise ProtocolError(f"a client sends no frames of kind {kind}")
+            else:
+                self._hold()
+                self._loop.call_soon(self._continue)
+        except KVStoreError as error:
+            self._write(replies)
+            self._refuse(error)
+            return
+        self._write(replies)
+
+    def _greet(self, received: frames.Frame) -> bytes:
+        token = frames.read_hello(received)
+        if not hmac.compare_digest(token, self._server.token):
+            raise PermissionDeniedError(
+                "that is not the token of this master's lane",
+                advice="Join again: the master was restarted, or it is another one.",
+            )
+        self._greeted = True
+        self._reader.length_max = FRAME_BYTES_MAX
+        self._set_timer(0.0, None)
+        return frame(received[0], REPLY, b"", b"")
+
+    def _call(self, call_id: int, name: bytes, payload: bytes) -> bytes | None:
+        """The reply's frame; None when it must wait."""
+        try:
+            call = BY_WIRE_NAME.get(name)
+            if call is None:
+                raise ProtocolError(
+                    f"this master knows no call {name[:64]!r}",
+                    advice="Install the same release of kvstore on both sides.",
+                )
+            reply = self._dispatch(call, payload)
+        except KVStoreError as error:
+            return frame(call_id, ERROR, b"", encode_error(error))
+        if isinstance(reply, bytes):
+            return frame(call_id, REPLY, b"", reply)
+        if call_id in self._waiting:
+            reply.cancel()
+            raise ProtocolError(f"call id {call_id} is in use")
+        self._waiting[call_id] = reply
+        reply.add_done_callback(functools.partial(self._finished, call_id))
+        return None
+
+    def _finished(self, call_id: int, waited: asyncio.Task[bytes]) -> None:
+        error = None if waited.cancelled() else waited.exception()
+        if self._waiting.get(call_id) is not waited:
+            return  # nobody waits for it any more
+        del self._waiting[call_id]
+        if waited.cancelled():
+            error = UnavailableError("the master is stopping")
+        if error is None:
+            self._write([frame(call_id, REPLY, b"", waited.result())])
+        elif isinstance(error, KVStoreError):
+            self._write([frame(call_id, ERROR, b"", encode_error(error))])
+        self._continue()
+
+    def _cancel(self, call_id: int) -> None:
+        task = self._waiting.pop(call_id, None)
+        if task is not None:
+            task.cancel()
+
+    # --- bounds --------------------------------------------------------------------------------
+
+    def _write(self, replies: list[bytes]) -> None:
+        transport = self._transport
+        if transport is None or not replies or transport.is_closing():
+            return
+        transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
+        if self._congested and transport.get_write_buffer_size() > WRITE_BYTES_MAX:
+            self._stalled()
+
+    def _hold(self) -> None:
+        """Reads and answers no more until ``_continue``."""
+        if not self._held and self._transport is not None:
+            self._held = True
+            self._transport.pause_reading()
+
+    def _continue(self) -> None:
+        """Goes on where ``_hold`` stopped, once nothing stands against it."""
+        if (
+            not self._held
+            or self._congested
+            or self._transport is None
+            or self._transport.is_closing()
+            or len(self._waiting) >= self._server.settings.calls_max
+        ):
+            return
+        self._held = False
+        self._transport.resume_reading()
+        self._answer()
+
+    def _set_timer(self, after_s: float, action: Callable[[], None] | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if action is None else self._loop.call_later(after_s, action)
+
+    def _silent(self) -> None:
+        self._refuse(ProtocolError("no HELLO came in time"))
+
+    def _stalled(self) -> None:
+        self._server.stats.stalled += 1
+        logger.warning("lane client does not read its replies, connection cut")
+        self.cut()
+
+    def _refuse(self, error: KVStoreError) -> None:
+        """Says why, closes, counts."""
+        self._server.stats.refused += 1
+        logger.info("lane connection refused error=%s reason=%r", error.code, error.message)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(0, ERROR, b"", encode_error(error)))
+            self._transport.close()
+
+    def cut(self) -> None:
+        """Closes at once."""
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,235 @@
+"""The shell around ``MasterState``: clock, timers, streams and log. It decides nothing.
+
+Everything here runs in the loop's thread. A call is one step of the state; the state's effects are
+carried out right after it; work that need not be done at once is done in slices between calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+from kvstore import calls
+from kvstore.errors import BusyError, InvalidArgumentError, KVStoreError, ProtocolError
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.master.carriers import Endpoints
+from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
+from kvstore.master.state.master_state import MasterState
+
+log = logging.getLogger("kvstore.master")
+
+TICK_S: Final = 0.05
+"""How often what is due is done: no promise is kept later than this, and an idle master spends
+a thousandth of a core on it."""
+
+JOIN_TIMEOUT_S: Final = 5.0
+"""A node's stream must say who it is by then."""
+
+OUTBOX_MAX: Final = 4_096
+"""Messages that a node has not taken yet; one that does not read is cut off."""
+
+_STEPS: Final[dict[type, Callable[[MasterState, int, Any], Any]]] = {
+    calls.MatchPrefix: MasterState.match_prefix,
+    calls.Lookup: MasterState.lookup,
+    calls.Exists: MasterState.exists,
+    calls.PutStart: MasterState.put_start,
+    calls.PutEnd: MasterState.put_end,
+    calls.PutRevoke: MasterState.put_revoke,
+    calls.Allocate: MasterState.allocate,
+    calls.Commit: MasterState.commit,
+    calls.Renew: MasterState.renew,
+    calls.Remove: MasterState.remove,
+    calls.Clear: MasterState.clear,
+    calls.DescribeSegments: MasterState.describe_segments,
+    calls.ReportFailure: MasterState.report_failure,
+    calls.Status: MasterState.status,
+    calls.ListObjects: MasterState.list_objects,
+    calls.StatObject: MasterState.stat_object,
+}
+
+Outbox = asyncio.Queue[calls.MasterMessage | KVStoreError | None]
+
+
+def clock_ms() -> int:
+    """Monotonic milliseconds: the state's only idea of time."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class MasterService:
+    """Implements ``Service`` (``kvstore.master.carrier_base``) on one ``MasterState``."""
+
+    def __init__(self, state: MasterState, clock: Callable[[], int] = clock_ms) -> None:
+        self.state = state
+        self.endpoints: Endpoints | None = None
+        """Where the carriers listen, once they do; clients are told."""
+        self.longest_step_ms = 0.0
+        """Of the state, since the start: for how long the loop served nobody else."""
+        self._clock = clock
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._next_session = 0
+        self._working = False
+        self._ticker: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to keep time; in the running loop."""
+        self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
+
+    async def stop(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(None)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def call(self, request: calls.Request) -> calls.Reply | Awaitable[calls.Reply]:
+        if isinstance(request, calls.Join):
+            return self._joined(request)
+        step = _STEPS.get(type(request))
+        if step is None:
+            raise ProtocolError(f"this master does not know {type(request).__name__}")
+        started = time.perf_counter()
+        try:
+            result: calls.Reply | Later = step(self.state, self._clock(), request)
+            answer: calls.Reply | Awaitable[calls.Reply] = (
+                self._wait_for(result.ticket) if isinstance(result, Later) else result
+            )
+        finally:
+            self._settle()
+            self.longest_step_ms = max(
+                self.longest_step_ms, (time.perf_counter() - started) * 1000
+            )
+        return answer
+
+    def _joined(self, request: calls.Join) -> calls.Joined:
+        if request.protocol != PROTOCOL_VERSION:
+            raise InvalidArgumentError(
+                f"this master speaks protocol {PROTOCOL_VERSION}, the client {request.protocol}",
+                advice="Run the same release of kvstore on both.",
+            )
+        log.debug("client_joined client=%s host=%s", request.client, request.host)
+        state, endpoints = self.state, self.endpoints
+        return calls.Joined(
+            epoch=state.epoch,
+            lane_port=endpoints.lane_port if endpoints else 0,
+            lane_unix=endpoints.lane_unix if endpoints else "",
+            lane_token=endpoints.lane_token if endpoints else b"",
+            lease_ms=state.rules.lease_ms,
+            put_deadline_ms=state.rules.put_deadline_ms,
+            version=state.version,
+        )
+
+    def _wait_for(self, ticket: int) -> Awaitable[calls.Reply]:
+        future = asyncio.get_running_loop().create_future()
+        self._answers[ticket] = future
+        future.add_done_callback(lambda done: done.cancelled() and self._caller_gone(ticket))
+        return future
+
+    def _caller_gone(self, ticket: int) -> None:
+        if self._answers.pop(ticket, None) is not None:
+            self.state.cancel(ticket)
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    async def node_session(
+        self, incoming: AsyncIterator[calls.NodeMessage]
+    ) -> AsyncIterator[calls.MasterMessage]:
+        try:
+            first = await asyncio.wait_for(anext(incoming), JOIN_TIMEOUT_S)
+        except (TimeoutError, StopAsyncIteration):
+            raise ProtocolError("a node's stream begins with its join") from None
+        if not isinstance(first, calls.NodeJoin):
+            raise ProtocolError(f"a node's stream begins with NodeJoin, not {first!r:.80}")
+        self._next_session += 1
+        session = self._next_session
+        outbox: Outbox = asyncio.Queue(OUTBOX_MAX)
+        try:
+            accepted = self.state.node_joined(self._clock(), session, first)
+            self._outboxes[session] = outbox
+            outbox.put_nowait(accepted)
+        finally:
+            self._settle()
+        reader = asyncio.get_running_loop().create_task(self._read_node(session, incoming, outbox))
+        try:
+            while (message := await outbox.get()) is not None:
+                if isinstance(message, KVStoreError):
+                    raise message
+                yield message
+        finally:
+            del self._outboxes[session]
+            reader.cancel()
+            self.state.node_stream_broken(session)
+            self._settle()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read_node(
+        self, session: int, incoming: AsyncIterator[calls.NodeMessage], outbox: Outbox
+    ) -> None:
+        try:
+            async for message in incoming:
+                self.state.node_said(self._clock(), session, message)
+                self._settle()
+            self._put(outbox, None)
+        except KVStoreError as error:
+            self._put(outbox, error)
+
+    @staticmethod
+    def _put(outbox: Outbox, message: calls.MasterMessage | KVStoreError | None) -> None:
+        if outbox.full():  # it does not read: end the stream with what it did not take
+            while not outbox.empty():
+                outbox.get_nowait()
+            message = BusyError("the node does not read what the master says")
+        outbox.put_nowait(message)
+
+    # --- effects and time ---------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Carry out what the state asks for, and see to its background work."""
+        state = self.state
+        while state.effects:
+            for effect in state.take_effects():
+                match effect:
+                    case Answer(ticket, result):
+                        self._answer(ticket, result)
+                    case Send(session, message):
+                        if session in self._outboxes:
+                            self._put(self._outboxes[session], message)
+                    case Hangup(session, error):
+                        if session in self._outboxes:
+                            self._put(self._outboxes[session], error)
+                    case Notice(event, fields):
+                        words = " ".join(f"{key}={value}" for key, value in fields.items())
+                        log.info("%s %s", event, words)
+        if state.has_work and not self._working:
+            self._working = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
+        future = self._answers.pop(ticket, None)
+        if future is None or future.done():
+            if isinstance(result, calls.Grants) and result.tokens:  # nobody will write there
+                revoke = calls.PutRevoke(result.epoch, result.tokens, True)
+                self.state.put_revoke(self._clock(), revoke)
+            return
+        if isinstance(result, KVStoreError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _work(self) -> None:
+        self._working = False
+        started = time.perf_counter()
+        self.state.work(self._clock())
+        self.longest_step_ms = max(self.longest_step_ms, (time.perf_counter() - started) * 1000)
+        self._settle()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.state.tick(self._clock())
+            self._settle()

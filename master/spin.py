@@ -1,0 +1,53 @@
+"""An event loop that polls for a moment before it sleeps.
+
+Between two processes a request and its reply cost 42 to 55 us when the receiver sleeps, because
+waking a process on another core takes longer than answering; 13 to 21 us when it polls. The hot
+calls of one engine step follow each other closely, so polling for ``spin_us`` after each event
+meets the next one awake. Who is quiet for longer than that sleeps and costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+import time
+
+from kvstore.wire.spinning import SpinGauge
+
+
+class SpinSelector(selectors.EpollSelector):
+    """``epoll`` that polls without sleeping for ``spin_us`` after the last event; 0: never."""
+
+    def __init__(self, spin_us: int) -> None:
+        super().__init__()
+        self._spin_s = spin_us / 1e6
+        self._gauge = SpinGauge()
+        self._awake_until = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        now = time.perf_counter()
+        if self._awake_until > now and (timeout is None or timeout > 0):
+            deadline = math.inf if timeout is None else now + timeout
+            end = min(self._awake_until, deadline)  # timers come first
+            while now < end:
+                ready = super().select(0)
+                now = time.perf_counter()
+                if ready:
+                    self._gauge.hit()
+                    self._awake_until = now + self._spin_s
+                    return ready
+            if end < deadline:
+                self._gauge.missed()
+            self._awake_until = 0.0
+            if timeout is not None:
+                timeout = deadline - now
+        ready = super().select(timeout)
+        if ready and self._gauge.pays():
+            self._awake_until = time.perf_counter() + self._spin_s
+        return ready
+
+
+def new_event_loop(spin_us: int) -> asyncio.SelectorEventLoop:
+    """A loop for ``asyncio.Runner(loop_factory=...)`` that spins as above."""
+    return asyncio.SelectorEventLoop(SpinSelector(spin_us) if spin_us else None)

@@ -1,0 +1,163 @@
+"""Removed objects: hidden at once, wiped on their nodes, their bytes free one lease later.
+
+Nobody counts who still reads a removed object. Its extents are free when (a) the longest lease
+that can have been given on it has ended, and (b) its node has said that the header is wiped, so
+that no restart finds the object again. A removal is acknowledged at (b); a segment that dies
+counts as wiped, because it is joined anew and nothing of it is believed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore import calls
+from kvstore.calls import MasterWipe
+from kvstore.master.state.effects import Answer, Effect, Send
+from kvstore.master.state.records import Extent, ObjectRecord, Segment
+from kvstore.memory.header import extent_bytes
+
+WIPES_PER_ORDER = 4_096
+
+
+class Remains(NamedTuple):
+    """What is left of an object that was taken out of the forest."""
+
+    size: int
+    epoch: int
+    counter: int
+    extents: list[Extent]
+
+    @classmethod
+    def of(cls, record: ObjectRecord) -> Remains:
+        return cls(record.size, record.epoch, record.counter, record.extents())
+
+
+@dataclass(slots=True, eq=False)
+class Grave:
+    """The extents of one wipe order, all on one segment."""
+
+    order: int
+    segment: Segment
+    free_at_ms: int
+    removal: _Removal
+    offsets: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    counters: list[int] = field(default_factory=list)
+    wiped: bool = False
+    ended: bool = False
+    """Whether the last possible lease has ended."""
+
+    def free(self) -> None:
+        if self.segment.alive:
+            for offset, length in zip(self.offsets, self.lengths, strict=True):
+                self.segment.allocator.free(offset, length)
+
+    def order_message(self) -> MasterWipe:
+        uuid = self.segment.offer.uuid
+        return MasterWipe(self.order, uuid, self.offsets, self.epochs, self.counters)
+
+
+@dataclass(slots=True, eq=False)
+class _Removal:
+    """An answer that waits until the last of its orders is done."""
+
+    ticket: int
+    reply: calls.Reply
+    orders: int = 0
+
+
+class Graveyard:
+    """All removed objects whose extents are not free. ``effects`` is the state's list."""
+
+    def __init__(self) -> None:
+        self._by_end: deque[Grave] = deque()
+        self._unwiped: dict[int, Grave] = {}
+        self._next_order = 0
+
+    def bury(
+        self, gone: Iterable[Remains], free_at_ms: int, ticket: int, reply: calls.Reply
+    ) -> tuple[list[Effect], bool]:
+        """Order the headers wiped, and answer ``ticket`` with ``reply`` when they are.
+
+        ``free_at_ms`` must not be earlier than in any call before. Returns the effects and
+        whether there is anything to wait for.
+        """
+        removal = _Removal(ticket, reply)
+        graves: list[Grave] = []
+        open_graves: dict[Segment, Grave] = {}
+        for remains in gone:
+            for segment, offset in remains.extents:
+                if not segment.alive:
+                    continue
+                grave = open_graves.get(segment)
+                if grave is None or len(grave.offsets) == WIPES_PER_ORDER:
+                    self._next_order += 1
+                    grave = Grave(self._next_order, segment, free_at_ms, removal)
+                    open_graves[segment] = grave
+                    graves.append(grave)
+                grave.offsets.append(offset)
+                grave.lengths.append(extent_bytes(remains.size))
+                grave.epochs.append(remains.epoch)
+                grave.counters.append(remains.counter)
+        for grave in graves:
+            self._by_end.append(grave)
+            self._unwiped[grave.order] = grave
+        removal.orders = len(graves)
+        return [effect for grave in graves for effect in _send(grave)], bool(graves)
+
+    def wiped(self, order: int) -> list[Effect]:
+        """The node has done it (or is dead)."""
+        grave = self._unwiped.pop(order, None)
+        if grave is None:
+            return []
+        grave.wiped = True
+        if grave.ended:
+            grave.free()
+        grave.removal.orders -= 1
+        if grave.removal.orders:
+            return []
+        return [Answer(grave.removal.ticket, grave.removal.reply)]
+
+    def segment_of(self, order: int) -> Segment | None:
+        grave = self._unwiped.get(order)
+        return None if grave is None else grave.segment
+
+    def send_again(self, segment: Segment) -> list[Effect]:
+        """The orders that a node may have missed while its stream was broken."""
+        return [effect for grave in self._on(segment) for effect in _send(grave)]
+
+    def segment_died(self, segment: Segment) -> list[Effect]:
+        return [effect for grave in self._on(segment) for effect in self.wiped(grave.order)]
+
+    def free_ended(self, now_ms: int) -> bool:
+        """Free what nobody can hold a lease on any more; whether there was any."""
+        freed = False
+        while self._by_end and self._by_end[0].free_at_ms <= now_ms:
+            grave = self._by_end.popleft()
+            grave.ended = True
+            if grave.wiped:
+                grave.free()
+                freed = True
+        return freed
+
+    def next_end_ms(self) -> int | None:
+        return self._by_end[0].free_at_ms if self._by_end else None
+
+    def ranges(self) -> Iterator[tuple[Segment, int, int]]:
+        """All extents that are not free, as (segment, offset, length)."""
+        ended = (grave for grave in self._unwiped.values() if grave.ended)
+        for grave in (*self._by_end, *ended):
+            for offset, length in zip(grave.offsets, grave.lengths, strict=True):
+                yield grave.segment, offset, length
+
+    def _on(self, segment: Segment) -> list[Grave]:
+        return [grave for grave in self._unwiped.values() if grave.segment is segment]
+
+
+def _send(grave: Grave) -> list[Effect]:
+    session = grave.segment.node.session
+    return [] if session is None else [Send(session, grave.order_message())]

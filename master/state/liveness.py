@@ -1,0 +1,58 @@
+"""Which nodes are there: alive, suspect, dead.
+
+    joined ──► alive ──silence, broken stream, reported failures──► suspect ──► dead
+                 ▲                                                    │
+                 └───────────── heard again, resumed ─────────────────┘
+
+Alive and suspect are derived from what was heard and when, never stored, so no transition can be
+missed. Dead is an event: the caller unmounts the segments, and the node is forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.master.state.records import Segment
+
+ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A node that has joined and is not dead. Times are the master's own monotonic clock."""
+
+    name: str
+    host: str
+    session: int | None
+    """The stream it is heard on; None while that is broken."""
+    heard_ms: int
+    segments: list[Segment] = field(default_factory=list)
+    reported_ms: int | None = None
+    """When a client last reported that reads or writes fail; cleared by time only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivenessRules:
+    suspect_ms: int
+    """Silence, or time since a reported failure, during which a node is suspect."""
+    dead_ms: int
+    """Silence after which it is dead."""
+
+
+def state_of(node: Node, now_ms: int, rules: LivenessRules) -> str:
+    silent_ms = now_ms - node.heard_ms
+    if silent_ms > rules.dead_ms:
+        return DEAD
+    reported = node.reported_ms is not None and now_ms - node.reported_ms <= rules.suspect_ms
+    if node.session is None and reported:
+        return DEAD  # its stream is broken and a client cannot reach it either
+    if node.session is None or silent_ms > rules.suspect_ms or reported:
+        return SUSPECT
+    return ALIVE
+
+
+def next_change_ms(node: Node, rules: LivenessRules) -> int:
+    """When silence alone makes it dead."""
+    return node.heard_ms + rules.dead_ms + 1

@@ -1,0 +1,205 @@
+"""Nodes and their segments: joining, resuming, leaving, dying.
+
+A node is heard on a *session*, a number that the shell gives to each stream. A broken stream may
+be resumed on another session while the node is not dead: everything it holds is still known.
+Otherwise it joins anew, after fencing off every older grant; its segments then get new ids, and
+no space is given out on them until the leases of before have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore.calls import MasterAccepted, NodeJoin, SegmentInfo, SegmentOffer
+from kvstore.errors import (
+    BusyError,
+    InvalidArgumentError,
+    NodeNameTakenError,
+    ProtocolError,
+    SegmentGoneError,
+)
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.master.state import liveness
+from kvstore.master.state.effects import Effect, Hangup, Notice
+from kvstore.master.state.eviction import EvictionPolicy
+from kvstore.master.state.liveness import LivenessRules, Node
+from kvstore.master.state.records import Segment
+from kvstore.memory.header import SUPERBLOCK_BYTES
+
+NODES_MAX = 4_096
+SEGMENTS_PER_NODE_MAX = 64
+
+
+class Membership:
+    """Who is there. ``mounted`` and ``lost`` are called for each segment that comes or goes."""
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        rules: LivenessRules,
+        beat_ms: int,
+        lease_ms: int,
+        new_policy: Callable[[], EvictionPolicy],
+        mounted: Callable[[Segment], None],
+        lost: Callable[[Segment], None],
+        effects: Callable[[Effect], None],
+    ) -> None:
+        self.nodes: dict[str, Node] = {}
+        self._by_session: dict[int, Node] = {}
+        self._epoch = epoch
+        self._rules = rules
+        self._beat_ms = beat_ms
+        self._lease_ms = lease_ms
+        self._new_policy = new_policy
+        self._mounted = mounted
+        self._lost = lost
+        self._effects = effects
+        self._next_segment_id = 0
+
+    def state_of(self, node: Node, now_ms: int) -> str:
+        return liveness.state_of(node, now_ms, self._rules)
+
+    def of(self, session: int) -> Node | None:
+        return self._by_session.get(session)
+
+    def join(self, now_ms: int, session: int, join: NodeJoin) -> MasterAccepted:
+        """First message of a stream.
+
+        Raises:
+            NodeNameTakenError: another living node has that name.
+            SegmentGoneError: nothing to resume; fence, then join anew.
+            ProtocolError, InvalidArgumentError, BusyError
+        """
+        if join.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"this master speaks protocol {PROTOCOL_VERSION}, the node {join.protocol}",
+                advice="Run the same release of kvstore on both.",
+            )
+        for offer in join.segments:
+            if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
+                raise InvalidArgumentError("a segment needs a size and a uuid of 16 bytes")
+        if not join.name or not 0 < len(join.segments) <= SEGMENTS_PER_NODE_MAX:
+            raise InvalidArgumentError(
+                f"a node has a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
+            )
+        known = self.nodes.get(join.name)
+        same = known is not None and {s.offer.uuid for s in known.segments} == {
+            offer.uuid for offer in join.segments
+        }
+        if join.resume_epoch:
+            if known is None or not same or join.resume_epoch != self._epoch:
+                raise SegmentGoneError(
+                    f"node {join.name} has nothing to resume here", advice="Join anew."
+                )
+            self._take_over(known, session)
+            known.heard_ms = now_ms
+            self._notice("node_resumed", known)
+            return self._accepted(known)
+        if known is not None:
+            if not same and self.state_of(known, now_ms) == liveness.ALIVE:
+                raise NodeNameTakenError(
+                    f"a node named {join.name} is alive on {known.host}",
+                    advice="Give this one another --name.",
+                    node=join.name,
+                )
+            self.declare_dead(known, "replaced")
+        if len(self.nodes) >= NODES_MAX:
+            raise BusyError(f"{NODES_MAX} nodes have joined already")
+        node = Node(name=join.name, host=join.host, session=session, heard_ms=now_ms)
+        self.nodes[node.name] = node
+        self._by_session[session] = node
+        for offer in join.segments:
+            self._next_segment_id += 1
+            usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
+            segment = Segment(self._next_segment_id, node, offer, self._new_policy(), usable_at_ms)
+            node.segments.append(segment)
+            self._mounted(segment)
+        self._notice("node_joined", node)
+        return self._accepted(node)
+
+    def heard(self, now_ms: int, session: int) -> Node | None:
+        node = self._by_session.get(session)
+        if node is not None:
+            node.heard_ms = now_ms
+        return node
+
+    def stream_broken(self, session: int) -> None:
+        node = self._by_session.pop(session, None)
+        if node is not None:
+            node.session = None
+            self._notice("node_stream_broken", node)
+
+    def leave(self, session: int) -> None:
+        node = self._by_session.get(session)
+        if node is not None:
+            self._by_session.pop(session)
+            node.session = None
+            self.declare_dead(node, "left")
+
+    def bury_dead(self, now_ms: int) -> None:
+        for node in list(self.nodes.values()):
+            if self.state_of(node, now_ms) == liveness.DEAD:
+                self.declare_dead(node, "silent" if node.session is not None else "broken")
+
+    def declare_dead(self, node: Node, why: str) -> None:
+        del self.nodes[node.name]
+        if node.session is not None:
+            self._by_session.pop(node.session)
+            error = SegmentGoneError(f"node {node.name} counts as dead ({why})", node=node.name)
+            self._effects(Hangup(node.session, error))
+            node.session = None
+        self._notice("node_left" if why == "left" else "node_dead", node, why=why)
+        for segment in node.segments:
+            self._lost(segment)
+
+    def next_change_ms(self) -> int | None:
+        return min(
+            (liveness.next_change_ms(node, self._rules) for node in self.nodes.values()),
+            default=None,
+        )
+
+    def check_invariants(self) -> None:
+        for name, node in self.nodes.items():
+            assert node.name == name
+            assert all(segment.alive for segment in node.segments)
+            assert node.session is None or self._by_session[node.session] is node
+        assert all(self.nodes.get(node.name) is node for node in self._by_session.values())
+
+    def _take_over(self, node: Node, session: int) -> None:
+        if node.session is not None:
+            self._by_session.pop(node.session)
+            error = SegmentGoneError("the node is heard on another stream", node=node.name)
+            self._effects(Hangup(node.session, error))
+        node.session = session
+        self._by_session[session] = node
+
+    def _accepted(self, node: Node) -> MasterAccepted:
+        return MasterAccepted(
+            epoch=self._epoch,
+            beat_ms=self._beat_ms,
+            dead_ms=self._rules.dead_ms,
+            segment_ids=[segment.segment_id for segment in node.segments],
+        )
+
+    def _notice(self, event: str, node: Node, **fields: str | int) -> None:
+        size = sum(segment.offer.size for segment in node.segments)
+        self._effects(
+            Notice(event, {"node": node.name, "host": node.host, "bytes": size, **fields})
+        )
+
+
+def describe(segment: Segment) -> SegmentInfo:
+    offer: SegmentOffer = segment.offer
+    return SegmentInfo(
+        segment_id=segment.segment_id,
+        node=segment.node.name,
+        host=segment.node.host,
+        size=offer.size,
+        uuid=offer.uuid,
+        shm_name=offer.shm_name,
+        address=offer.address,
+        token=offer.token,
+        seed=offer.seed,
+        generation=offer.generation,
+    )

@@ -1,0 +1,112 @@
+"""Puts on their way: granted ones, and those that wait for room.
+
+    put_start ──► granted ──put_end──► stored
+                    │ ├─────put_revoke──► revoked: extents free at once (settled) or quarantined
+                    │ └─────deadline────► expired: token refused, extents quarantined
+                    └ segment lost ─────► refused at put_end
+
+A *quarantined* extent is free again ``quarantine_ms`` after the deadline of its put: a writer that
+respects its deadline has stopped by then, and so has whatever a transport buffered for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvstore.calls import Allocate, PutStart
+from kvstore.master.state.records import Extent, ObjectRecord, Segment
+
+
+@dataclass(slots=True, eq=False)
+class PendingPut:
+    """A grant. Its token is the counter of the version that it writes."""
+
+    token: int
+    record: ObjectRecord | None
+    """None: an allocation, which gets its key by ``commit``."""
+    extents: list[Extent]
+    length: int
+    """Bytes of each extent."""
+    size: int
+    """Payload bytes granted."""
+    deadline_ms: int
+
+
+@dataclass(slots=True, eq=False)
+class WaitingPut:
+    """A request that found no room and may wait for it."""
+
+    ticket: int
+    request: PutStart | Allocate
+    deadline_ms: int
+
+
+class Pending:
+    """Grants by token, with their deadlines; and extents in quarantine."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[int, PendingPut] = {}
+        self._deadlines: list[tuple[int, int]] = []  # heap of (deadline, token), lazily stale
+        self._quarantine: deque[tuple[int, list[Extent], int]] = deque()  # (free at, ..., length)
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def __iter__(self) -> Iterator[PendingPut]:
+        return iter(self._by_token.values())
+
+    def get(self, token: int) -> PendingPut | None:
+        return self._by_token.get(token)
+
+    def add(self, put: PendingPut) -> None:
+        self._by_token[put.token] = put
+        heapq.heappush(self._deadlines, (put.deadline_ms, put.token))
+
+    def pop(self, token: int) -> PendingPut | None:
+        return self._by_token.pop(token, None)
+
+    def pop_expired(self, now_ms: int) -> Iterator[PendingPut]:
+        """Those whose deadline has passed, which are pending no more."""
+        while self._deadlines and self._deadlines[0][0] < now_ms:
+            _, token = heapq.heappop(self._deadlines)
+            put = self._by_token.get(token)
+            if put is None:
+                continue
+            if put.deadline_ms >= now_ms:  # renewed since
+                heapq.heappush(self._deadlines, (put.deadline_ms, token))
+                continue
+            del self._by_token[token]
+            yield put
+
+    def next_deadline_ms(self) -> int | None:
+        while self._deadlines and self._deadlines[0][1] not in self._by_token:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] + 1 if self._deadlines else None
+
+    def quarantine(self, extents: list[Extent], length: int, until_ms: int) -> None:
+        self._quarantine.append((until_ms, extents, length))
+
+    def pop_quarantined(self, now_ms: int) -> Iterator[tuple[list[Extent], int]]:
+        """Extents (and their length) that may be free now.
+
+        In the order they came; one that waits for a later time than those behind it delays them
+        by less than one put deadline, which is simpler than a second heap.
+        """
+        while self._quarantine and self._quarantine[0][0] <= now_ms:
+            _, extents, length = self._quarantine.popleft()
+            yield extents, length
+
+    def next_release_ms(self) -> int | None:
+        return self._quarantine[0][0] if self._quarantine else None
+
+    def ranges(self) -> Iterator[tuple[Segment, int, int]]:
+        """All that is granted or in quarantine, as (segment, offset, length)."""
+        for put in self._by_token.values():
+            for segment, offset in put.extents:
+                yield segment, offset, put.length
+        for _, extents, length in self._quarantine:
+            for segment, offset in extents:
+                yield segment, offset, length

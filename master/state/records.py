@@ -1,0 +1,178 @@
+"""What the master keeps per object, per namespace and per segment.
+
+A million ``ObjectRecord`` cost well under 600 bytes each, table and eviction order included
+(``kvstore bench --master-scale``), which is why they have slots and why one replica needs no tuple.
+
+Links run one way only: from child to parent, from record to segment to node. Without links back
+there are no reference cycles, so the cyclic collector never has to look at millions of records, and
+what is dropped is gone at once. That is why a record has its namespace's name, not its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvstore.calls import SegmentOffer
+from kvstore.limits import Key, Namespace
+from kvstore.master.state.allocator import Allocator
+from kvstore.memory.header import SUPERBLOCK_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.master.state.eviction import EvictionPolicy
+    from kvstore.master.state.liveness import Node
+
+TABLE_SHARDS = 256
+"""Dictionaries of a large namespace. One dictionary of a million entries stops the loop for 150 ms
+when it grows (measured); of 256 with ten million objects, none takes longer than 3 ms."""
+
+ONE_SHARD_RECORDS = 4_096
+"""A namespace of up to so many records has one dictionary: 256 empty ones take 18 KiB."""
+
+
+class Segment:
+    """A mounted segment. ``alive`` ends once, for good; a return is another Segment."""
+
+    __slots__ = ("alive", "allocator", "candidates", "node", "offer", "segment_id", "usable_at_ms")
+
+    def __init__(
+        self,
+        segment_id: int,
+        node: Node,
+        offer: SegmentOffer,
+        candidates: EvictionPolicy,
+        usable_at_ms: int,
+    ) -> None:
+        self.segment_id = segment_id
+        self.node = node
+        self.offer = offer
+        self.alive = True
+        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size)
+        self.candidates = candidates
+        """The objects that could be evicted from here: leaves whose first replica is here."""
+        self.usable_at_ms = usable_at_ms
+        """No allocation before: what another master promised about it may still hold."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that extents can have."""
+        return self.allocator.end - self.allocator.start
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.segment_id} of {self.node.name}>"
+
+
+Extent = tuple[Segment, int]
+"""Segment and offset; the length follows from the object's size."""
+
+
+class ObjectRecord:
+    """One key of the forest: an object, or the place of one that is missing or being written.
+
+    It stays in the table while it is complete, has a writer, or has children.
+    """
+
+    __slots__ = (
+        "checked",
+        "children",
+        "counter",
+        "depth",
+        "epoch",
+        "key",
+        "last_used_ms",
+        "lease_until_ms",
+        "more",
+        "namespace",
+        "offset",
+        "parent",
+        "segment",
+        "size",
+        "ticket",
+        "writer",
+    )
+
+    def __init__(self, namespace: Namespace, key: Key) -> None:
+        self.namespace = namespace
+        self.key = key
+        self.parent: ObjectRecord | None = None
+        self.children = 0
+        self.depth = 0
+        """Ancestors, as far as known when it was linked; a hint for the search."""
+        self.checked = 0
+        """What ``Forest.reachable`` remembers of this record; 0: nothing."""
+        self.writer = 0
+        """Token of the put under way, 0 for none."""
+        self.segment: Segment | None = None
+        """Of the first replica; None: not complete."""
+        self.offset = 0
+        self.more: tuple[Extent, ...] = ()
+        """Further replicas."""
+        self.size = 0
+        self.epoch = 0
+        self.counter = 0
+        self.last_used_ms = 0
+        self.lease_until_ms = 0
+        self.ticket = 0
+        """Place in the eviction order of ``segment``; 0: not in it."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether its bytes are there, on a segment that is alive."""
+        segment = self.segment
+        return segment is not None and (
+            segment.alive or (bool(self.more) and any(other.alive for other, _ in self.more))
+        )
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was complete, and its segments have died since."""
+        return self.segment is not None and not self.complete
+
+    def extents(self) -> list[Extent]:
+        if self.segment is None:
+            return []
+        return [(self.segment, self.offset), *self.more]
+
+    def __repr__(self) -> str:
+        return f"<ObjectRecord {self.namespace}/{self.key!r}>"
+
+
+class NamespaceTable:
+    """The records of one namespace by key, and its counts."""
+
+    __slots__ = ("_mask", "name", "objects", "records", "shards", "size")
+
+    def __init__(self, name: Namespace) -> None:
+        self.name = name
+        self.shards: list[dict[Key, ObjectRecord]] = [{}]
+        self._mask = 0
+        self.records = 0
+        self.objects = 0
+        """Those with bytes. Lost ones are among them until the background work has seen them."""
+        self.size = 0
+        """Payload bytes of those, replicas not counted."""
+
+    def get(self, key: Key) -> ObjectRecord | None:
+        return self.shards[hash(key) & self._mask].get(key)
+
+    def add(self, key: Key) -> ObjectRecord:
+        record = self.shards[hash(key) & self._mask][key] = ObjectRecord(self.name, key)
+        self.records += 1
+        if self.records > ONE_SHARD_RECORDS and not self._mask:
+            self._split()
+        return record
+
+    def drop(self, record: ObjectRecord) -> None:
+        del self.shards[hash(record.key) & self._mask][record.key]
+        self.records -= 1
+
+    def __iter__(self) -> Iterator[ObjectRecord]:
+        for shard in self.shards:
+            yield from shard.values()
+
+    def _split(self) -> None:
+        (whole,) = self.shards
+        self._mask = TABLE_SHARDS - 1
+        self.shards = [{} for _ in range(TABLE_SHARDS)]
+        for key, record in whole.items():
+            self.shards[hash(key) & self._mask][key] = record

@@ -1,0 +1,105 @@
+"""What operators ask: the cluster at a glance, a listing, one object in detail. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvstore import calls
+from kvstore.calls import NO_PLACEMENTS, Version
+from kvstore.master.state.records import ObjectRecord, Segment
+
+if TYPE_CHECKING:
+    from kvstore.master.state.master_state import MasterState
+
+LIST_ROWS_MAX = 10_000
+LIST_LOOKED_AT_MAX = 50_000
+"""Records that one page may look at (a prefix may match few of them): about 10 ms."""
+
+
+def status(state: MasterState, now_ms: int) -> calls.ClusterStatus:
+    nodes = [
+        calls.NodeStatus(
+            name=node.name,
+            host=node.host,
+            state=state.membership.state_of(node, now_ms),
+            address=next((s.offer.address for s in node.segments if s.offer.address), ""),
+            silent_ms=now_ms - node.heard_ms,
+            segments=[_segment(segment) for segment in node.segments],
+        )
+        for node in state.membership.nodes.values()
+    ]
+    namespaces = [
+        calls.NamespaceStatus(table.name, table.objects, table.size)
+        for table in state.forest.namespaces.values()
+    ]
+    return calls.ClusterStatus(
+        epoch=state.epoch,
+        version=state.version,
+        uptime_ms=now_ms - state.started_ms,
+        nodes=sorted(nodes),
+        namespaces=sorted(namespaces),
+        counters=sorted(state.counters.items()),
+    )
+
+
+def list_objects(state: MasterState, now_ms: int, request: calls.ListObjects) -> calls.Listed:
+    limit = max(1, min(request.limit, LIST_ROWS_MAX))
+    rows: list[calls.ObjectRow] = []
+    looked_at = 0
+    for record in islice(_records(state, request.namespace), request.cursor, None):
+        if len(rows) == limit or looked_at == LIST_LOOKED_AT_MAX:
+            return calls.Listed(rows, request.cursor + looked_at)
+        looked_at += 1
+        if record.key.startswith(request.prefix) and (record.complete or record.writer):
+            rows.append(_row(state, record, now_ms))
+    return calls.Listed(rows, 0)
+
+
+def stat_object(state: MasterState, now_ms: int, request: calls.StatObject) -> calls.ObjectDetail:
+    record = state.forest.get(request.namespace, request.key)
+    if record is None or not (record.complete or record.writer):
+        return calls.ObjectDetail(None, b"", 0, Version(0, 0), 0, NO_PLACEMENTS)
+    return calls.ObjectDetail(
+        row=_row(state, record, now_ms),
+        parent=b"" if record.parent is None else record.parent.key,
+        children=record.children,
+        version=Version(record.epoch, record.counter),
+        idle_ms=now_ms - record.last_used_ms,
+        placements=state.placements([record if record.complete else None], now_ms),
+    )
+
+
+def _records(state: MasterState, namespace: str) -> Iterator[ObjectRecord]:
+    if not namespace:
+        return state.forest.records()
+    table = state.forest.table(namespace)
+    return iter(()) if table is None else iter(table)
+
+
+def _row(state: MasterState, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
+    if not record.complete:
+        described = "being_written"
+    else:
+        described = "complete" if state.forest.reachable(record) else "detached"
+    return calls.ObjectRow(
+        namespace=record.namespace.name,
+        key=record.key,
+        size=record.size,
+        replicas=sum(segment.alive for segment, _ in record.extents()),
+        depth=record.depth,
+        leased_ms=max(0, record.lease_until_ms - now_ms),
+        state=described,
+    )
+
+
+def _segment(segment: Segment) -> calls.SegmentStatus:
+    allocator = segment.allocator
+    return calls.SegmentStatus(
+        segment_id=segment.segment_id,
+        size=segment.offer.size,
+        used=allocator.end - allocator.start - allocator.free_bytes,
+        largest_free=allocator.largest_free,
+        shm_name=segment.offer.shm_name,
+    )

@@ -1,0 +1,546 @@
+"""Every rule of ``kvstore.transport.base``, for every transport, against a node in another process.
+
+What a rule means where the peer's death does not matter (shared memory) is said in the test.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import xxhash
+
+from kvstore.errors import (
+    BusyError,
+    ClosedError,
+    DeadlineExceededError,
+    InvalidRangeError,
+    NodeUnreachableError,
+    PermissionDeniedError,
+    SegmentGoneError,
+    UnavailableError,
+)
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.transport.base import PIECE_BYTES, Move, Transport
+from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp import TcpTransport
+from kvstore.transport.tcp_protocol import RANGES_MAX
+from tests.conformance.peer import Peer
+
+MIB = 1 << 20
+SEGMENT_BYTES = 64 * MIB
+LARGE_BYTES = 48 * MIB
+"""More than sockets buffer: in the middle of it both ends are at work."""
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": ShmTransport, "tcp": TcpTransport}
+
+
+@pytest.fixture(scope="module")
+def shared_peer() -> Iterator[Peer]:
+    """One node for all tests that leave it as it was."""
+    peer = Peer(f"conformance-{os.getpid()}", SEGMENT_BYTES)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    """A node of the test's own, to be maltreated."""
+    peer = Peer(f"victim-{os.getpid()}", SEGMENT_BYTES)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    transport = TRANSPORTS[request.param]()
+    yield transport
+    if isinstance(transport, TcpTransport):
+        transport.check_invariants()
+    transport.close()
+
+
+@pytest.fixture
+def tcp() -> Iterator[TcpTransport]:
+    transport = TcpTransport()
+    yield transport
+    transport.check_invariants()
+    transport.close()
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+def noise(size: int, seed: int = 0) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(size)))
+
+
+def empty(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+class At:
+    """A hasher that does something when it is first given bytes: in the middle of a call."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action: Callable[[], object] | None = action
+
+    def update(self, data: memoryview | bytes, /) -> None:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+    def intdigest(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    "size",
+    [0, 1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, MIB + 1, 5 * MIB + 123],
+)
+def test_what_is_written_is_read(shared_peer: Peer, transport: Transport, size: int) -> None:
+    info = shared_peer.info
+    written, read = noise(size, seed=size), empty(size)
+    hashers = xxhash.xxh3_64(), xxhash.xxh3_64()
+    offset = SUPERBLOCK_BYTES + 1024 + 7
+    transport.write(info, [Move(offset, written, hashers[0])], soon())
+    transport.read(info, [Move(offset, read, hashers[1])], soon())
+    assert read == written
+    expected = xxhash.xxh3_64_intdigest(written)
+    assert [hasher.intdigest() for hasher in hashers] == [expected, expected]
+
+
+def test_transports_see_the_same_memory(shared_peer: Peer) -> None:
+    shm, tcp = ShmTransport(), TcpTransport()
+    written, read = noise(3 * MIB), empty(3 * MIB)
+    for writer, reader in ((shm, tcp), (tcp, shm)):
+        read[:] = bytes(len(read))
+        writer.write(shared_peer.info, [Move(MIB, written)], soon())
+        reader.read(shared_peer.info, [Move(MIB, read)], soon())
+        assert read == written
+        written[:] = bytes(reversed(written))
+    shm.close()
+    tcp.close()
+
+
+def test_scattered_moves_land_each_at_its_place(shared_peer: Peer, transport: Transport) -> None:
+    """Small, large and empty ones in one call, neither adjacent nor in order."""
+    info = shared_peer.info
+    sizes = [4096] * 64 + [0, 2 * MIB + 5, 1, 0, 40_000, 100_000, 0]
+    random.Random(1).shuffle(sizes)
+    places = [SUPERBLOCK_BYTES + 3 * MIB * (index % 10) + 41_000 * index for index in range(71)]
+    buffers = [noise(size, seed=index) for index, size in enumerate(sizes)]
+    transport.write(info, [Move(*pair) for pair in zip(places, buffers)], soon())
+    hashers = [xxhash.xxh3_64() for _ in sizes]
+    read = [empty(size) for size in sizes]
+    # Written in order, places that overlap hold the later bytes; so read what the last ones wrote.
+    last = [
+        index
+        for index in range(71)
+        if all(
+            places[later] >= places[index] + sizes[index]
+            or places[index] >= places[later] + sizes[later]
+            for later in range(index + 1, 71)
+        )
+    ]
+    assert len(last) > 60
+    moves = [Move(places[index], read[index], hashers[index]) for index in reversed(last)]
+    transport.read(info, moves, soon())
+    for index in last:
+        assert read[index] == buffers[index]
+        assert hashers[index].intdigest() == xxhash.xxh3_64_intdigest(buffers[index])
+
+
+def test_a_call_may_have_more_moves_than_a_request(shared_peer: Peer, transport: Transport) -> None:
+    count = RANGES_MAX + 904
+    written, read = noise(16 * count), empty(16 * count)
+    for action, memory in ((transport.write, written), (transport.read, read)):
+        action(
+            shared_peer.info,
+            [Move(MIB + 64 * i, memory[16 * i : 16 * i + 16]) for i in range(count)],
+            soon(),
+        )
+    assert read == written
+
+
+def test_a_call_may_move_more_than_the_segment_holds(
+    shared_peer: Peer, transport: Transport
+) -> None:
+    written = noise(LARGE_BYTES)
+    read = [empty(LARGE_BYTES), empty(LARGE_BYTES)]
+    transport.write(shared_peer.info, [Move(MIB, written), Move(MIB, written)], soon())
+    transport.read(shared_peer.info, [Move(MIB, buffer) for buffer in read], soon())
+    assert read[0] == written
+    assert read[1] == written
+
+
+def test_a_call_without_moves_does_nothing(shared_peer: Peer, transport: Transport) -> None:
+    transport.write(shared_peer.info, [], soon())
+    transport.read(shared_peer.info, [], soon())
+
+
+def test_moves_happen_in_their_order(shared_peer: Peer, transport: Transport) -> None:
+    read = empty(4096)
+    moves = [Move(MIB, noise(4096, seed=seed)) for seed in range(20)]
+    transport.write(shared_peer.info, moves, soon())
+    transport.read(shared_peer.info, [Move(MIB, read)], soon())
+    assert read == moves[-1].buffer
+
+
+@pytest.mark.parametrize("size", [100, 3 * MIB])
+def test_a_header_is_made_from_the_payload_before_it(
+    shared_peer: Peer, transport: Transport, size: int
+) -> None:
+    """``prepare`` comes once, after what is before it was hashed and before its buffer is read."""
+    calls: list[str] = []
+    moves: list[Move] = []
+    for index in range(3):
+        hasher, payload, header = xxhash.xxh3_64(), noise(size, seed=index), empty(8)
+
+        def prepare(
+            hasher: xxhash.xxh3_64 = hasher, header: memoryview = header, index: int = index
+        ) -> None:
+            calls.append(f"header {index}")
+            header[:] = hasher.digest()
+
+        offset = (1 + 4 * index) * MIB
+        moves.append(Move(offset, memoryview(bytes(64))))
+        moves.append(Move(offset + 1024, payload, hasher))
+        moves.append(Move(offset, header, prepare=prepare))
+        moves.append(Move(offset, empty(0), prepare=lambda i=index: calls.append(f"nothing {i}")))  # type: ignore[misc]
+    transport.write(shared_peer.info, moves, soon())
+    assert calls == [f"{what} {index}" for index in range(3) for what in ("header", "nothing")]
+    for index in range(3):
+        read = empty(8)
+        transport.read(shared_peer.info, [Move((1 + 4 * index) * MIB, read)], soon())
+        assert bytes(read) == xxhash.xxh3_64_digest(noise(size, seed=index))
+
+
+def test_moves_may_share_a_hasher(shared_peer: Peer, transport: Transport) -> None:
+    written, read = noise(3 * MIB), empty(3 * MIB)
+    for action, memory in ((transport.write, written), (transport.read, read)):
+        hasher = xxhash.xxh3_64()
+        parts = [
+            Move(2 * MIB + i, memory[i : i + MIB // 2], hasher) for i in range(0, 3 * MIB, MIB // 2)
+        ]
+        action(shared_peer.info, parts, soon())
+        assert hasher.intdigest() == xxhash.xxh3_64_intdigest(written)
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (0, 16),
+        (SUPERBLOCK_BYTES - 1, 16),
+        (SEGMENT_BYTES - 15, 16),
+        (SEGMENT_BYTES + 1, 0),
+        (2**63, 16),
+        (2**64 - 8, 16),
+        (-4096, 16),
+        (SUPERBLOCK_BYTES, SEGMENT_BYTES),
+    ],
+)
+def test_a_range_outside_is_refused_before_any_byte_moves(
+    shared_peer: Peer, transport: Transport, offset: int, length: int
+) -> None:
+    info = shared_peer.info
+    before, after = empty(16), empty(16)
+    transport.read(info, [Move(MIB, before)], soon())
+    other = memoryview(bytes(byte ^ 0xFF for byte in before))
+    bad = Move(offset, empty(length))
+    with pytest.raises(InvalidRangeError):
+        transport.write(info, [Move(MIB, other), bad], soon())
+    with pytest.raises(InvalidRangeError):
+        transport.read(info, [Move(MIB, after), bad], soon())
+    assert bytes(after) == bytes(16)
+    transport.read(info, [Move(MIB, after)], soon())
+    assert after == before
+
+
+def test_the_last_byte_is_within(shared_peer: Peer, transport: Transport) -> None:
+    read = empty(16)
+    transport.write(shared_peer.info, [Move(SEGMENT_BYTES - 16, noise(16))], soon())
+    transport.read(shared_peer.info, [Move(SEGMENT_BYTES - 16, read)], soon())
+    assert read == noise(16)
+
+
+def test_a_deadline_that_has_passed(shared_peer: Peer, transport: Transport) -> None:
+    for action in (transport.read, transport.write):
+        with pytest.raises(DeadlineExceededError) as caught:
+            action(shared_peer.info, [Move(MIB, empty(16))], time.monotonic() - 1)
+        assert caught.value.fields["settled"] == 1
+
+
+def test_calls_from_several_threads(shared_peer: Peer, transport: Transport) -> None:
+    """More threads than connections: some wait for one."""
+    written = [noise(MIB, seed=index) for index in range(12)]
+
+    def there_and_back(index: int) -> bool:
+        read, hasher = empty(MIB), xxhash.xxh3_64()
+        for _ in range(5):
+            place = MIB + 2 * MIB * index
+            transport.write(shared_peer.info, [Move(place, written[index])], soon())
+            transport.read(shared_peer.info, [Move(place, read, hasher)], soon())
+            if read != written[index]:
+                return False
+        return True
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(there_and_back, range(12)))
+
+
+def test_an_older_mount_is_gone(peer: Peer, transport: Transport) -> None:
+    old = peer.info
+    transport.write(old, [Move(MIB, noise(16))], soon())
+    new = peer.ask("bump")
+    assert new.generation > old.generation
+    for action in (transport.write, transport.read):
+        with pytest.raises(SegmentGoneError) as caught:
+            action(old, [Move(MIB, empty(16))], soon())
+        assert caught.value.fields["settled"] == 1
+    read = empty(16)
+    transport.read(new, [Move(MIB, read)], soon())
+    assert read == noise(16)
+
+
+def test_a_writer_that_outlives_a_takeover_stops(peer: Peer, transport: Transport) -> None:
+    """The generation changes in the middle of a write: its end never lands."""
+    hasher = At(lambda: peer.ask("bump"))
+    with pytest.raises((SegmentGoneError, NodeUnreachableError)):
+        transport.write(peer.info, [Move(MIB, noise(LARGE_BYTES), hasher)], soon())
+    end = empty(MIB)
+    transport.read(peer.ask("info"), [Move(LARGE_BYTES, end)], soon())
+    assert bytes(end) == bytes(MIB)
+
+
+def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport) -> None:
+    """Over the network that is an error; shared memory outlives its owner, and gives every byte."""
+    written, read = noise(LARGE_BYTES), empty(LARGE_BYTES)
+    transport.write(peer.info, [Move(MIB, written)], soon())
+    moves = [Move(MIB, read, At(peer.kill))]
+    if transport.name == "shm":
+        transport.read(peer.info, moves, soon())
+        assert read == written
+        return
+    with pytest.raises(NodeUnreachableError) as caught:
+        transport.read(peer.info, moves, soon())
+    assert caught.value.fields["settled"] == 1
+    with pytest.raises(NodeUnreachableError):
+        transport.read(peer.info, [Move(MIB, read[:16])], soon())
+
+
+def test_a_node_that_is_killed_while_it_is_written(peer: Peer, transport: Transport) -> None:
+    moves = [Move(MIB, noise(LARGE_BYTES), At(peer.kill))]
+    if transport.name == "shm":
+        transport.write(peer.info, moves, soon())
+        return
+    with pytest.raises(NodeUnreachableError) as caught:
+        transport.write(peer.info, moves, soon())
+    assert caught.value.fields["settled"] == 0
+    with pytest.raises(NodeUnreachableError) as caught:
+        transport.write(peer.info, [Move(MIB, noise(16))], soon())
+    assert caught.value.fields["settled"] == 1
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_node_that_freezes_costs_no_more_than_the_deadline(
+    peer: Peer, transport: Transport, verb: str
+) -> None:
+    """In the middle of a call, and before one. Shared memory needs nobody at the other end."""
+    action = transport.read if verb == "read" else transport.write
+    start = time.monotonic()
+    moves = [Move(MIB, noise(LARGE_BYTES), At(peer.stop))]
+    if transport.name == "shm":
+        action(peer.info, moves, soon())
+        return
+    with pytest.raises(DeadlineExceededError) as caught:
+        action(peer.info, moves, start + 0.3)
+    assert caught.value.fields["settled"] == (1 if verb == "read" else 0)
+    with pytest.raises(DeadlineExceededError) as caught:
+        action(peer.info, [Move(MIB, empty(16))], start + 0.5)
+    assert caught.value.fields["settled"] == 1, "a connection without a hello carries no bytes"
+    assert 0.5 <= time.monotonic() - start < 1.5
+    peer.resume()
+    action(peer.info, [Move(MIB, empty(16))], soon())
+
+
+def test_a_slow_node_does_not_outlast_the_deadline(shared_peer: Peer, tcp: TcpTransport) -> None:
+    """Bytes that come one by one never add up to a longer call."""
+    hello_bytes, ended = 48, threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(hello_bytes, socket.MSG_WAITALL)
+                sock.sendall(b"KVdt" + bytes(4))
+                sock.sendall(b"KVdt" + bytes(4))
+                while not ended.wait(0.02):
+                    sock.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        info = shared_peer.info._replace(address=f"127.0.0.1:{listener.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            tcp.read(info, [Move(MIB, empty(MIB))], start + 0.2)
+        assert time.monotonic() - start < 0.4
+        ended.set()
+        thread.join()
+
+
+def test_nobody_there(shared_peer: Peer, transport: Transport) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    info = shared_peer.info._replace(uuid=bytes(16), address=address)
+    for action in (transport.write, transport.read):
+        with pytest.raises(NodeUnreachableError) as caught:
+            action(info, [Move(MIB, empty(16))], soon())
+        assert caught.value.fields["settled"] == 1
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:99999", "127.0.0.1:x", "[::1]:"])
+def test_an_address_that_is_none(shared_peer: Peer, tcp: TcpTransport, address: str) -> None:
+    info = shared_peer.info._replace(address=address)
+    with pytest.raises(NodeUnreachableError):
+        tcp.read(info, [Move(MIB, empty(16))], soon())
+
+
+def test_somebody_else_there(shared_peer: Peer, tcp: TcpTransport) -> None:
+    """A server of another protocol on the node's port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                sock.recv(4096)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        info = shared_peer.info._replace(address=f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(NodeUnreachableError):
+            tcp.read(info, [Move(MIB, empty(16))], soon())
+        thread.join()
+
+
+def test_another_segment_there(shared_peer: Peer, tcp: TcpTransport) -> None:
+    info = shared_peer.info._replace(uuid=bytes(16))
+    with pytest.raises(SegmentGoneError):
+        tcp.read(info, [Move(MIB, empty(16))], soon())
+
+
+def test_a_wrong_token_is_refused(shared_peer: Peer, tcp: TcpTransport) -> None:
+    before = shared_peer.counters()["refused_hellos"]
+    info = shared_peer.info._replace(token=bytes(16))
+    for action in (tcp.read, tcp.write):
+        with pytest.raises(PermissionDeniedError) as caught:
+            action(info, [Move(MIB, empty(16))], soon())
+        assert caught.value.fields["settled"] == 1
+    assert shared_peer.counters()["refused_hellos"] == before + 2
+
+
+def test_a_node_with_no_connection_left_is_busy() -> None:
+    peer = Peer(f"busy-{os.getpid()}", MIB, connections_max=1)
+    first, second = TcpTransport(), TcpTransport()
+    try:
+        first.read(peer.info, [Move(8192, empty(16))], soon())
+        for _ in range(20):
+            with pytest.raises(BusyError):
+                second.read(peer.info, [Move(8192, empty(16))], soon())
+        first.close()
+        deadline = soon()
+        while time.monotonic() < deadline:  # the server notices on its own thread
+            try:
+                second.read(peer.info, [Move(8192, empty(16))], soon())
+                break
+            except BusyError:
+                continue
+        second.read(peer.info, [Move(8192, empty(16))], soon())
+    finally:
+        first.close()
+        second.close()
+        peer.close()
+
+
+def test_a_server_that_restarts_between_calls_is_not_noticed(peer: Peer, tcp: TcpTransport) -> None:
+    for verb in (tcp.write, tcp.read, tcp.read):
+        verb(peer.info, [Move(MIB, noise(16))], soon())
+        assert peer.ask("restart") == peer.info
+
+
+def test_a_call_waits_for_a_connection_no_longer_than_its_deadline(shared_peer: Peer) -> None:
+    transport = TcpTransport(connections_max=1)
+
+    def second() -> None:
+        with pytest.raises(DeadlineExceededError) as caught:
+            transport.read(shared_peer.info, [Move(MIB, empty(16))], soon(0.05))
+        assert caught.value.fields["settled"] == 1
+
+    transport.read(shared_peer.info, [Move(MIB, empty(2 * MIB), At(second))], soon())
+    transport.read(shared_peer.info, [Move(MIB, empty(16))], soon())
+    transport.close()
+
+
+def test_closing_ends_a_call_under_way(shared_peer: Peer, transport: Transport) -> None:
+    moves = [Move(MIB, empty(LARGE_BYTES), At(transport.close))]
+    with pytest.raises((ClosedError, NodeUnreachableError)):
+        transport.read(shared_peer.info, moves, soon())
+    for action in (transport.read, transport.write):
+        with pytest.raises(ClosedError):
+            action(shared_peer.info, [Move(MIB, empty(16))], soon())
+    assert not transport.reaches(shared_peer.info)
+    transport.close()
+
+
+def test_a_forgotten_segment_is_found_again(shared_peer: Peer, transport: Transport) -> None:
+    for _ in range(2):
+        transport.forget(shared_peer.info)
+        transport.write(shared_peer.info, [Move(MIB, noise(16))], soon())
+        transport.forget(shared_peer.info)
+
+
+def test_reaching(shared_peer: Peer, transport: Transport) -> None:
+    info = shared_peer.info
+    transport.register(empty(16))
+    assert transport.reaches(info)
+    if transport.name == "shm":
+        assert not transport.reaches(info._replace(uuid=bytes(16)))
+        assert not transport.reaches(info._replace(host="elsewhere", uuid=b"another segment."))
+    else:
+        assert not transport.reaches(info._replace(address=""))
+
+
+def test_a_view_is_the_segment_itself(shared_peer: Peer, transport: Transport) -> None:
+    info = shared_peer.info
+    view = transport.view(info, MIB, 4096)
+    if view is None:
+        assert transport.name == "tcp"
+        return
+    view[:] = noise(4096)
+    read = empty(4096)
+    transport.read(info, [Move(MIB, read)], soon())
+    assert read == noise(4096)
+    for offset, length in ((0, 16), (SEGMENT_BYTES - 8, 16), (MIB, -1)):
+        with pytest.raises(InvalidRangeError):
+            transport.view(info, offset, length)
+    with pytest.raises(SegmentGoneError):
+        transport.view(info._replace(generation=info.generation + 1), MIB, 16)
+    transport.close()
+    assert view == noise(4096)
+
+
+def test_a_clean_stop_is_seen_by_those_who_map_the_segment(
+    peer: Peer, transport: Transport
+) -> None:
+    transport.read(peer.info, [Move(MIB, empty(16))], soon())
+    peer.close()
+    with pytest.raises(UnavailableError):
+        transport.read(peer.info, [Move(MIB, empty(16))], soon())

@@ -1,0 +1,136 @@
+"""What a test must not leave behind: threads, descriptors, child processes, shared memory.
+
+``snapshot`` says what there is; ``leaked`` compares with an earlier snapshot and gives what is on
+its way out some time to go, because a closed channel's socket or a stopped server's thread may
+outlive the call that ended it by a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+GRACE_S = 5.0
+SHM = Path("/dev/shm")
+SHM_PREFIX = "kvstore"
+
+# Threads and descriptors that a library makes once per process and keeps on purpose.
+THREADS_KEPT = ("_poll_wrapper",)  # grpc.aio's completion queue
+DESCRIPTORS_KEPT = ("anon_inode:",)  # grpc's eventfd and epoll; without a peer or a file to leak
+CHILDREN_KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+
+class Snapshot(NamedTuple):
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[int, str]]
+    children: frozenset[int]
+    shared_memory: frozenset[str]
+
+
+def snapshot() -> Snapshot:
+    return Snapshot(_threads(), _descriptors(), _children(), _shared_memory())
+
+
+def leaked(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
+    """What there is more than ``before``, one line each, once the time of grace is over."""
+    found = _compare(before, snapshot())
+    if not found:
+        return []
+    gc.collect()  # sockets and files in cycles are closed by the collector, which is no leak
+    deadline = time.monotonic() + grace_s
+    while (found := _compare(before, snapshot())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _compare(before: Snapshot, now: Snapshot) -> list[str]:
+    lines = [f"thread {thread.name}" for thread in now.threads - before.threads]
+    lines += [
+        f"descriptor {number}: {what}" for number, what in now.descriptors - before.descriptors
+    ]
+    lines += [
+        f"child process {child}: {name}"
+        for child in now.children - before.children
+        if not any(kept in (name := _command(child)) for kept in CHILDREN_KEPT)
+    ]
+    lines += [
+        f"shared memory {SHM / name}"
+        for name in now.shared_memory - before.shared_memory
+        if not _mapped_by_others(name)
+    ]
+    return sorted(lines)
+
+
+def _threads() -> frozenset[threading.Thread]:
+    return frozenset(
+        thread
+        for thread in threading.enumerate()
+        if not any(kept in thread.name for kept in THREADS_KEPT)
+    )
+
+
+def _descriptors() -> frozenset[tuple[int, str]]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            what = os.readlink(f"/proc/self/fd/{name}")
+            if not what.startswith(DESCRIPTORS_KEPT) and int(name) != _tracker_descriptor():
+                found.add((int(name), what))
+    return frozenset(found)
+
+
+def _tracker_descriptor() -> int | None:
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    return getattr(getattr(tracker, "_resource_tracker", None), "_fd", None)
+
+
+def _children() -> frozenset[int]:
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            text = Path(f"/proc/self/task/{task}/children").read_text()
+            found.update(int(child) for child in text.split())
+    return frozenset(found)
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return "ended"
+
+
+def _shared_memory() -> frozenset[str]:
+    try:
+        return frozenset(name for name in os.listdir(SHM) if name.startswith(SHM_PREFIX))
+    except OSError:
+        return frozenset()
+
+
+def _mapped_by_others(name: str) -> bool:
+    """Whether a process that is no descendant of ours uses it: somebody else's store or tests."""
+    path = str(SHM / name).encode()
+    for process in os.listdir("/proc"):
+        if process.isdigit() and not _is_ours(int(process)):
+            with contextlib.suppress(OSError):
+                if path in Path(f"/proc/{process}/maps").read_bytes():
+                    return True
+    return False
+
+
+def _is_ours(process: int) -> bool:
+    while process > 1:
+        if process == os.getpid():
+            return True
+        try:
+            stat = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return True  # gone: it holds nothing any more
+        process = int(stat.rpartition(")")[2].split()[1])
+    return False

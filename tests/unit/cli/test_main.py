@@ -1,0 +1,376 @@
+"""The command ``kvstore`` against a client that is a dictionary."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pytest
+
+import kvstore.client
+from kvstore import calls
+from kvstore._version import __version__
+from kvstore.calls import PutOutcome
+from kvstore.cli.main import cli
+from kvstore.cli.options import run
+from kvstore.config import ClientConfig
+from kvstore.errors import MasterUnreachableError, NoSpaceError
+from kvstore.limits import Key
+
+NAMESPACE = "default"
+
+
+class Stat(NamedTuple):
+    row: calls.ObjectRow
+    parent: bytes
+    children: int
+    version: calls.Version
+    idle_ms: int
+    placements: calls.Placements
+    descriptor: object
+
+
+class FakeClient:
+    """What the commands use of a ``Client``; one store for all of them."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, bytes], Any] = {}
+        self.puts: list[dict[str, Any]] = []
+        self.configs: list[ClientConfig] = []
+        self.error: BaseException | None = None
+
+    def __call__(self, *, config: ClientConfig) -> Self:
+        self.configs.append(config)
+        return self
+
+    def __enter__(self) -> Self:
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def put(self, key: bytes, value: Any, *, namespace: str, **options: Any) -> PutOutcome:
+        self.puts.append(options)
+        if (namespace, key) in self.objects and not options["overwrite"]:
+            return PutOutcome.FOUND
+        self.objects[namespace, key] = bytes(value) if isinstance(value, bytearray) else value
+        return PutOutcome.STORED
+
+    def get(self, key: bytes, *, namespace: str) -> Any:
+        return self.objects.get((namespace, key))
+
+    def remove_many(self, keys: Sequence[bytes], *, namespace: str) -> list[bool]:
+        return [self.objects.pop((namespace, key), None) is not None for key in keys]
+
+    def clear(self, namespace: str | None, *, progress: Callable[[int, int], None]) -> int:
+        doomed = [name for name in self.objects if namespace in (None, name[0])]
+        for name in doomed:
+            del self.objects[name]
+        progress(len(doomed), 0)
+        return len(doomed)
+
+    def list_objects(self, *, namespace: str, prefix: bytes) -> Iterator[calls.ObjectRow]:
+        for space, key in sorted(self.objects):
+            if namespace in ("", space) and key.startswith(prefix):
+                yield self._row(space, key)
+
+    def stat(self, key: bytes, *, namespace: str) -> Stat | None:
+        if (namespace, key) not in self.objects:
+            return None
+        places = calls.Placements([5], [1], [9], [1], [3], [4096])
+        row, version = self._row(namespace, key), calls.Version(1, 9)
+        return Stat(row, b"\x01", 2, version, 1500, places, {"kind": "bytes", "dtype": ""})
+
+    def status(self) -> calls.ClusterStatus:
+        segment = calls.SegmentStatus(1, 1 << 30, 1 << 28, 1 << 29, "kvstore-x")
+        node = calls.NodeStatus("host-a", "boot", "alive", "127.0.0.1:7", 120, [segment])
+        namespaces = [calls.NamespaceStatus("default", 3, 4096)]
+        return calls.ClusterStatus(7, "0.1.0", 65_000, [node], namespaces, [("evictions", 2)])
+
+    def _row(self, namespace: str, key: bytes) -> calls.ObjectRow:
+        size = len(self.objects[namespace, key])
+        return calls.ObjectRow(namespace, Key(key), size, 1, 0, 0, "complete")
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    fake = FakeClient()
+    monkeypatch.setattr(kvstore.client, "Client", fake, raising=False)
+    return fake
+
+
+@pytest.fixture
+def kv(store: FakeClient, capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Result]:
+    """Runs ``kvstore`` with these arguments, in this process."""
+
+    def call(*arguments: str) -> Result:
+        capfdbinary.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run(cli, "kvstore", arguments)
+        out, err = capfdbinary.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Result(ended.value.code, out.decode(errors="surrogateescape"), err.decode())
+
+    return call
+
+
+KV = Callable[..., Result]
+
+
+def test_help_shows_an_example_and_the_variables(kv: KV) -> None:
+    text = kv("--help").out
+    assert "kvstore put greeting hello.txt" in text
+    assert "KVSTORE_CLIENT_TIMEOUT_MS" in text
+    assert "Exit codes" in text
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_the_help_of_each_command_shows_an_example(kv: KV, name: str) -> None:
+    result = kv(name, "--help")
+    assert result.code == 0
+    assert "Example" in result.out
+    assert f"kvstore {name}" in result.out
+
+
+def test_put_and_get_a_file(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 1000
+    (tmp_path / "in").write_bytes(content)
+    result = kv("put", "greeting", str(tmp_path / "in"))
+    assert (result.code, result.out) == (0, "greeting: stored, 250 KiB\n")
+    assert store.objects == {(NAMESPACE, b"greeting"): content}
+
+    assert kv("get", "greeting", "-o", str(tmp_path / "out")).code == 0
+    assert (tmp_path / "out").read_bytes() == content
+    assert kv("get", "greeting").out.encode(errors="surrogateescape") == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_put_from_standard_input(
+    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped")))
+    assert kv("put", "k", "-", "--json").json == {"key": "k", "outcome": "stored", "size": 5}
+    assert store.objects[NAMESPACE, b"k"] == b"piped"
+
+
+def test_an_empty_file_is_a_value(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert kv("put", "nothing", str(tmp_path / "empty")).code == 0
+    assert store.objects[NAMESPACE, b"nothing"] == b""
+    assert kv("get", "nothing") == Result(0, "", "")
+
+
+def test_put_says_what_it_was(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"x")
+    kv("put", "k", str(tmp_path / "in"))
+    assert kv("put", "k", str(tmp_path / "in")).out == "k: already there, 1 B\n"
+    assert "stored" in kv("put", "k", str(tmp_path / "in"), "--overwrite").out
+
+
+def test_put_hands_its_options_on(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"x")
+    words = "--hex --parent 00ff --replicas 2 --put-wait-ms 5 --overwrite --namespace ns"
+    assert kv("put", "0a", str(tmp_path / "in"), *words.split()).code == 0
+    assert store.objects == {("ns", b"\n"): b"x"}
+    assert store.puts == [{"parent": b"\x00\xff", "replicas": 2, "overwrite": True, "wait_ms": 5}]
+
+
+def test_arrays_keep_dtype_and_shape(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.save(tmp_path / "a.npy", array)
+    kv("put", "a", str(tmp_path / "a.npy"), "--npy")
+    assert store.objects[NAMESPACE, b"a"].tolist() == array.tolist()
+    kv("get", "a", "--npy", "-o", str(tmp_path / "b.npy"))
+    np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), array)
+    kv("get", "a", "-o", str(tmp_path / "raw"))
+    assert (tmp_path / "raw").read_bytes() == array.tobytes()
+
+
+def test_what_is_no_array_is_refused(kv: KV, tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"not an array")
+    result = kv("put", "a", str(tmp_path / "a.npy"), "--npy")
+    assert result.code == 2
+    assert "is not a NumPy array" in result.err
+
+
+def test_a_failed_get_leaves_the_old_file(kv: KV, store: FakeClient, tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"old")
+    result = kv("get", "missing", "-o", str(tmp_path / "out"))
+    assert result.code == 3
+    assert (tmp_path / "out").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("command", ["get", "stat", "rm"])
+def test_a_miss_has_its_own_exit_code(kv: KV, command: str) -> None:
+    result = kv(command, "missing")
+    assert result.code == 3
+    assert result.err == "kvstore: missing is not in default\n"
+
+
+def test_ls(kv: KV, store: FakeClient) -> None:
+    store.objects = {("a", b"k1"): b"x", ("a", b"\x00"): b"yy", ("b", b"k2"): b"zzz"}
+    assert kv("ls").out.splitlines() == [
+        "a\thex:00\t2\t1\t0\t0\tcomplete",
+        "a\tk1\t1\t1\t0\t0\tcomplete",
+        "b\tk2\t3\t1\t0\t0\tcomplete",
+    ]
+    assert kv("ls", "--namespace", "b").out.count("\n") == 1
+    lines = kv("ls", "--prefix", "k", "--json").out.splitlines()
+    assert [json.loads(line)["key"] for line in lines] == ["k1", "k2"]
+    limited = kv("ls", "--limit", "2")
+    assert limited.out.count("\n") == 2
+    assert "There are more" in limited.err
+
+
+def test_stat(kv: KV, store: FakeClient) -> None:
+    store.objects[NAMESPACE, b"k"] = b"12345"
+    found = kv("stat", "k", "--json").json
+    assert found["size"] == 5
+    assert found["parent"] == "hex:01"
+    assert found["places"] == [{"segment": 3, "offset": 4096}]
+    text = kv("stat", "k").out
+    assert "5 B (5)" in text
+    assert "segment 3 at 0x1000" in text
+    assert "1.5 s" in text
+
+
+def test_rm(kv: KV, store: FakeClient) -> None:
+    store.objects = {(NAMESPACE, b"a"): b"1", (NAMESPACE, b"b"): b"2"}
+    assert kv("rm", "a", "a", "b") == Result(0, "removed 2\n", "")
+    result = kv("rm", "a", "--json")
+    assert (result.code, result.json) == (3, {"removed": 0, "missing": ["a"]})
+
+
+def test_clear_takes_one_namespace_or_all(kv: KV, store: FakeClient) -> None:
+    store.objects = {("default", b"a"): b"1", ("x", b"b"): b"2", ("y", b"c"): b"3"}
+    assert kv("clear").out == "removed 1 of namespace default\n"
+    assert kv("clear", "--namespace", "x", "--json").json == {"removed": 1, "namespace": "x"}
+    assert kv("clear", "--all").out == "removed 1 of every namespace\n"
+    assert kv("clear", "--all", "--namespace", "x").code == 2
+
+
+def test_status(kv: KV) -> None:
+    text = kv("status", "--counters").out
+    for part in ("epoch 7", "host-a", "alive", "256 MiB of 1.00 GiB used (25 %)", "evictions"):
+        assert part in text
+    found = kv("status", "--json").json
+    assert found["nodes"][0]["segments"][0]["size"] == 1 << 30
+    assert found["counters"] == {"evictions": 2}
+
+
+def test_version(kv: KV) -> None:
+    assert kv("--version").out.strip() == __version__
+    assert kv("version", "--json").json["kvstore"] == __version__
+
+
+# --- settings and errors -----------------------------------------------------------------------
+
+
+def test_options_of_the_group_and_of_the_command(kv: KV, store: FakeClient) -> None:
+    kv("--master", "a:1", "--timeout-ms", "5", "--no-lane", "status", "--master", "b:2")
+    assert store.configs == [ClientConfig(master="b:2", timeout_ms=5, lane=False)]
+
+
+def test_a_command_never_contributes_memory(
+    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_CLIENT_MEMORY", "2GiB")
+    kv("status")
+    assert store.configs == [ClientConfig()]
+
+
+def test_json_may_stand_before_the_command(kv: KV) -> None:
+    assert kv("--json", "status").json["epoch"] == 7
+
+
+def test_an_error_is_one_line(kv: KV, store: FakeClient) -> None:
+    store.error = MasterUnreachableError(
+        "no master at 127.0.0.1:1", advice="Start kvstore-master.", address="127.0.0.1:1"
+    )
+    assert kv("status") == Result(
+        1, "", "kvstore: no master at 127.0.0.1:1. Start kvstore-master.\n"
+    )
+    result = kv("status", "--json")
+    assert json.loads(result.err) == {
+        "error": {
+            "code": "master_unreachable",
+            "message": "no master at 127.0.0.1:1",
+            "advice": "Start kvstore-master.",
+            "fields": {"address": "127.0.0.1:1"},
+        }
+    }
+
+
+def test_debug_shows_where(kv: KV, store: FakeClient) -> None:
+    store.error = NoSpaceError("full")
+    assert "Traceback" not in kv("status").err
+    assert "Traceback" in kv("status", "--debug").err
+
+
+def test_a_bug_of_ours_is_one_line_too(kv: KV, store: FakeClient) -> None:
+    store.error = ZeroDivisionError("oops")
+    result = kv("status")
+    assert result.code == 1
+    assert result.err.startswith("kvstore: unexpected ZeroDivisionError: oops. This is a bug")
+    assert result.err.count("\n") == 1
+
+
+def test_interrupted(kv: KV, store: FakeClient) -> None:
+    store.error = KeyboardInterrupt()
+    result = kv("status")
+    assert result.code == 130
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["statsu"], "statsu"),
+        (["ls", "--limt", "3"], "--limit"),
+        (["--master", "::1:5", "status"], "in brackets"),
+        (["status", "--timeout-ms", "soon"], "timeout_ms = 'soon': must be a whole number"),
+        (["put", "k", "f", "--replicas", "99"], "at most 8"),
+        (["stat", "--hex", "zz"], "not hexadecimal"),
+        (["stat", ""], "1 to 256 bytes"),
+        (["stat", "x" * 257], "1 to 256 bytes"),
+        (["rm"], "KEY"),
+    ],
+)
+def test_asked_wrongly(kv: KV, arguments: list[str], says: str) -> None:
+    result = kv(*arguments)
+    assert result.code == 2
+    assert says in result.err
+    assert "Traceback" not in result.err
+    as_json = kv(*arguments, "--json")
+    assert as_json.code == 2
+    assert json.loads(as_json.err)["error"]["message"]
+
+
+def test_a_file_that_is_not_there(kv: KV) -> None:
+    result = kv("put", "k", "/nowhere/file")
+    assert result.code == 1
+    assert result.err == "kvstore: /nowhere/file: No such file or directory\n"
+
+
+def test_a_misspelt_variable(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_CLIENT_MASTR", "a:1")
+    result = kv("status")
+    assert result.code == 2
+    assert "KVSTORE_CLIENT_MASTER" in result.err

@@ -1,0 +1,257 @@
+"""Segments: one owner per name, nothing left behind, nothing taken from under a client."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError, NodeNameTakenError, SharedMemoryTooSmallError, StartupError
+from kvstore.host import host_id
+from kvstore.limits import Key, Namespace
+from kvstore.memory import segment as module
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, pack_into, unpack
+from kvstore.memory.segment import SHM_DIRECTORY, Mapping, Segment, free_node_name
+
+MIB = 1 << 20
+
+OWNER = """
+import sys
+from kvstore.memory.segment import Segment
+segment = Segment.create(sys.argv[1], 1 << 20)
+segment.memory[5000:5005] = b"hello"
+print(segment.uuid.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{os.getpid()}"
+    yield name
+    for path in Path(SHM_DIRECTORY).glob(f"kvstore.{name}*"):
+        path.unlink()
+
+
+@pytest.fixture
+def segment(name: str) -> Iterator[Segment]:
+    segment = Segment.create(name, MIB)
+    yield segment
+    segment.close()
+
+
+def entry(name: str) -> Path:
+    return Path(SHM_DIRECTORY, f"kvstore.{name}")
+
+
+def killed_owner(name: str) -> bytes:
+    """Leaves an entry behind, as ``kill -9`` does; returns its uuid."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as owner:
+        assert owner.stdout is not None
+        uuid = bytes.fromhex(owner.stdout.readline().decode())
+        owner.kill()
+    return uuid
+
+
+def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
+    segment = Segment.create(name, MIB + 4711, node="somebody")
+    assert segment.size == MIB == entry(name).stat().st_size == len(segment.memory)
+    assert segment.shm_name == entry(name).name
+    assert (segment.node, segment.generation) == ("somebody", 1)
+    assert (len(segment.uuid), len(segment.token)) == (16, 16)
+    assert entry(name).stat().st_mode & 0o777 == 0o600
+    segment.close()
+    segment.close()
+    assert not entry(name).exists()
+    assert segment.generation == 0
+    assert segment.fd == -1
+
+
+def test_two_segments_of_one_name_never_look_alike(name: str) -> None:
+    first = Segment.create(name, MIB)
+    first.close()
+    second = Segment.create(name, MIB)
+    second.close()
+    assert len({first.uuid, second.uuid, first.token, second.token}) == 4
+    assert first.seed != second.seed
+
+
+@pytest.mark.parametrize("bad", ["", ".", "../x", "a/b", "ä", "a" * 129, "a b", "a\0"])
+def test_a_bad_name_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError):
+        Segment.create(bad, MIB)
+
+
+@pytest.mark.parametrize("size", [-1, 0, MIB - 1])
+def test_a_size_below_one_mib_is_refused(name: str, size: int) -> None:
+    with pytest.raises(ConfigError):
+        Segment.create(name, size)
+    assert not entry(name).exists()
+
+
+def test_a_name_in_use_is_refused_and_its_owner_not_disturbed(segment: Segment, name: str) -> None:
+    with pytest.raises(NodeNameTakenError):
+        Segment.create(name, MIB)
+    assert entry(name).exists()
+    assert segment.generation == 1
+
+
+def test_what_a_killed_owner_left_is_reclaimed(name: str) -> None:
+    old = killed_owner(name)
+    mapping = Mapping.attach(entry(name).name, old)
+    assert mapping is not None
+    segment = Segment.create(name, 2 * MIB)
+    # Whoever still maps the old memory keeps it, whole: no SIGBUS.
+    assert bytes(mapping.memory[5000:5005]) == b"hello"
+    assert mapping.memory[-1] == 0
+    assert bytes(segment.memory[5000:5005]) == bytes(5)
+    mapping.close()
+    segment.close()
+
+
+def test_an_entry_that_is_kept_is_taken_over(name: str) -> None:
+    Segment.create(name, MIB).close(unlink=False)
+    assert entry(name).exists()
+    Segment.create(name, MIB).close()
+    assert not entry(name).exists()
+
+
+def test_no_room_is_said_before_anything_is_taken(name: str) -> None:
+    room = os.statvfs(SHM_DIRECTORY)
+    size = room.f_blocks * room.f_frsize + MIB
+    with pytest.raises(SharedMemoryTooSmallError) as caught:
+        Segment.create(name, size)
+    assert caught.value.fields["needed_bytes"] == size - size % MIB
+    assert int(caught.value.fields["available_bytes"]) < size
+    assert "--shm-size" in caught.value.advice
+    assert not entry(name).exists()
+
+
+def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryTooSmallError):
+        Segment.create(name, MIB)
+    assert not entry(name).exists()
+
+
+def test_progress_is_told_and_may_stop_it(name: str) -> None:
+    told: list[tuple[int, int]] = []
+    size = 3 * module.RESERVE_BYTES // 2
+    Segment.create(name, size, progress=lambda done, total: told.append((done, total))).close()
+    assert told == [(module.RESERVE_BYTES, size), (size, size)]
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Segment.create(name, MIB, progress=interrupted)
+    assert not entry(name).exists()
+
+
+def test_a_kernel_that_cannot_populate_gets_its_pages_touched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "populate", lambda *_: False)
+    segment = Segment.create(name, MIB)
+    assert bytes(segment.memory[SUPERBLOCK_BYTES:]) == bytes(MIB - SUPERBLOCK_BYTES)
+    segment.close()
+
+
+def test_memory_that_was_handed_out_outlives_the_segment(segment: Segment) -> None:
+    view = segment.memory[8192:8200]
+    segment.close()
+    view[:] = b"12345678"
+    assert bytes(view) == b"12345678"
+
+
+def test_generations_grow_and_mappings_see_them(segment: Segment) -> None:
+    mapping = Mapping.attach(segment.shm_name, segment.uuid)
+    assert mapping is not None
+    assert mapping.generation == 1
+    assert segment.bump_generation() == 2 == segment.generation == mapping.generation
+    segment.close()
+    assert mapping.generation == 0
+    mapping.close()
+    assert mapping.generation == 0
+
+
+def test_a_mapping_is_the_same_memory_and_closes_twice(segment: Segment) -> None:
+    mapping = Mapping.attach(segment.shm_name, segment.uuid)
+    assert mapping is not None
+    assert (mapping.size, mapping.uuid) == (segment.size, segment.uuid)
+    mapping.memory[9000:9003] = b"abc"
+    assert bytes(segment.memory[9000:9003]) == b"abc"
+    view = mapping.memory[9000:9003]
+    mapping.close()
+    mapping.close()
+    assert bytes(view) == b"abc"
+
+
+def test_nothing_else_is_attached(segment: Segment) -> None:
+    assert Mapping.attach(segment.shm_name, bytes(16)) is None
+    assert Mapping.attach("kvstore.no-such-segment", segment.uuid) is None
+    assert Mapping.attach("../shm/" + segment.shm_name, segment.uuid) is None
+    assert Mapping.attach("", segment.uuid) is None
+
+
+def test_a_shortened_entry_is_not_attached(segment: Segment) -> None:
+    """Mapping it would mean SIGBUS at the first touch behind its end."""
+    path = Path(SHM_DIRECTORY, f"{segment.shm_name}-short")
+    path.write_bytes(bytes(segment.memory[:SUPERBLOCK_BYTES]))
+    assert Mapping.attach(path.name, segment.uuid) is None
+    path.write_bytes(b"short")
+    assert Mapping.attach(path.name, segment.uuid) is None
+
+
+def test_wiping_takes_that_version_and_no_other(segment: Segment) -> None:
+    first, second, outside = SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096, segment.size
+    for offset, counter in ((first, 1), (second, 2)):
+        header = Header(Namespace("n"), Key(b"k"), None, 100, 5, counter, 0, b"")
+        pack_into(segment.memory[offset : offset + HEADER_BYTES], header, segment.seed, offset)
+    # A late order for what stood at ``second`` before; nothing at all; not in the segment.
+    assert segment.wipe([second, first + 1024, 0, outside, 2**63], [5] * 5, [1] * 5) == 0
+    assert segment.wipe([first, second], [5, 4], [1, 2]) == 1
+    assert unpack(segment.memory[first:], segment.seed, first) is None
+    assert unpack(segment.memory[second:], segment.seed, second) is not None
+    assert segment.wipe([first], [5], [1]) == 0
+
+
+def test_free_names_are_counted_up(name: str) -> None:
+    assert free_node_name(name) == name
+    first = Segment.create(name, MIB)
+    second = Segment.create(f"{name}-2", MIB)
+    assert free_node_name(name) == f"{name}-3"
+    first.close()
+    assert free_node_name(name) == name
+    second.close()
+
+
+def test_the_name_of_a_killed_owner_is_free(name: str) -> None:
+    killed_owner(name)
+    assert free_node_name(name) == name
+
+
+def test_host_id_is_the_same_in_every_process_of_a_host() -> None:
+    code = "from kvstore.host import host_id; print(host_id())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert other.stdout.strip() == host_id()
+    assert not host_id().startswith("unknown")
+
+
+def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
+    entry(name).symlink_to("/etc/hostname")
+    with pytest.raises(StartupError):
+        Segment.create(name, MIB)
+    assert entry(name).is_symlink()
+    assert Mapping.attach(entry(name).name, bytes(16)) is None

@@ -1,0 +1,345 @@
+"""Settings: where they come from, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.config import (
+    KINDS,
+    ClientConfig,
+    Config,
+    MasterConfig,
+    NodeConfig,
+    format_size,
+    join_address,
+    load,
+    parse_size,
+    settings,
+    split_address,
+)
+from kvstore.errors import ConfigError, InvalidArgumentError
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, whose ``.config`` is the user's; nothing is in the environment."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def environment(home: Path, **variables: str) -> dict[str, str]:
+    return {"HOME": str(home), **variables}
+
+
+def refusal(kind: type[Config], *, environ: dict[str, str], **arguments: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(kind, arguments, environ=environ, origin="{flag}")
+    return caught.value
+
+
+# --- sizes and addresses -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("4KiB", 4096),
+        ("4 kib", 4096),
+        ("4Ki", 4096),
+        ("2GiB", 2 << 30),
+        ("2GB", 2_000_000_000),
+        ("1.5GiB", 3 << 29),
+        ("0.1MB", 100_000),
+        (" 1TiB ", 1 << 40),
+    ],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "2 Gigs", "-1", "1e9", "2,5GiB", "0.1234GiB", "0x10", "٣GiB", -1]
+)
+def test_what_is_no_size(text: int | str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        parse_size(text)
+
+
+def test_an_ambiguous_unit_is_refused_with_both_readings() -> None:
+    with pytest.raises(InvalidArgumentError, match="2GiB or 2GB"):
+        parse_size("2g")
+
+
+@given(st.integers(min_value=0, max_value=1 << 50))
+def test_a_formatted_size_reads_back(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("127.0.0.1:50001", "127.0.0.1", 50001),
+        ("cache.example:1", "cache.example", 1),
+        ("[::1]:50001", "::1", 50001),
+    ],
+)
+def test_addresses_there_and_back(text: str, host: str, port: int) -> None:
+    assert split_address(text) == (host, port)
+    assert join_address(host, port) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":1",
+        "host",
+        "host:",
+        "host:x",
+        "host:65536",
+        "host:-1",
+        "::1",
+        "::1:5",
+        "[::1",
+        "[]:1",
+        "[::1]x:1",
+        "http://host:1",
+        "a b:1",
+        "host:1:2",
+        "host:²",
+    ],
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        split_address(text)
+
+
+def test_the_port_of_a_master_may_be_left_out() -> None:
+    assert ClientConfig(master="cache.example").master == "cache.example:50001"
+    assert ClientConfig(master="[::1]").master == "[::1]:50001"
+    assert ClientConfig(master="a, b:7").master == "a:50001,b:7"
+
+
+# --- where values come from --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_valid(kind: type[Config], home: Path) -> None:
+    assert load(kind, environ=environment(home)) == kind()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_default_survives_its_own_text_form(kind: type[Config], home: Path) -> None:
+    variables = {setting.variables[0]: setting.default for setting in settings(kind)}
+    assert load(kind, environ=environment(home, **variables)) == kind()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_setting_is_described(kind: type[Config]) -> None:
+    for setting in settings(kind):
+        assert len(setting.help) > 20, setting
+        assert setting.metavar or setting.default in ("on", "off"), setting
+
+
+def test_argument_before_variable_before_file_before_default(home: Path) -> None:
+    (home / "kvstore.toml").write_text("[master]\nlease_ms = 3000\nbeat_ms = 300\nport = 300\n")
+    environ = environment(home, KVSTORE_MASTER_LEASE_MS="2000", KVSTORE_MASTER_BEAT_MS="200")
+    config = load(MasterConfig, {"lease_ms": "1000", "port": None}, environ=environ)
+    assert (config.lease_ms, config.beat_ms, config.port) == (1000, 200, 300)
+    assert config.host == "127.0.0.1"
+
+
+def test_the_file_of_the_working_folder_hides_the_one_of_the_user(home: Path) -> None:
+    users = home / ".config" / "kvstore" / "kvstore.toml"
+    users.parent.mkdir(parents=True)
+    users.write_text('[node]\nname = "user"\n')
+    assert load(NodeConfig, environ=environment(home)).name == "user"
+    (home / "kvstore.toml").write_text('[node]\nname = "folder"\n')
+    assert load(NodeConfig, environ=environment(home)).name == "folder"
+    elsewhere = environment(home, XDG_CONFIG_HOME=str(home / "nowhere"))
+    (home / "kvstore.toml").unlink()
+    assert load(NodeConfig, environ=elsewhere).name == ""
+
+
+def test_a_named_file_is_the_only_one(home: Path) -> None:
+    (home / "kvstore.toml").write_text('[node]\nname = "folder"\n')
+    other = home / "other.toml"
+    other.write_text('[node]\nmemory = "2GiB"\n')
+    by_variable = load(NodeConfig, environ=environment(home, KVSTORE_CONFIG=str(other)))
+    by_flag = load(NodeConfig, config_path=other, environ=environment(home, KVSTORE_CONFIG="x"))
+    assert by_variable == by_flag == NodeConfig(memory=2 << 30)
+    assert load(NodeConfig, config_path="", environ=environment(home)) == NodeConfig()
+
+
+def test_one_variable_tells_nodes_and_clients_where_the_master_is(home: Path) -> None:
+    both = environment(home, KVSTORE_MASTER="a:1")
+    assert load(NodeConfig, environ=both).master == "a:1"
+    assert load(ClientConfig, environ=both).master == "a:1"
+    assert load(ClientConfig, environ=both | {"KVSTORE_CLIENT_MASTER": "b:2"}).master == "b:2"
+
+
+def test_variables_of_other_kinds_do_not_leak_in(home: Path) -> None:
+    environ = environment(home, KVSTORE_NODE_MEMORY="4GiB")
+    assert load(ClientConfig, environ=environ).memory == 0
+    assert load(MasterConfig, environ=environ).memory == 0
+
+
+def test_a_kubernetes_service_of_our_name_is_no_setting(home: Path) -> None:
+    environ = environment(
+        home,
+        KVSTORE_MASTER_SERVICE_HOST="10.0.0.7",
+        KVSTORE_MASTER_SERVICE_PORT="50001",
+        KVSTORE_MASTER_SERVICE_PORT_GRPC="50001",
+        KVSTORE_MASTER_PORT="tcp://10.0.0.7:50001",
+        KVSTORE_MASTER_PORT_50001_TCP="tcp://10.0.0.7:50001",
+        KVSTORE_MASTER_PORT_50001_TCP_ADDR="10.0.0.7",
+        KVSTORE_SERVICE_HOST="10.0.0.8",
+    )
+    assert load(MasterConfig, environ=environ) == MasterConfig()
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_a_misspelt_variable(home: Path) -> None:
+    error = refusal(NodeConfig, environ=environment(home, KVSTORE_NODE_MEMROY="4GiB"))
+    assert error.fields["key"] == "KVSTORE_NODE_MEMROY"
+    assert error.fields["nearest"] == "KVSTORE_NODE_MEMORY"
+    assert "the environment" in str(error)
+
+
+def test_a_misspelt_variable_for_another_kind(home: Path) -> None:
+    error = refusal(ClientConfig, environ=environment(home, KVSTORE_MASTER_LEASES_MS="1"))
+    assert error.fields["nearest"] == "KVSTORE_MASTER_LEASE_MS"
+
+
+def test_a_misspelt_key_in_the_file_even_of_another_section(home: Path) -> None:
+    (home / "kvstore.toml").write_text("[master]\nlease = 3000\n")
+    for kind in KINDS:
+        error = refusal(kind, environ=environment(home))
+        assert error.fields["key"] == "lease"
+        assert error.fields["nearest"] == "lease_ms"
+        assert "kvstore.toml [master]" in str(error.fields["origin"])
+
+
+def test_an_unknown_section_and_a_key_outside_of_any(home: Path) -> None:
+    file = home / "kvstore.toml"
+    file.write_text("[nodes]\n")
+    assert refusal(NodeConfig, environ=environment(home)).fields["nearest"] == "[node]"
+    file.write_text('master = "a:1"\n')
+    assert "not a section" in str(refusal(NodeConfig, environ=environment(home)))
+
+
+def test_a_misspelt_argument() -> None:
+    with pytest.raises(ConfigError, match="lease_ms") as caught:
+        load(MasterConfig, {"leas_ms": 1000}, environ={}, config_path="")
+    assert caught.value.fields["nearest"] == "lease_ms"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"[node\n", "not valid TOML"), (b"\xff\xfe", "not valid TOML"), (None, "No such file")],
+)
+def test_an_unreadable_file(home: Path, content: bytes | None, says: str) -> None:
+    file = home / "some.toml"
+    if content is not None:
+        file.write_bytes(content)
+    error = refusal(NodeConfig, environ=environment(home, KVSTORE_CONFIG=str(file)))
+    assert says in str(error)
+    assert str(file) in str(error)
+
+
+def test_a_folder_instead_of_a_file(home: Path) -> None:
+    (home / "kvstore.toml").mkdir()
+    assert "directory" in str(refusal(NodeConfig, environ=environment(home)))
+
+
+def test_a_dangling_link_is_not_passed_over(home: Path) -> None:
+    (home / "kvstore.toml").symlink_to(home / "gone.toml")
+    assert "No such file" in str(refusal(NodeConfig, environ=environment(home)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        (MasterConfig, "lease_ms", 999),
+        (MasterConfig, "lease_ms", "soon"),
+        (MasterConfig, "lease_ms", 1000.5),
+        (MasterConfig, "lease_ms", True),
+        (MasterConfig, "lease_ms", [1000]),
+        (MasterConfig, "port", 65536),
+        (MasterConfig, "port", -1),
+        (MasterConfig, "host", ""),
+        (MasterConfig, "memory", "2G"),
+        (MasterConfig, "memory", "1KiB"),
+        (MasterConfig, "log_level", "loud"),
+        (MasterConfig, "quarantine_ms", 100),
+        (MasterConfig, "dead_ms", 2000),
+        (MasterConfig, "suspect_ms", 700),
+        (MasterConfig, "lane_port", 50001),
+        (MasterConfig, "port", 65535),
+        (NodeConfig, "memory", 0),
+        (NodeConfig, "master", "::1:50001"),
+        (NodeConfig, "master", "host:0"),
+        (NodeConfig, "master", "a,"),
+        (NodeConfig, "advertise", "http://x"),
+        (NodeConfig, "name", "a\nb"),
+        (NodeConfig, "name", 7),
+        (ClientConfig, "transports", "shm,udp"),
+        (ClientConfig, "transports", "shm,shm"),
+        (ClientConfig, "transports", []),
+        (ClientConfig, "namespace", ""),
+        (ClientConfig, "replicas", 0),
+        (ClientConfig, "replicas", 9),
+        (ClientConfig, "put_wait_ms", 10_000),
+        (ClientConfig, "verify", "nothing"),
+        (ClientConfig, "lane", "perhaps"),
+    ],
+)
+def test_a_value_out_of_its_range(kind: type[Config], key: str, value: object) -> None:
+    error = refusal(kind, environ={"KVSTORE_CONFIG": ""}, **{key: value})
+    assert error.code == "config"
+    blamed = "lane_port" if value == 65535 else key
+    assert error.fields["key"] == blamed
+    assert str(error).startswith(blamed)
+    if blamed == key:
+        assert error.fields["origin"] == "--" + key.replace("_", "-")
+    with pytest.raises(ConfigError):
+        kind(**{key: value})
+
+
+def test_a_refused_variable_is_named(home: Path) -> None:
+    error = refusal(MasterConfig, environ=environment(home, KVSTORE_MASTER_LEASE_MS="5"))
+    assert str(error) == "lease_ms = '5': must be at least 1000 (from KVSTORE_MASTER_LEASE_MS)"
+
+
+def test_rules_between_settings_say_why() -> None:
+    with pytest.raises(ConfigError, match="before it counts as dead") as caught:
+        MasterConfig(quarantine_ms=5_000)
+    assert caught.value.fields["key"] == "quarantine_ms"
+
+
+def test_a_short_timeout_alone_is_fine() -> None:
+    assert ClientConfig(timeout_ms=100).timeout_ms == 100
+
+
+def test_configurations_are_values() -> None:
+    config = ClientConfig(transports=["tcp"])  # type: ignore[arg-type]  # a list is welcome
+    assert config == ClientConfig(transports=("tcp",))
+    assert hash(config) == hash(ClientConfig(transports=("tcp",)))
+    with pytest.raises(Exception, match="frozen"):
+        config.lane = False
+
+
+def test_the_lane_is_beside_the_service() -> None:
+    assert MasterConfig().lane_port_wanted == 50002
+    assert MasterConfig(port=0).lane_port_wanted == 0
+    assert MasterConfig(lane_port=7).lane_port_wanted == 7

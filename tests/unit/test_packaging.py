@@ -1,0 +1,91 @@
+"""What a wheel would lose without a word, and what a clone must have."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore._version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = ("master", "client", "connectors")
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS: dict[str, Any] = PYPROJECT["tool"]["setuptools"]
+
+
+def folder(package: str) -> Path:
+    """Where setuptools takes the package from."""
+    mapping: dict[str, str] = SETUPTOOLS["package-dir"]
+    for name in sorted(mapping, key=len, reverse=True):
+        if package == name or package.startswith(name + "."):
+            return ROOT / mapping[name] / package[len(name) + 1 :].replace(".", "/")
+    return ROOT / package.replace(".", "/")
+
+
+def packages_in_tree() -> set[str]:
+    found = set()
+    for top in ("kvstore", *LINKS):
+        for path in (ROOT / top).rglob("*.py"):
+            inside = path.parent.relative_to(ROOT).parts
+            if any((ROOT / "kvstore" / link) in path.parents for link in LINKS):
+                continue  # reached through the link as well
+            found.add(".".join(inside if top == "kvstore" else ("kvstore", *inside)))
+    return found
+
+
+def test_every_package_of_the_tree_is_in_the_wheel_and_no_other() -> None:
+    assert sorted(packages_in_tree()) == sorted(SETUPTOOLS["packages"])
+
+
+@pytest.mark.parametrize("package", SETUPTOOLS["packages"])
+def test_every_package_is_a_regular_one(package: str) -> None:
+    assert (folder(package) / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_the_links_for_tools_that_read_the_source_in_place(name: str) -> None:
+    link = ROOT / "kvstore" / name
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../{name}"
+    assert SETUPTOOLS["package-dir"][f"kvstore.{name}"] == name
+
+
+def test_types_are_announced_and_shipped() -> None:
+    data: dict[str, list[str]] = SETUPTOOLS["package-data"]
+    assert (ROOT / "kvstore" / "py.typed").is_file()
+    assert "py.typed" in data["kvstore"]
+    assert "*.pyi" in data["kvstore.v1"]
+
+
+@pytest.mark.parametrize(("name", "target"), PYPROJECT["project"]["scripts"].items())
+def test_every_command_can_be_imported(name: str, target: str) -> None:
+    assert callable(EntryPoint(name, target, "console_scripts").load())
+
+
+def test_every_public_name_is_there() -> None:
+    assert len(set(kvstore.__all__)) == len(kvstore.__all__)
+    for name in kvstore.__all__:
+        assert hasattr(kvstore, name), name
+
+
+def test_the_version_is_said_once() -> None:
+    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    assert SETUPTOOLS["dynamic"]["version"] == {"attr": "kvstore._version.__version__"}
+    assert kvstore.__version__ == __version__
+
+
+def test_torch_and_transformers_are_not_needed_to_import_anything() -> None:
+    needed = " ".join(PYPROJECT["project"]["dependencies"])
+    assert "torch" not in needed
+    assert "transformers" not in needed
+
+
+@pytest.mark.parametrize("package", SETUPTOOLS["packages"])
+def test_every_package_can_be_imported(package: str) -> None:
+    importlib.import_module(package)

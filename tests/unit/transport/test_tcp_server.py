@@ -1,0 +1,420 @@
+"""The data server against peers that do not keep to the protocol, on purpose or not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import AddressInUseError, StartupError
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.segment import Segment
+from kvstore.transport.tcp_protocol import (
+    RANGES_MAX,
+    STATUS_BYTES,
+    Hello,
+    Op,
+    Status,
+    pack_hello,
+    pack_request,
+    pack_status,
+    unpack_status,
+)
+from kvstore.transport.tcp_server import DataServer
+
+MIB = 1 << 20
+STALL_S = 0.2
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(f"server-{os.getpid()}", 4 * MIB)
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def server(segment: Segment) -> Iterator[DataServer]:
+    server = DataServer([segment], "127.0.0.1", stall_s=STALL_S, connections_max=8)
+    server.start()
+    yield server
+    server.check_invariants()
+    server.stop()
+    assert server.connections == 0
+
+
+@contextlib.contextmanager
+def connected(server: DataServer) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        yield sock
+
+
+@contextlib.contextmanager
+def greeted(server: DataServer, segment: Segment) -> Iterator[socket.socket]:
+    with connected(server) as sock:
+        sock.sendall(hello(segment))
+        assert status(sock) is Status.OK
+        yield sock
+
+
+def hello(segment: Segment) -> bytes:
+    return pack_hello(Hello(segment.uuid, segment.token, segment.generation))
+
+
+def status(sock: socket.socket) -> Status | None:
+    return unpack_status(received(sock, STATUS_BYTES))
+
+
+def received(sock: socket.socket, size: int) -> bytes:
+    raw = b""
+    while len(raw) < size:
+        part = sock.recv(size - len(raw))
+        assert part, f"closed after {len(raw)} of {size} bytes"
+        raw += part
+    return raw
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Waits for the end; fails on a byte or a time-out."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def wait_until(condition: str, server: DataServer, wanted: int) -> None:
+    """For a counter that the server's thread is about to reach."""
+    deadline = time.monotonic() + 10
+    while getattr(server.counters(), condition) < wanted:
+        assert time.monotonic() < deadline, server.counters()
+        time.sleep(0.001)
+
+
+def assert_serves(server: DataServer, segment: Segment) -> None:
+    """Another client is served as if nothing had happened."""
+    with greeted(server, segment) as sock:
+        sock.sendall(pack_request(Op.WRITE, [(8192, 5)]) + b"hello")
+        assert status(sock) is Status.OK
+        sock.sendall(pack_request(Op.READ, [(8192, 5), (8193, 3), (8192, 0)]))
+        assert status(sock) is Status.OK
+        assert received(sock, 8) == b"helloell"
+
+
+def test_a_connection_serves_many_requests(server: DataServer, segment: Segment) -> None:
+    payload = random.Random(0).randbytes(2 * MIB)
+    with greeted(server, segment) as sock:
+        for _ in range(3):
+            sock.sendall(pack_request(Op.WRITE, [(MIB, MIB), (SUPERBLOCK_BYTES, MIB - 4096)]))
+            sock.sendall(payload[: 2 * MIB - 4096])
+            assert status(sock) is Status.OK
+            ranges = [(MIB, 10), (MIB, MIB), (MIB + 5, 33_000), (SUPERBLOCK_BYTES, 7)]
+            sock.sendall(pack_request(Op.READ, ranges))
+            assert status(sock) is Status.OK
+            expected = payload[:10] + payload[:MIB] + payload[5:33_005] + payload[MIB : MIB + 7]
+            assert received(sock, len(expected)) == expected
+    counters = server.counters()
+    assert (counters.reads, counters.writes) == (3, 3)
+    assert counters.written_bytes == 3 * (2 * MIB - 4096)
+    assert counters.refused_hellos == counters.bad_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({"token": bytes(16)}, Status.DENIED),
+        ({"uuid": bytes(16)}, Status.GONE),
+        ({"generation": 2}, Status.GONE),
+        ({"generation": 0}, Status.GONE),
+    ],
+)
+def test_a_wrong_hello_is_refused_and_counted(
+    server: DataServer, segment: Segment, changed: dict[str, bytes | int], wanted: Status
+) -> None:
+    right = Hello(segment.uuid, segment.token, segment.generation)
+    with connected(server) as sock:
+        sock.sendall(pack_hello(right._replace(**changed)))  # type: ignore[arg-type]
+        assert status(sock) is wanted
+        assert is_closed(sock)
+    assert server.counters().refused_hellos == 1
+    assert_serves(server, segment)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_arbitrary_bytes_instead_of_a_hello(
+    server: DataServer, segment: Segment, raw: bytes
+) -> None:
+    before = segment.memory.tobytes()
+    with connected(server) as sock:
+        sock.sendall(raw)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(100) in (b"", pack_status(Status.BAD_REQUEST))
+    assert segment.memory.tobytes() == before
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_arbitrary_bytes_instead_of_a_request(
+    server: DataServer, segment: Segment, raw: bytes
+) -> None:
+    before = segment.memory.tobytes()
+    with greeted(server, segment) as sock:
+        sock.sendall(raw)
+        sock.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(100) in (b"", pack_status(Status.BAD_REQUEST))
+    assert segment.memory.tobytes() == before
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        struct.pack("<4sHHI", b"KVdt", 1, 0, 0),
+        struct.pack("<4sHHI", b"KVdt", 1, 0, RANGES_MAX + 1),
+        struct.pack("<4sHHI", b"KVdt", 1, 0, 2**32 - 1),
+        struct.pack("<4sHHI", b"KVdt", 3, 0, 1),
+        struct.pack("<4sHHI", b"KVdt", 1, 1, 1),
+        struct.pack("<4sHHI", b"kvdt", 1, 0, 1),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_is_refused(server: DataServer, segment: Segment, raw: bytes) -> None:
+    with greeted(server, segment) as sock:
+        sock.sendall(raw)
+        assert status(sock) is Status.BAD_REQUEST
+        assert is_closed(sock)
+    wait_until("bad_requests", server, 1)
+    assert_serves(server, segment)
+
+
+@pytest.mark.parametrize("op", list(Op))
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (SUPERBLOCK_BYTES, 4 << 30),
+        (SUPERBLOCK_BYTES, 2**64 - SUPERBLOCK_BYTES),
+        (2**64 - 1, 2),
+        (0, 16),
+        (SUPERBLOCK_BYTES - 1, 2),
+        (4 * MIB - 1, 2),
+        (4 * MIB + 1, 0),
+    ],
+)
+def test_a_range_outside_moves_nothing(
+    server: DataServer, segment: Segment, op: Op, bad: tuple[int, int]
+) -> None:
+    before = segment.memory.tobytes()
+    with greeted(server, segment) as sock:
+        sock.sendall(pack_request(op, [(8192, 4), bad]) + b"evil" * 100)
+        assert status(sock) is Status.INVALID_RANGE
+        sock.shutdown(socket.SHUT_WR)
+        assert is_closed(sock)
+    wait_until("bad_requests", server, 1)
+    assert segment.memory.tobytes() == before
+    assert_serves(server, segment)
+
+
+def test_ranges_that_sum_up_to_too_much(server: DataServer, segment: Segment) -> None:
+    with greeted(server, segment) as sock:
+        sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)] * RANGES_MAX))
+        assert status(sock) is Status.INVALID_RANGE
+    assert_serves(server, segment)
+
+
+def test_the_sender_of_a_refused_write_gets_to_read_why(
+    server: DataServer, segment: Segment
+) -> None:
+    """It sends all of its bytes before it listens."""
+    with greeted(server, segment) as sock:
+        sock.sendall(pack_request(Op.WRITE, [(0, 3 * MIB)]))
+        sock.sendall(bytes(3 * MIB))
+        assert status(sock) is Status.INVALID_RANGE
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"KVdt",
+        pack_request(Op.READ, [(8192, 4)])[:-1],
+        pack_request(Op.WRITE, [(8192, 4)]) + b"abc",
+    ],
+)
+def test_half_a_request_is_cut_and_harms_nobody(
+    server: DataServer, segment: Segment, part: bytes
+) -> None:
+    with greeted(server, segment) as sock:
+        sock.sendall(part)
+        assert_serves(server, segment)
+        if part:
+            assert is_closed(sock)
+            wait_until("stalls", server, 1)
+        else:  # between requests there is no hurry
+            sock.sendall(pack_request(Op.READ, [(8192, 5)]))
+            assert status(sock) is Status.OK
+
+
+def test_half_a_hello_is_cut(server: DataServer, segment: Segment) -> None:
+    with connected(server) as sock:
+        sock.sendall(hello(segment)[:-1])
+        assert is_closed(sock)
+    assert server.counters().refused_hellos == 1
+
+
+def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: Segment) -> None:
+    """The bound is on the whole hello, not on the silence between its bytes."""
+    start = time.monotonic()
+    with connected(server) as sock, contextlib.suppress(ConnectionError):
+        for byte in hello(segment)[:-1]:
+            sock.sendall(bytes([byte]))
+            time.sleep(STALL_S / 20)
+        pytest.fail("it listened to all of it")
+    assert time.monotonic() - start < 10 * STALL_S
+
+
+def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: Segment) -> None:
+    with greeted(server, segment) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for _ in range(20):
+            sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)]))
+        wait_until("stalls", server, 1)
+        assert_serves(server, segment)
+
+
+def test_a_writer_that_leaves_has_written_what_it_sent(
+    server: DataServer, segment: Segment
+) -> None:
+    with greeted(server, segment) as sock:
+        sock.sendall(pack_request(Op.WRITE, [(8192, 5), (MIB, 5)]) + b"firstse")
+    deadline = time.monotonic() + 10
+    while server.connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert bytes(segment.memory[8192:8197]) == b"first"
+    assert bytes(segment.memory[MIB : MIB + 5]) == b"se\0\0\0"
+    assert server.counters().writes == 0
+    assert_serves(server, segment)
+
+
+def test_an_idle_connection_is_closed(segment: Segment) -> None:
+    server = DataServer([segment], "127.0.0.1", stall_s=0.05, idle_s=0.1)
+    server.start()
+    with greeted(server, segment) as sock:
+        assert is_closed(sock)
+    assert server.counters().stalls == 0
+    server.stop()
+
+
+def test_too_many_connections_are_refused_at_once(server: DataServer, segment: Segment) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(greeted(server, segment))
+        for _ in range(3):
+            with connected(server) as sock:
+                assert status(sock) is Status.BUSY
+                assert is_closed(sock)
+        server.check_invariants()
+    counters = server.counters()
+    assert (counters.connections, counters.refused_busy) == (11, 3)
+
+
+def test_strangers_cannot_take_all_connections(segment: Segment) -> None:
+    """When it is full, whoever has not shown a token has to go."""
+    server = DataServer([segment], "127.0.0.1", connections_max=4)
+    server.start()
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connected(server)) for _ in range(4)]
+        with connected(server) as sock:
+            assert status(sock) is Status.BUSY
+        assert is_closed(strangers[0])
+        deadline = time.monotonic() + 10
+        while server.connections == 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert_serves(server, segment)
+    server.stop()
+
+
+def test_after_a_fence_no_older_byte_lands(server: DataServer, segment: Segment) -> None:
+    """A writer in the middle of its request goes on sending; nothing of that reaches memory."""
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(greeted(server, segment)) for _ in range(4)]
+        for sock in writers:
+            sock.sendall(pack_request(Op.WRITE, [(MIB, 2 * MIB)]) + b"x" * 1000)
+        segment.bump_generation()
+        server.fence()
+        assert server.connections == 0
+        segment.memory[MIB : 3 * MIB] = bytes(2 * MIB)
+        for sock in writers:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"y" * MIB)
+        for sock in writers:
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(4096):
+                    pass
+        assert bytes(segment.memory[MIB : 3 * MIB]) == bytes(2 * MIB)
+        assert_serves(server, segment)
+
+
+def test_a_new_generation_ends_a_write_without_a_fence(
+    server: DataServer, segment: Segment
+) -> None:
+    with greeted(server, segment) as sock:
+        sock.sendall(pack_request(Op.WRITE, [(MIB, 2 * MIB)]) + b"x" * MIB)
+        deadline = time.monotonic() + 10
+        while segment.memory[2 * MIB - 1] != ord("x"):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        segment.bump_generation()
+        # It may be receiving the next piece already; whatever is asked after that is refused.
+        sock.sendall(b"x" * MIB)
+        first = status(sock)
+        if first is Status.OK:
+            sock.sendall(pack_request(Op.READ, [(MIB, 1)]))
+            first = status(sock)
+        assert first is Status.GONE
+
+
+def test_stopping_ends_everything_and_twice_is_once(segment: Segment) -> None:
+    server = DataServer([segment], "127.0.0.1")
+    server.start()
+    port, threads = server.port, threading.active_count()
+    with contextlib.ExitStack() as stack:
+        idle = stack.enter_context(greeted(server, segment))
+        silent = stack.enter_context(connected(server))
+        busy = stack.enter_context(greeted(server, segment))
+        busy.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)]) * 20)
+        start = time.monotonic()
+        server.stop()
+        server.stop()
+        assert time.monotonic() - start < 2
+        assert is_closed(idle)
+        assert is_closed(silent)
+    assert threading.active_count() < threads
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_port_in_use_is_said(server: DataServer, segment: Segment) -> None:
+    second = DataServer([segment], "127.0.0.1", server.port)
+    with pytest.raises(AddressInUseError) as caught:
+        second.start()
+    assert caught.value.fields["port"] == server.port
+    second.stop()
+
+
+def test_an_address_that_is_not_ours_is_said(segment: Segment) -> None:
+    server = DataServer([segment], "192.0.2.1")
+    with pytest.raises(StartupError):
+        server.start()
+    server.stop()

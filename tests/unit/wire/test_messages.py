@@ -1,0 +1,344 @@
+"""Every message survives the wire; whatever else comes in, only typed errors come out."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import calls
+from kvstore.errors import (
+    BatchTooLargeError,
+    DuplicateKeyError,
+    InvalidArgumentError,
+    InvalidKeyError,
+    KVStoreError,
+    ProtocolError,
+    UsageError,
+)
+from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
+from kvstore.v1 import admin_pb2, client_pb2, common_pb2, node_pb2
+from kvstore.wire import messages, node_messages
+from kvstore.wire.messages import BY_WIRE_NAME, CALLS, Call
+from tests.wire_values import MASTER_MESSAGES, NODE_MESSAGES, REPLIES, REQUESTS
+
+NAMESPACE = Namespace("default")
+ROWS = list(CALLS.values())
+NAMES = [row.name for row in ROWS]
+by_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
+
+
+def test_the_table_holds_every_request_and_every_reply() -> None:
+    assert set(CALLS) == set(typing.get_args(calls.Request))
+    assert {row.reply for row in ROWS} == set(typing.get_args(calls.Reply))
+    assert {row.wire_name.decode() for row in BY_WIRE_NAME.values()} == set(NAMES)
+
+
+def test_the_table_and_the_proto_services_name_the_same_calls() -> None:
+    services = {**client_pb2.DESCRIPTOR.services_by_name, **admin_pb2.DESCRIPTOR.services_by_name}
+    paths = {
+        f"/{service.full_name}/{method.name}"
+        for service in services.values()
+        for method in service.methods
+    }
+    assert {row.path for row in ROWS} == paths
+
+
+@by_row
+def test_request_messages_have_the_fields_of_their_class(row: Call[Any, Any]) -> None:
+    message = getattr(client_pb2, f"{row.name}Request", None) or getattr(
+        admin_pb2, f"{row.name}Request"
+    )
+    assert [field.name for field in message.DESCRIPTOR.fields] == list(row.request._fields)
+
+
+@by_row
+@given(data=st.data())
+def test_a_request_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObject) -> None:
+    request = data.draw(REQUESTS[row.request])
+    assert messages.decode_request(row, messages.encode_request(request)) == request
+
+
+@by_row
+@given(data=st.data())
+def test_a_reply_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObject) -> None:
+    reply = data.draw(REPLIES[row.reply])
+    assert messages.decode_reply(row, messages.encode_reply(row, reply)) == reply
+
+
+@pytest.mark.parametrize("kind", NODE_MESSAGES, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_a_node_message_comes_out_as_it_went_in(kind: type, data: st.DataObject) -> None:
+    message = data.draw(NODE_MESSAGES[kind])
+    encoded = node_messages.encode_node_message(message)
+    assert node_messages.decode_node_message(encoded) == message
+
+
+@pytest.mark.parametrize("kind", MASTER_MESSAGES, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+def test_a_master_message_comes_out_as_it_went_in(kind: type, data: st.DataObject) -> None:
+    message = data.draw(MASTER_MESSAGES[kind])
+    encoded = node_messages.encode_master_message(message)
+    assert node_messages.decode_master_message(encoded) == message
+
+
+def test_the_strategies_cover_every_message() -> None:
+    assert set(REQUESTS) == set(CALLS)
+    assert set(REPLIES) == {row.reply for row in ROWS}
+    assert set(NODE_MESSAGES) == set(typing.get_args(calls.NodeMessage))
+    assert set(MASTER_MESSAGES) == set(typing.get_args(calls.MasterMessage))
+
+
+# --- hostile bytes -----------------------------------------------------------------------------
+
+
+def mangled(data: st.DataObject, valid: bytes) -> bytes:
+    """``valid`` with some bytes changed, cut out or put in."""
+    mutable = bytearray(valid)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(mutable)))
+        cut = data.draw(st.integers(0, 3))
+        mutable[at : at + cut] = data.draw(st.binary(max_size=4))
+    return bytes(mutable)
+
+
+@by_row
+@given(garbage=st.binary(max_size=200))
+def test_random_bytes_are_refused_or_valid(row: Call[Any, Any], garbage: bytes) -> None:
+    only_typed_errors(lambda: messages.decode_request(row, garbage))
+    only_typed_errors(lambda: messages.decode_reply(row, garbage))
+
+
+@by_row
+@given(data=st.data())
+def test_mangled_requests_are_refused_or_valid(row: Call[Any, Any], data: st.DataObject) -> None:
+    valid = messages.encode_request(data.draw(REQUESTS[row.request]))
+    only_typed_errors(lambda: messages.decode_request(row, mangled(data, valid)))
+
+
+@by_row
+@given(data=st.data())
+def test_mangled_replies_are_protocol_errors_or_valid(
+    row: Call[Any, Any], data: st.DataObject
+) -> None:
+    valid = messages.encode_reply(row, data.draw(REPLIES[row.reply]))
+    try:
+        messages.decode_reply(row, mangled(data, valid))
+    except ProtocolError:
+        pass
+
+
+@given(data=st.data())
+def test_mangled_stream_messages_are_refused_or_valid(data: st.DataObject) -> None:
+    node = data.draw(st.one_of(*NODE_MESSAGES.values()))
+    encoded = mangled(data, node_messages.encode_node_message(node))
+    only_typed_errors(lambda: node_messages.decode_node_message(encoded))
+    master = data.draw(st.one_of(*MASTER_MESSAGES.values()))
+    encoded = mangled(data, node_messages.encode_master_message(master))
+    only_typed_errors(lambda: node_messages.decode_master_message(encoded))
+
+
+def only_typed_errors(decode: Any) -> None:
+    try:
+        decode()
+    except (UsageError, ProtocolError):
+        pass
+
+
+@pytest.mark.parametrize("message", [b"", b"\xa2\x06\x00"], ids=["empty", "newer"])
+def test_a_stream_message_that_says_nothing_known_is_refused(message: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        node_messages.decode_node_message(message)
+    with pytest.raises(ProtocolError):
+        node_messages.decode_master_message(message)
+
+
+# --- bounds ------------------------------------------------------------------------------------
+
+Keys = common_pb2.Keys
+Column = common_pb2.Column
+
+
+def exists(**keys: Any) -> client_pb2.ExistsRequest:
+    return client_pb2.ExistsRequest(namespace="n", keys=Keys(**keys))
+
+
+def put_start(**fields: Any) -> client_pb2.PutStartRequest:
+    valid: dict[str, Any] = {
+        "namespace": "n",
+        "keys": Keys(data=b"abcd", size=2),
+        "sizes": Column(repeats=2, same=5),
+        "replicas": 1,
+    }
+    return client_pb2.PutStartRequest(**{**valid, **fields})
+
+
+REFUSED = {
+    "no namespace": (calls.Exists, client_pb2.ExistsRequest(), InvalidArgumentError),
+    "long namespace": (
+        calls.Exists,
+        client_pb2.ExistsRequest(namespace="n" * 129),
+        InvalidArgumentError,
+    ),
+    "half a key": (calls.Exists, exists(data=b"abc", size=2), InvalidArgumentError),
+    "long keys": (calls.Exists, exists(data=b"k" * 600, size=300), InvalidKeyError),
+    "an empty key": (calls.Exists, exists(data=b"abc", sizes=[3, 0]), InvalidKeyError),
+    "one long key": (calls.Exists, exists(data=b"k" * 260, sizes=[3, 257]), InvalidKeyError),
+    "sizes short": (calls.Exists, exists(data=b"abc", sizes=[1, 1]), InvalidArgumentError),
+    "sizes beyond": (calls.Exists, exists(data=b"abc", sizes=[2**32 - 1]), InvalidArgumentError),
+    "sizes missing": (calls.Exists, exists(data=b"abc"), InvalidArgumentError),
+    "too many keys": (
+        calls.Exists,
+        exists(data=b"k" * (BATCH_KEYS_MAX + 1), size=1),
+        BatchTooLargeError,
+    ),
+    "too many sizes": (
+        calls.Exists,
+        exists(data=b"k" * (BATCH_KEYS_MAX + 1), sizes=[1] * (BATCH_KEYS_MAX + 1)),
+        BatchTooLargeError,
+    ),
+    "too many namespaces": (
+        calls.MatchPrefix,
+        client_pb2.MatchPrefixRequest(namespaces=["n"] * 257),
+        BatchTooLargeError,
+    ),
+    "a key twice": (
+        calls.PutStart,
+        put_start(keys=Keys(data=b"abab", size=2)),
+        DuplicateKeyError,
+    ),
+    "a key twice, odd sizes": (
+        calls.PutStart,
+        put_start(keys=Keys(data=b"abcab", sizes=[2, 1, 2]), sizes=Column(repeats=3, same=5)),
+        DuplicateKeyError,
+    ),
+    "sizes of other keys": (
+        calls.PutStart,
+        put_start(sizes=Column(repeats=3, same=5)),
+        InvalidArgumentError,
+    ),
+    "huge column": (
+        calls.PutStart,
+        put_start(sizes=Column(repeats=2**32 - 1, same=5)),
+        InvalidArgumentError,
+    ),
+    "half a column": (calls.PutStart, put_start(sizes=Column(values=b"x" * 15)), UsageError),
+    "absurd size": (
+        calls.PutStart,
+        put_start(sizes=Column(repeats=2, same=2**64 - 1)),
+        InvalidArgumentError,
+    ),
+    "one absurd size": (
+        calls.PutStart,
+        put_start(sizes=Column(values=bytes(8) + b"\xff" * 8)),
+        InvalidArgumentError,
+    ),
+    "no replicas": (calls.PutStart, put_start(replicas=0), InvalidArgumentError),
+    "many replicas": (calls.PutStart, put_start(replicas=9), InvalidArgumentError),
+    "waiting for ever": (calls.PutStart, put_start(wait_ms=2**32 - 1), InvalidArgumentError),
+    "long parent": (calls.PutStart, put_start(parent=b"p" * 257), InvalidKeyError),
+    "host of two lines": (calls.PutStart, put_start(host="a\nb"), InvalidArgumentError),
+    "no client": (calls.Join, client_pb2.JoinRequest(host="h"), InvalidArgumentError),
+    "long client": (
+        calls.Join,
+        client_pb2.JoinRequest(client="c" * 256, host="h"),
+        InvalidArgumentError,
+    ),
+    "too many tokens": (
+        calls.PutEnd,
+        client_pb2.PutEndRequest(tokens=Column(repeats=BATCH_KEYS_MAX + 1)),
+        InvalidArgumentError,
+    ),
+    "versions of other keys": (
+        calls.Renew,
+        client_pb2.RenewRequest(namespace="n", keys=Keys(data=b"k", size=1)),
+        InvalidArgumentError,
+    ),
+    "clearing nothing": (calls.Clear, client_pb2.ClearRequest(), InvalidArgumentError),
+    "a page too long": (
+        calls.ListObjects,
+        admin_pb2.ListObjectsRequest(limit=BATCH_KEYS_MAX + 1),
+        InvalidArgumentError,
+    ),
+    "too many segments": (
+        calls.DescribeSegments,
+        client_pb2.DescribeSegmentsRequest(segment_ids=[1] * (BATCH_KEYS_MAX + 1)),
+        BatchTooLargeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_exceeds_a_bound_is_refused(case: str) -> None:
+    request, message, expected = REFUSED[case]
+    with pytest.raises(expected):
+        messages.decode_request(CALLS[request], message.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("size", 0),
+        ("uuid", b"short"),
+        ("token", b"t" * 17),
+        ("shm_name", "../../etc/passwd"),
+        ("shm_name", ".hidden"),
+        ("shm_name", "a" * 256),
+        ("address", "a\x00b"),
+    ],
+)
+def test_a_bad_offer_is_refused(field: str, value: Any) -> None:
+    offer: dict[str, Any] = {"size": 1, "uuid": b"u" * 16, "token": b"t" * 16, field: value}
+    join = node_pb2.NodeJoin(name="n", host="h", segments=[node_pb2.SegmentOffer(**offer)])
+    with pytest.raises(UsageError):
+        node_messages.decode_node_message(node_pb2.NodeMessage(join=join).SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        client_pb2.LookupReply(placements={"sizes": Column(repeats=2**32 - 1)}),
+        client_pb2.LookupReply(placements={"sizes": Column(repeats=2)}),
+        client_pb2.LookupReply(
+            placements={
+                "sizes": Column(repeats=1),
+                "epochs": Column(repeats=1),
+                "counters": Column(repeats=1),
+                "replicas": Column(repeats=1, same=9),
+            }
+        ),
+    ],
+    ids=["huge", "columns missing", "too many replicas"],
+)
+def test_a_reply_that_contradicts_itself_is_a_protocol_error(reply: Any) -> None:
+    with pytest.raises(ProtocolError):
+        messages.decode_reply(CALLS[calls.Lookup], reply.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        calls.Exists(Namespace("lone \ud800 surrogate"), [Key(b"k")]),
+        calls.Exists(NAMESPACE, [Key(b"")]),
+        calls.Exists(NAMESPACE, [Key(b"k" * 257), Key(b"k")]),
+        calls.Exists(NAMESPACE, [Key(b"k")] * (BATCH_KEYS_MAX + 1)),
+        calls.PutEnd(1, [-1, 2]),
+        calls.PutEnd(1, [2**64]),
+        calls.PutEnd(-1, []),
+        calls.Clear(NAMESPACE, -1),
+        calls.Allocate(2**64, 0, "h"),
+        calls.Exists(NAMESPACE, ["text"]),  # type: ignore[list-item]  # what users do
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_sent_is_a_usage_error(request_: calls.Request) -> None:
+    with pytest.raises(UsageError):
+        messages.encode_request(request_)
+
+
+def test_errors_of_decoders_are_in_the_tree() -> None:
+    with pytest.raises(KVStoreError, match="Exists"):
+        messages.decode_request(CALLS[calls.Exists], b"\xff\xff")

@@ -1,0 +1,70 @@
+"""Packed keys behave as the list that they stand for."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import Key
+from kvstore.v1 import common_pb2
+from kvstore.wire.packed import PackedKeys, pack_column, unpack_column, unpack_text
+from tests.wire_values import U64
+
+
+@given(
+    keys=st.integers(1, 40).flatmap(
+        lambda size: st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=60)
+    ),
+    data=st.data(),
+)
+def test_packed_keys_are_a_sequence(keys: list[bytes], data: st.DataObject) -> None:
+    packed: Sequence[Key] = PackedKeys(b"".join(keys), len(keys[0]))
+    assert list(packed) == keys
+    assert packed == keys
+    assert keys == packed
+    assert len(packed) == len(keys)
+    assert all(type(key) is bytes for key in packed)
+    index = data.draw(st.integers(-len(keys), len(keys) - 1))
+    assert packed[index] == keys[index]
+    part = data.draw(st.slices(len(keys)))
+    assert packed[part] == keys[part]
+    assert Key(keys[index]) in packed
+    assert packed.index(packed[index]) == keys.index(keys[index])
+    assert packed != [*keys, b"another"]
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_an_index_beyond_the_keys_is_an_index_error(index: int) -> None:
+    with pytest.raises(IndexError):
+        PackedKeys(b"abc", 1)[index]
+
+
+@given(values=st.lists(U64, max_size=40) | U64.map(lambda value: [value] * 9))
+def test_a_column_comes_out_as_it_went_in(values: list[int]) -> None:
+    column = common_pb2.Column()
+    pack_column(column, values)
+    assert unpack_column(column, "values") == values
+    assert unpack_column(column, "values", rows=len(values)) == values
+
+
+def test_a_column_of_one_number_is_sent_once() -> None:
+    column = common_pb2.Column()
+    pack_column(column, [7] * 16_384)
+    assert column.ByteSize() < 10
+
+
+def test_a_column_is_read_as_fixed64() -> None:
+    column = common_pb2.Column()
+    pack_column(column, [1, 2, 2**64 - 1])
+    assert column.values == struct.pack("<3Q", 1, 2, 2**64 - 1)
+
+
+@pytest.mark.parametrize("text", ["", "x" * 256, "é" * 128, "two\nlines", "\x1b[31m"])
+def test_text_that_cannot_stand_in_a_log_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        unpack_text(text, "name")

@@ -1,0 +1,222 @@
+"""Hypothesis strategies for every message of ``kvstore.calls``, within the protocol's bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvstore import calls
+from kvstore.limits import Key, Namespace
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+SIZES = st.integers(0, 1 << 48)
+FLAGS = st.booleans()
+KEY = st.binary(min_size=1, max_size=256).map(Key)
+PARENT = st.none() | KEY
+NAMESPACE = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).map(Namespace)
+ANY_NAMESPACE = st.just("") | NAMESPACE
+NAME = st.from_regex(r"[a-z0-9.:_-]{1,40}", fullmatch=True)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+BYTES = st.binary(max_size=40)
+SIXTEEN = st.binary(min_size=16, max_size=16)
+
+
+def keys(*, distinct: bool = False, least: int = 0, most: int = 60) -> st.SearchStrategy[list[Key]]:
+    """Keys of one length or of several."""
+
+    def batch(one: st.SearchStrategy[Key]) -> st.SearchStrategy[list[Key]]:
+        return st.lists(one, min_size=least, max_size=most, unique=distinct)
+
+    hashes = st.binary(min_size=32, max_size=32).map(Key)
+    return batch(hashes) | batch(KEY)
+
+
+def column(rows: int, values: st.SearchStrategy[int] = U64) -> st.SearchStrategy[list[int]]:
+    """Numbers, often all the same."""
+    same = values.map(lambda value: [value] * rows)
+    return same | st.lists(values, min_size=rows, max_size=rows)
+
+
+def flags(rows: int) -> st.SearchStrategy[bytes]:
+    return st.binary(min_size=rows, max_size=rows)
+
+
+@st.composite
+def placements(draw: st.DrawFn, rows: int | None = None) -> calls.Placements:
+    rows = draw(st.integers(0, 40)) if rows is None else rows
+    if not rows:
+        return calls.NO_PLACEMENTS
+    replicas = draw(column(rows, st.integers(0, 8)))
+    extents = sum(replicas)
+    return calls.Placements(
+        draw(column(rows)),
+        draw(column(rows)),
+        draw(column(rows)),
+        replicas,
+        draw(column(extents)),
+        draw(column(extents)),
+    )
+
+
+@st.composite
+def prefix_matches(draw: st.DrawFn) -> calls.PrefixMatch:
+    matched = draw(st.integers(0, 40))
+    places = draw(st.just(calls.NO_PLACEMENTS) | placements(matched))
+    return calls.PrefixMatch(matched, draw(U32), places)
+
+
+@st.composite
+def put_starts(draw: st.DrawFn) -> calls.PutStart:
+    batch = draw(keys(distinct=True))
+    return calls.PutStart(
+        draw(NAMESPACE),
+        batch,
+        draw(column(len(batch), SIZES)),
+        draw(PARENT),
+        draw(FLAGS),
+        draw(st.integers(1, 8)),
+        draw(FLAGS),
+        draw(st.integers(0, 3_600_000)),
+        draw(st.just("") | NAME),
+    )
+
+
+@st.composite
+def grants(draw: st.DrawFn) -> calls.Grants:
+    outcomes = bytes(draw(st.lists(st.sampled_from((1, 2, 3)), max_size=40)))
+    granted = outcomes.count(1)
+    replicas = draw(st.integers(0, 8))
+    return calls.Grants(
+        draw(U64),
+        draw(U64),
+        outcomes,
+        replicas,
+        draw(column(granted)),
+        draw(column(granted * replicas)),
+        draw(column(granted * replicas)),
+    )
+
+
+@st.composite
+def renews(draw: st.DrawFn) -> calls.Renew:
+    batch = draw(keys())
+    return calls.Renew(
+        draw(NAMESPACE),
+        batch,
+        draw(column(len(batch))),
+        draw(column(len(batch))),
+        draw(U64),
+        draw(st.lists(U64, max_size=40)),
+    )
+
+
+@st.composite
+def wipes(draw: st.DrawFn) -> calls.MasterWipe:
+    rows = draw(st.integers(0, 40))
+    return calls.MasterWipe(
+        draw(U64), draw(SIXTEEN), draw(column(rows)), draw(column(rows)), draw(column(rows))
+    )
+
+
+SEGMENT_INFO = st.builds(
+    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64
+)
+SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME)
+NODE_STATUS = st.builds(
+    calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3)
+)
+NAMESPACE_STATUS = st.builds(calls.NamespaceStatus, NAMESPACE, U64, U64)
+OBJECT_ROW = st.builds(calls.ObjectRow, NAMESPACE, KEY, U64, U32, U64, U64, NAME)
+OFFER = st.builds(
+    calls.SegmentOffer,
+    st.integers(1, 1 << 48),
+    SIXTEEN,
+    st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True) | st.just(""),
+    NAME | st.just(""),
+    SIXTEEN,
+    U64,
+    U64,
+    FLAGS,
+)
+
+REQUESTS: dict[type, st.SearchStrategy[Any]] = {
+    calls.Join: st.builds(calls.Join, NAME, NAME, U32),
+    calls.MatchPrefix: st.builds(calls.MatchPrefix, st.lists(NAMESPACE, max_size=5), keys(), FLAGS),
+    calls.Lookup: st.builds(calls.Lookup, NAMESPACE, keys()),
+    calls.Exists: st.builds(calls.Exists, NAMESPACE, keys()),
+    calls.PutStart: put_starts(),
+    calls.PutEnd: st.builds(calls.PutEnd, U64, st.lists(U64, max_size=40)),
+    calls.PutRevoke: st.builds(calls.PutRevoke, U64, st.lists(U64, max_size=40), FLAGS),
+    calls.Allocate: st.builds(calls.Allocate, SIZES, st.integers(0, 3_600_000), st.just("") | NAME),
+    calls.Commit: st.builds(calls.Commit, U64, U64, NAMESPACE, KEY, PARENT, SIZES, FLAGS),
+    calls.Renew: renews(),
+    calls.Remove: st.builds(calls.Remove, NAMESPACE, keys()),
+    calls.Clear: st.builds(calls.Clear, ANY_NAMESPACE, st.integers(1, 16_384)),
+    calls.DescribeSegments: st.builds(calls.DescribeSegments, st.lists(U64, max_size=40)),
+    calls.ReportFailure: st.builds(calls.ReportFailure, st.lists(U64, max_size=40)),
+    calls.Status: st.builds(calls.Status),
+    calls.ListObjects: st.builds(
+        calls.ListObjects,
+        ANY_NAMESPACE,
+        st.binary(max_size=256),
+        U64,
+        st.integers(1, 16_384),
+    ),
+    calls.StatObject: st.builds(calls.StatObject, NAMESPACE, KEY),
+}
+
+REPLIES: dict[type, st.SearchStrategy[Any]] = {
+    calls.Joined: st.builds(calls.Joined, U64, st.integers(0, 65_535), TEXT, BYTES, U64, U64, TEXT),
+    calls.Matched: st.builds(calls.Matched, U64, U64, st.lists(prefix_matches(), max_size=4)),
+    calls.Found: st.builds(calls.Found, U64, U64, placements()),
+    calls.Existing: st.builds(calls.Existing, BYTES),
+    calls.Grants: grants(),
+    calls.PutEnded: st.builds(calls.PutEnded, BYTES),
+    calls.Revoked: st.builds(calls.Revoked, U32),
+    calls.Committed: st.builds(calls.Committed, st.integers(1, 5)),
+    calls.Renewed: st.builds(calls.Renewed, U64, U64, BYTES, BYTES),
+    calls.Removed: st.builds(calls.Removed, BYTES),
+    calls.Cleared: st.builds(calls.Cleared, U64, U64),
+    calls.Segments: st.builds(calls.Segments, st.lists(SEGMENT_INFO, max_size=4)),
+    calls.Reported: st.builds(calls.Reported, U32),
+    calls.ClusterStatus: st.builds(
+        calls.ClusterStatus,
+        U64,
+        TEXT,
+        U64,
+        st.lists(NODE_STATUS, max_size=3),
+        st.lists(NAMESPACE_STATUS, max_size=3),
+        st.lists(st.tuples(NAME, U64), max_size=5),
+    ),
+    calls.Listed: st.builds(calls.Listed, st.lists(OBJECT_ROW, max_size=5), U64),
+    calls.ObjectDetail: st.builds(
+        calls.ObjectDetail,
+        st.none() | OBJECT_ROW,
+        BYTES,
+        U64,
+        st.builds(calls.Version, U64, U64),
+        U64,
+        placements(),
+    ),
+}
+
+NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
+    calls.NodeJoin: st.builds(calls.NodeJoin, NAME, NAME, U32, U64, st.lists(OFFER, max_size=3)),
+    calls.NodeBeat: st.builds(calls.NodeBeat, U64),
+    calls.NodeWiped: st.builds(calls.NodeWiped, U64),
+    calls.NodeLeave: st.builds(calls.NodeLeave),
+}
+
+MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
+    calls.MasterAccepted: st.builds(
+        calls.MasterAccepted,
+        U64,
+        st.integers(1, 3_600_000),
+        st.integers(1, 86_400_000),
+        st.lists(U64, max_size=5),
+    ),
+    calls.MasterBeat: st.builds(calls.MasterBeat, U64),
+    calls.MasterWipe: wipes(),
+}
