@@ -109,6 +109,20 @@ class Operations:
         ]
         return (yield from putting.put(self.context, encoded, options, self._wait(wait_ms)))
 
+    def put_chain(
+        self,
+        keys: Sequence[AnyKey],
+        values: Sequence[Storable],
+        namespace: str | None,
+        parent: AnyKey | None,
+        replicas: int | None,
+        wait_ms: int | None,
+    ) -> Flow[list[PutOutcome]]:
+        if len(keys) != len(values):
+            raise InvalidArgumentError(f"a chain of {len(keys)} keys and {len(values)} values")
+        pairs = zip(keys, values, strict=True)
+        return self.put_many(pairs, namespace, parent, True, replicas, False, wait_ms)
+
     def allocate(
         self,
         shape: int | Sequence[int],
@@ -185,10 +199,12 @@ class Operations:
 
     def get_into(
         self,
-        keys: Sequence[AnyKey],
-        buffers: Sequence[Buffer | Sequence[Buffer]],
+        keys: Sequence[AnyKey] | AnyKey,
+        buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
         namespace: str | None,
     ) -> Flow[list[bool]]:
+        if isinstance(keys, str | bytes):
+            keys, buffers = [keys], [buffers]  # type: ignore[list-item]
         checked = check_keys(keys, distinct=False)
         if len(buffers) != len(checked):
             raise InvalidArgumentError(

@@ -12,7 +12,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client.asking import ObjectStat
-from kvstore.client.operations import AnyKey, DType, Operations, View
+from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
 from kvstore.client.stub import MasterStub
@@ -189,12 +189,8 @@ class Client:
         Raises:
             As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
         """
-        if len(keys) != len(values):
-            raise ValueError(f"{len(keys)} keys and {len(values)} values")
         return self._run(
-            self._operations.put_many(
-                zip(keys, values, strict=True), namespace, parent, True, replicas, False, wait_ms
-            )
+            self._operations.put_chain(keys, values, namespace, parent, replicas, wait_ms)
         )
 
     def allocate(
@@ -271,9 +267,7 @@ class Client:
             BufferMismatchError: too small (nothing was read for that key), or of another dtype
                 (the buffer's contents are undefined). Other buffers of the batch may be filled.
         """
-        if isinstance(keys, str | bytes):
-            keys, buffers = [keys], [buffers]  # type: ignore[list-item]
-        return self._run(self._operations.get_into(keys, buffers, namespace))  # type: ignore[arg-type]
+        return self._run(self._operations.get_into(keys, buffers, namespace))
 
     def lease(self, view: View) -> Lease | None:
         """The promise under a value from ``get(copy=False)`` or ``allocate``, or under anything

@@ -19,7 +19,7 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.transport import tcp_protocol as protocol
-from kvstore.transport.base import Move
+from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import deadline_exceeded, feed, segment_gone, windows
 from kvstore.transport.stream import Stream
 from kvstore.transport.tcp_protocol import Hello, Op, Status
@@ -28,9 +28,13 @@ CONNECT_S: Final = 2.0
 """For connecting and the hello. A host that is gone does not answer at all; whoever waits for it
 should know soon enough to try another replica."""
 
-WINDOW_BYTES: Final = 1 << 20
+RECEIVE_BYTES: Final = PIECE_BYTES
+SEND_BYTES: Final = 1 << 20
 WINDOW_BUFFERS: Final = 512
-"""Of one system call; the kernel takes 1024 buffers."""
+"""Of one system call; the kernel takes 1024 buffers. What is received is hashed at once, so it
+should still be in cache: 60 x 1 MiB were read at 7.4 GB/s in windows of 256 KiB, 4.4 in windows of
+1 MiB. Sending is the other way round, 4.7 GB/s in large windows, 3.0 in small ones: each is one
+wake-up of the other end. (Medians over loopback, with hashing.)"""
 
 
 class _RefusedError(Exception):
@@ -82,7 +86,7 @@ class ClientConnection:
     def _read(self, moves: Sequence[Move], deadline: float) -> None:
         stream = self._begin(Op.READ, moves, deadline)
         self._receive_status(stream, deadline)
-        for window in _windows(moves):
+        for window in _windows(moves, RECEIVE_BYTES):
             stream.receive([piece for _, piece in window], deadline)
             for index, piece in window:
                 hasher = moves[index].hasher
@@ -95,7 +99,7 @@ class ClientConnection:
         self._is_settled = False
         try:
             begun = -1
-            for window in _windows(moves):
+            for window in _windows(moves, SEND_BYTES):
                 for index, piece in window:
                     move = moves[index]
                     if index != begun:
@@ -189,7 +193,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _windows(moves: Sequence[Move]) -> Iterator[list[tuple[int, memoryview]]]:
+def _windows(moves: Sequence[Move], window_bytes: int) -> Iterator[list[tuple[int, memoryview]]]:
     return windows(
-        [move.buffer for move in moves], window_bytes=WINDOW_BYTES, window_buffers=WINDOW_BUFFERS
+        [move.buffer for move in moves], window_bytes=window_bytes, window_buffers=WINDOW_BUFFERS
     )

@@ -25,9 +25,10 @@ GATHER_BYTES: Final = 32 << 10
 """Ranges up to this size are sent many in one ``sendmsg``; longer ones each with ``sendfile``,
 which copies nothing on this side (7.7 GB/s instead of 4)."""
 
-WINDOW_BYTES: Final = 1 << 20
+WINDOW_BYTES: Final = 256 << 10
 WINDOW_BUFFERS: Final = 512
-"""Of one ``sendmsg`` or ``recvmsg_into``; the kernel takes 1024 buffers."""
+"""Of one ``sendmsg`` or ``recvmsg_into``; the kernel takes 1024 buffers. Receiving writes of 60 MiB
+ran at 4.7 GB/s in windows of 256 KiB, 3.7 in windows of 1 MiB."""
 
 _FILE_BYTES: Final = 8 << 20
 """Of one ``sendfile``, so that a slow peer gets ``stall_s`` for each."""

@@ -75,11 +75,11 @@ class LRU:
     """Detached ones first, then the least recently used; one integer (the ticket) per record.
 
     A ticket is ``time << 40 | sequence``, and its lowest bit says *detached*; the time of those is
-    0. A use does not move the record, so a hit costs nothing here: when a record comes to the front
-    and turns out to have been used since, it is put back where it belongs now. A record at the front
-    that is leased is *parked* under the end of its lease, in a list of its own, so that no search
-    passes it again before that. Both happen at most once per use. ``add`` and ``discard`` are
-    O(log n), ``peek`` is amortised.
+    0. A use does not move the record, so a hit costs nothing here: when a record comes to the
+    front and turns out to have been used since, it is put back where it belongs now. A record at
+    the front that is leased is *parked* under the end of its lease, in a list of its own, so that
+    no search passes it again before that. Both happen at most once per use. ``add`` and
+    ``discard`` are O(log n), ``peek`` is so on average.
     """
 
     __slots__ = ("_order", "_parked", "_sequence", "unfinished")

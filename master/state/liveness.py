@@ -10,11 +10,7 @@ missed. Dead is an event: the caller unmounts the segments, and the node is forg
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvstore.master.state.records import Segment
+from dataclasses import dataclass
 
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
 
@@ -28,7 +24,6 @@ class Node:
     session: int | None
     """The stream it is heard on; None while that is broken."""
     heard_ms: int
-    segments: list[Segment] = field(default_factory=list)
     reported_ms: int | None = None
     """When a client last reported that reads or writes fail; cleared by time only."""
 
@@ -53,6 +48,11 @@ def state_of(node: Node, now_ms: int, rules: LivenessRules) -> str:
     return ALIVE
 
 
-def next_change_ms(node: Node, rules: LivenessRules) -> int:
-    """When silence alone makes it dead."""
-    return node.heard_ms + rules.dead_ms + 1
+def next_change_ms(node: Node, now_ms: int, rules: LivenessRules) -> int:
+    """When it is dead, or alive again, if nothing else is heard of it."""
+    if state_of(node, now_ms, rules) == DEAD:
+        return now_ms
+    dead_at_ms = node.heard_ms + rules.dead_ms + 1
+    if node.reported_ms is None or now_ms - node.reported_ms > rules.suspect_ms:
+        return dead_at_ms
+    return min(dead_at_ms, node.reported_ms + rules.suspect_ms + 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
@@ -40,10 +40,16 @@ from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.graves import Graveyard, Remains
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.membership import Membership, describe
-from kvstore.master.state.pool import Pool, Shortage
+from kvstore.master.state.pool import EVICTIONS_PER_STEP, Pool, Shortage
 from kvstore.master.state.puts import Pending, PendingPut, WaitingPut
 from kvstore.master.state.records import Extent, ObjectRecord, Segment
-from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
+from kvstore.memory.header import extent_bytes
+
+MAKING_ROOM_MS = 1_000
+"""A put that could be granted if more were evicted waits so long, even if it did not ask to."""
+
+SERVED_PER_STEP = 8
+"""Waiting puts that one step serves, each a whole batch."""
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -62,7 +68,9 @@ class MasterRules:
     pending_puts_max: int = 65_536
     waiting_puts_max: int = 256
     beat_ms: int = 500
-    liveness: LivenessRules = LivenessRules(suspect_ms=2_000, dead_ms=6_000)
+    liveness: LivenessRules = field(
+        default_factory=lambda: LivenessRules(suspect_ms=2_000, dead_ms=6_000)
+    )
 
     def __post_init__(self) -> None:
         if self.quarantine_ms < self.liveness.dead_ms:
@@ -86,7 +94,7 @@ class MasterState:
         self.rules = rules = rules or MasterRules()
         self.started_ms = started_ms
         self.effects: list[Effect] = []
-        self.pool = Pool(policy)
+        self.pool = Pool()
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.membership = Membership(
@@ -95,9 +103,6 @@ class MasterState:
             beat_ms=rules.beat_ms,
             lease_ms=rules.lease_ms,
             new_policy=policy,
-            mounted=self._segment_mounted,
-            lost=self._segment_lost,
-            effects=self._effect,
         )
         self._pending = Pending()
         self._waiting: deque[WaitingPut] = deque()
@@ -125,7 +130,7 @@ class MasterState:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
                 continue
             keys = request.keys
-            matched, holding = self.forest.match(table, keys)
+            matched, holding, records = self.forest.match(table, keys, records=request.placements)
             for record in holding:
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
@@ -137,7 +142,6 @@ class MasterState:
                 being_written += 1
             placements = NO_PLACEMENTS
             if request.placements and matched:
-                records = [table.get(keys[index]) for index in range(matched)]
                 placements = self.placements(records, now_ms)
             matches.append(calls.PrefixMatch(matched, being_written, placements))
             self.counters["matched_objects"] += matched
@@ -190,7 +194,7 @@ class MasterState:
         for index, token in enumerate(request.tokens):
             put = self._granted(now_ms, request.epoch, token)
             if put is not None and all(segment.alive for segment, _ in put.extents):
-                put.deadline_ms = now_ms + rules.put_deadline_ms
+                self._pending.renew(put, now_ms + rules.put_deadline_ms)
                 tokens_held[index] = 1
         return calls.Renewed(
             rules.lease_ms, rules.put_deadline_ms, bytes(keys_held), bytes(tokens_held)
@@ -208,11 +212,11 @@ class MasterState:
             )
         if request.parent is not None and request.parent in request.keys:
             raise InvalidArgumentError("a key cannot be its own parent")
-        self._check_puttable(request.sizes, len(request.keys))
+        self._check_sizes(request.sizes)
         return self._grant_or_wait(now_ms, request)
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
-        self._check_puttable([request.size], 1)
+        self._check_sizes([request.size])
         return self._grant_or_wait(now_ms, request)
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
@@ -231,9 +235,10 @@ class MasterState:
                 continue
             ended.append((put, alive))
             outcomes[index] = PutOutcome.STORED
-        # From the tips to the roots: then only the last block of a chain becomes a leaf.
-        for put, alive in reversed(ended):
-            replaced += self._complete(put, put.record, alive, put.size, now_ms)
+        for put, alive in ended:
+            replaced += self._store(put, put.record, alive, put.size, now_ms)
+        for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
+            self._settle(put.record)
         reply = calls.PutEnded(bytes(outcomes))
         return self._bury(now_ms, replaced, reply) if replaced else reply
 
@@ -246,7 +251,6 @@ class MasterState:
             self._pending.pop(token)
             if request.settled:
                 self.pool.free(put.extents, put.length)
-                self._room_made = True
             else:
                 until_ms = put.deadline_ms + self.rules.quarantine_ms
                 self._pending.quarantine(put.extents, put.length, until_ms)
@@ -263,45 +267,33 @@ class MasterState:
             raise InvalidArgumentError("a key cannot be its own parent")
         outcome = self._outcome(request.namespace, request.key, request.overwrite)
         alive = [extent for extent in put.extents if extent[0].alive]
-        self._pending.pop(request.token)
         if outcome is not PutOutcome.WRITE or not alive:
+            self._pending.pop(request.token)
             # Its owner may still look at what it computed, so not at once.
             until_ms = put.deadline_ms + self.rules.quarantine_ms
             self._pending.quarantine(put.extents, put.length, until_ms)
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         record = self.forest.ensure(request.namespace, request.key)
-        try:
-            self._adopt(record, request.namespace, request.parent)
-        except InvalidArgumentError:
-            self._pending.add(put)
-            raise
+        self._adopt(now_ms, record, request.parent)
+        self._pending.pop(request.token)
         kept = extent_bytes(request.size)
-        for segment, offset in alive:
-            if kept < put.length:
-                segment.allocator.free(offset + kept, put.length - kept)
-        replaced = self._complete(put, record, alive, request.size, now_ms)
+        if kept < put.length:
+            tails = [(segment, offset + kept) for segment, offset in alive]
+            self.pool.free(tails, put.length - kept)
+        replaced = self._store(put, record, alive, request.size, now_ms)
+        self._settle(record)
         reply = calls.Committed(PutOutcome.STORED)
         return self._bury(now_ms, replaced, reply) if replaced else reply
 
-    def _check_puttable(self, sizes: Sequence[int], count: int) -> None:
-        segments = self.pool.segments.values()
-        room = max((s.offer.size for s in segments), default=None)
-        if room is not None and sizes:
-            largest = max(sizes)
-            if extent_bytes(largest) > room - SUPERBLOCK_BYTES:
-                raise ValueTooLargeError(
-                    f"a value of {largest} bytes does not fit into any segment, "
-                    f"the largest has {room} bytes",
-                    advice="Cut it into smaller values, or start a node with more --memory.",
-                    size_bytes=largest,
-                    segment_bytes_max=room,
-                )
-        if len(self._pending) + count > self.rules.pending_puts_max:
-            raise BusyError(
-                f"{len(self._pending)} puts are under way, at most "
-                f"{self.rules.pending_puts_max} are allowed",
-                advice="Finish or revoke some first.",
-                pending_puts=len(self._pending),
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        capacity_max = self.pool.capacity_max
+        if capacity_max and sizes and extent_bytes(max(sizes)) > capacity_max:
+            raise ValueTooLargeError(
+                f"a value of {max(sizes)} bytes does not fit into any segment, "
+                f"the largest has room for {capacity_max}",
+                advice="Cut it into smaller values, or start a node with more --memory.",
+                size_bytes=max(sizes),
+                segment_bytes_max=capacity_max,
             )
 
     def _grant_or_wait(
@@ -312,7 +304,7 @@ class MasterState:
             return result
         wait_ms = min(request.wait_ms, self.rules.put_wait_max_ms)
         if result.goes_on:
-            wait_ms = max(wait_ms, 1_000)
+            wait_ms = max(wait_ms, MAKING_ROOM_MS)
             self._room_made = True
         if wait_ms <= 0:
             raise self._no_space(result)
@@ -331,50 +323,47 @@ class MasterState:
         self, now_ms: int, request: calls.PutStart | calls.Allocate
     ) -> calls.Grants | Shortage:
         if isinstance(request, calls.Allocate):
-            shortage = self._take(now_ms, [request.size], 1, None, request.host)
-            if isinstance(shortage, Shortage):
-                return shortage
-            put = self._new_put(now_ms, None, shortage[0], request.size)
+            room = self._take(now_ms, [request.size], 1, None, request.host)
+            if isinstance(room, Shortage):
+                return room
+            put = self._new_put(now_ms, None, room[0], request.size)
             return self._grants(bytes([PutOutcome.WRITE]), [put])
-        outcomes = bytearray(len(request.keys))
+        keys = list(request.keys)
         table = self.forest.table(request.namespace)
         lease_until_ms = now_ms + self.rules.lease_ms
-        for index, key in enumerate(request.keys):
-            outcome = self._outcome(request.namespace, key, request.overwrite)
-            outcomes[index] = outcome
-            if outcome is PutOutcome.FOUND and table is not None:
-                found = table.get(key)
-                assert found is not None
+        outcomes = bytearray(len(keys))
+        granted: list[int] = []
+        for index, key in enumerate(keys):
+            found = None if table is None else table.get(key)
+            outcome = outcomes[index] = self._outcome_of(found, request.overwrite)
+            if outcome is PutOutcome.WRITE:
+                granted.append(index)
+            elif outcome is PutOutcome.FOUND and found is not None:
                 found.last_used_ms = now_ms
                 found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
-        granted = [i for i, outcome in enumerate(outcomes) if outcome == PutOutcome.WRITE]
         if not granted:
             return self._grants(bytes(outcomes), [])
         near = None
-        parent_key = (
-            request.keys[granted[0] - 1] if request.chain and granted[0] else request.parent
-        )
-        if parent_key is not None and table is not None:
-            parent = table.get(parent_key)
-            if parent is not None and parent.complete:
-                parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)
-                near = next(segment for segment, _ in parent.extents() if segment.alive)
-        taken = self._take(
-            now_ms, [request.sizes[i] for i in granted], request.replicas, near, request.host
-        )
+        first = granted[0]
+        parent_key = keys[first - 1] if request.chain and first else request.parent
+        parent = None if parent_key is None or table is None else table.get(parent_key)
+        if parent is not None and parent.complete:
+            parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)
+            near = next(segment for segment, _ in parent.extents() if segment.alive)
+        sizes = [request.sizes[index] for index in granted]
+        taken = self._take(now_ms, sizes, request.replicas, near, request.host)
         if isinstance(taken, Shortage):
             return taken
         puts: list[PendingPut] = []
-        for extents, index in zip(taken, granted, strict=True):
-            record = self.forest.ensure(request.namespace, request.keys[index])
-            parent_key = request.keys[index - 1] if request.chain and index else request.parent
-            put = self._new_put(now_ms, record, extents, request.sizes[index])
-            puts.append(put)
+        for extents, index, size in zip(taken, granted, sizes, strict=True):
+            record = self.forest.ensure(request.namespace, keys[index])
+            parent_key = keys[index - 1] if request.chain and index else request.parent
+            puts.append(self._new_put(now_ms, record, extents, size))
             try:
-                self._adopt(record, request.namespace, parent_key)
+                self._adopt(now_ms, record, parent_key)
             except InvalidArgumentError:
-                for given, of_given in zip(taken, granted, strict=True):
-                    self.pool.free(given, extent_bytes(request.sizes[of_given]))
+                for given, of_size in zip(taken, sizes, strict=True):
+                    self.pool.free(given, extent_bytes(of_size))
                 for made in reversed(puts):
                     self._pending.pop(made.token)
                     self._unclaim(made)
@@ -382,29 +371,39 @@ class MasterState:
         return self._grants(bytes(outcomes), puts)
 
     def _outcome(self, namespace: Namespace, key: Key, overwrite: bool) -> PutOutcome:
-        record = self.forest.get(namespace, key)
+        return self._outcome_of(self.forest.get(namespace, key), overwrite)
+
+    @staticmethod
+    def _outcome_of(record: ObjectRecord | None, overwrite: bool) -> PutOutcome:
         if record is None:
             return PutOutcome.WRITE
-        if record.writer:
-            return PutOutcome.BEING_WRITTEN
-        return PutOutcome.FOUND if record.complete and not overwrite else PutOutcome.WRITE
+        if not overwrite and record.complete:
+            return PutOutcome.FOUND
+        return PutOutcome.BEING_WRITTEN if record.writer else PutOutcome.WRITE
 
     def _take(
         self, now_ms: int, sizes: list[int], replicas: int, near: Segment | None, host: str
     ) -> list[list[Extent]] | Shortage:
-        segments = [
+        if len(self._pending) + len(sizes) > self.rules.pending_puts_max:
+            raise BusyError(
+                f"{len(self._pending)} puts are under way, at most "
+                f"{self.rules.pending_puts_max} are allowed",
+                advice="Finish or revoke some first.",
+                pending_puts=len(self._pending),
+            )
+        largest = extent_bytes(max(sizes))
+        usable = [
             segment
-            for node in self.membership.nodes.values()
-            if self.membership.state_of(node, now_ms) == liveness.ALIVE
-            for segment in node.segments
+            for segment in self.membership.alive_segments(now_ms)
+            if segment.usable_at_ms <= now_ms and segment.capacity >= largest
         ]
-        usable = [s for s in segments if s.usable_at_ms <= now_ms]
         if not usable:
-            soonest = min((segment.usable_at_ms for segment in segments), default=None)
-            return Shortage(sum(map(extent_bytes, sizes)), soonest)
+            return Shortage(sum(map(extent_bytes, sizes)))
+        if replicas > 1:
+            replicas = min(replicas, len({segment.node.name for segment in usable}))
         return self.pool.allocate(
             sizes,
-            replicas=min(replicas, len({segment.node.name for segment in usable})),
+            replicas=replicas,
             usable=usable,
             near=near if near in usable else None,
             host=host,
@@ -443,17 +442,20 @@ class MasterState:
         put = self._pending.get(token) if epoch == self.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 
-    def _adopt(self, record: ObjectRecord, namespace: Namespace, parent: Key | None) -> None:
+    def _adopt(self, now_ms: int, record: ObjectRecord, parent: Key | None) -> None:
         """Give a record that is not complete its place in the forest."""
-        if record.segment is None:
-            above = None if parent is None else self.forest.ensure(namespace, parent)
-            try:
-                self.pool.link(record, above)
-            finally:
-                if above is not None and not above.children:
-                    self.pool.settle(above, 0)  # made for nothing: the link was refused
+        if record.lost:
+            self.pool.strip(record)
+        if record.segment is not None:
+            return
+        above = None if parent is None else self.forest.ensure(record.namespace, parent)
+        try:
+            self.pool.link(record, above, now_ms + self.rules.lease_ms)
+        finally:
+            if above is not None and not above.children:
+                self.pool.settle(above)  # made for nothing: the link was refused
 
-    def _complete(
+    def _store(
         self,
         put: PendingPut,
         record: ObjectRecord | None,
@@ -461,7 +463,8 @@ class MasterState:
         size: int,
         now_ms: int,
     ) -> list[Remains]:
-        """The put's record has these bytes now; returns what they replaced, still allocated."""
+        """The put's record has these bytes now; returns what they replaced, still allocated.
+        ``_settle`` it afterwards."""
         assert record is not None
         replaced: list[Remains] = []
         if record.segment is not None:
@@ -472,6 +475,11 @@ class MasterState:
         self.counters["stored_objects"] += 1
         self.counters["stored_bytes"] += size
         return replaced
+
+    def _settle(self, record: ObjectRecord | None) -> None:
+        if record is not None and not record.children:
+            self.pool.settle(record)
+            self._room_made = True  # it can be evicted
 
     def _abandon(self, put: PendingPut, now_ms: int) -> None:
         """A put that cannot end any more; its writer may not have noticed yet."""
@@ -484,7 +492,8 @@ class MasterState:
         if record is not None and record.writer == put.token:
             record.writer = 0
             if record.segment is None:
-                self.pool.settle(record, record.last_used_ms)
+                self.pool.settle(record)
+        self._room_made = True
 
     def _no_space(self, shortage: Shortage) -> NoSpaceError:
         if not self.pool.segments:
@@ -494,11 +503,10 @@ class MasterState:
                 missing_bytes=shortage.missing_bytes,
             )
         return NoSpaceError(
-            f"no room: {max(0, shortage.missing_bytes)} bytes are missing, and all that is "
+            f"no room: {shortage.missing_bytes} bytes are missing, and all that is "
             "there is leased, being written or on nodes that cannot be used now",
             advice="Wait longer (wait_ms), put less, or add a node.",
-            missing_bytes=max(0, shortage.missing_bytes),
-            retry_at_ms=shortage.retry_at_ms or 0,
+            missing_bytes=shortage.missing_bytes,
         )
 
     # --- removing -----------------------------------------------------------------------------
@@ -529,8 +537,7 @@ class MasterState:
 
     def _hide(self, record: ObjectRecord) -> Remains:
         remains = Remains.of(record)
-        self.pool.strip(record)
-        self.pool.settle(record, record.last_used_ms)
+        self.pool.hide(record)
         return remains
 
     def _bury(self, now_ms: int, gone: list[Remains], reply: AnyReply) -> AnyReply | Later:
@@ -545,6 +552,7 @@ class MasterState:
         for waiting in self._waiting:
             if waiting.ticket == ticket:
                 self._waiting.remove(waiting)
+                self._room_made = True  # the next in the queue may want less
                 return
 
     # --- segments and nodes -------------------------------------------------------------------
@@ -558,26 +566,30 @@ class MasterState:
         for segment_id in request.segment_ids:
             segment = self.pool.segments.get(segment_id)
             if segment is not None:
-                segment.node.reported_ms = now_ms
+                self.membership.reported(now_ms, segment.node)
                 self.counters["reported_failures"] += 1
         self.membership.bury_dead(now_ms)
+        self._after_membership()
         states = [self.membership.state_of(n, now_ms) for n in self.membership.nodes.values()]
         return calls.Reported(states.count(liveness.SUSPECT))
 
     def node_joined(self, now_ms: int, session: int, join: calls.NodeJoin) -> calls.MasterAccepted:
         """First message on a node's stream; errors as ``Membership.join``, and then no session."""
         accepted = self.membership.join(now_ms, session, join)
-        node = self.membership.of(session)
-        assert node is not None
-        for segment in node.segments:
-            self.effects += self._graves.send_again(segment)
+        self._after_membership()
+        for segment_id in accepted.segment_ids:
+            self.effects += self._graves.send_again(self.pool.segments[segment_id])
+        self._room_made = True
         return accepted
 
     def node_said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
         """Any later message. What comes on a session that is over is ignored."""
-        node = self.membership.heard(now_ms, session)
+        node = self.membership.of(session)
         if node is None:
             return
+        if self.membership.state_of(node, now_ms) != liveness.ALIVE:
+            self._room_made = True  # if that was silence, it can be chosen again
+        self.membership.heard(now_ms, node)
         match message:
             case calls.NodeBeat(number):
                 self._effect(Send(session, calls.MasterBeat(number)))
@@ -587,21 +599,26 @@ class MasterState:
                     self.effects += self._graves.wiped(order)
                     self._room_made = True
             case calls.NodeLeave():
-                self.membership.leave(session)
+                self.membership.leave(node)
+                self._after_membership()
             case calls.NodeJoin():
                 raise ProtocolError("a node joins once per stream")
 
     def node_stream_broken(self, session: int) -> None:
         self.membership.stream_broken(session)
+        self._after_membership()
 
-    def _segment_mounted(self, segment: Segment) -> None:
-        self.pool.mount(segment)
-        self._room_made = True
-
-    def _segment_lost(self, segment: Segment) -> None:
-        self.pool.unmount(segment)
-        self._sweeps.append((segment, None))
-        self.effects += self._graves.segment_died(segment)
+    def _after_membership(self) -> None:
+        members = self.membership
+        self.effects += members.effects
+        for segment in members.lost:
+            self.pool.unmount(segment)
+            self._sweeps.append((segment, None))
+            self.effects += self._graves.segment_died(segment)
+        for segment in members.mounted:
+            self.pool.mount(segment)
+        for changes in (members.effects, members.lost, members.mounted):
+            changes.clear()
 
     # --- operators ----------------------------------------------------------------------------
 
@@ -620,6 +637,7 @@ class MasterState:
     def tick(self, now_ms: int) -> None:
         """Do all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
         self.membership.bury_dead(now_ms)
+        self._after_membership()
         for put in self._pending.pop_expired(now_ms):
             self._abandon(put, now_ms)
             self.counters["expired_puts"] += 1
@@ -634,7 +652,7 @@ class MasterState:
     def next_tick_ms(self, now_ms: int) -> int | None:
         """When ``tick`` has something to do next; None: not before another call."""
         times = [
-            self.membership.next_change_ms(),
+            self.membership.next_change_ms(now_ms),
             self._pending.next_deadline_ms(),
             self._pending.next_release_ms(),
             self._graves.next_end_ms(),
@@ -642,9 +660,8 @@ class MasterState:
         if self._waiting:
             times.append(min(put.deadline_ms for put in self._waiting))
             for segment in self.pool.segments.values():
-                for change_ms in (segment.candidates.next_lease_end_ms(), segment.usable_at_ms):
-                    if change_ms is not None and change_ms > now_ms:
-                        times.append(change_ms)
+                changes = (segment.candidates.next_lease_end_ms(), segment.usable_at_ms)
+                times += [time for time in changes if time is not None and time > now_ms]
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -661,11 +678,11 @@ class MasterState:
         if self._room_made and self._waiting:
             self._try_waiting(now_ms)
             return
-        if self._swept_breaks != self.forest.breaks:
-            self._swept_breaks = self.forest.breaks
-            self._sweeps = deque(sweep for sweep in self._sweeps if sweep[1] is None)
-            self._sweeps.extend((segment, 0) for segment in self.pool.segments.values())
+        if not self.has_work:
+            return
         if not self._sweeps:
+            self._swept_breaks = self.forest.breaks
+            self._sweeps.extend((segment, 0) for segment in self.pool.segments.values())
             return
         segment, ticket = self._sweeps[0]
         if ticket is None:
@@ -679,28 +696,30 @@ class MasterState:
             self._sweeps[0] = (segment, further)
 
     def _try_waiting(self, now_ms: int) -> None:
-        """Serve the puts that wait for room, in their order, until one must go on waiting."""
+        """Serve the puts that wait for room, in their order, until one must go on waiting; refuse
+        those whose time is up. Goes on in the next step (``_room_made``) before it takes long."""
         self._room_made = False
-        while self._waiting:
-            first = self._waiting[0]
-            result = self._try_grant_safely(now_ms, first)
+        served = 0
+        missing: Shortage | None = None
+        evicted_max = self.counters["evicted_objects"] + EVICTIONS_PER_STEP
+        while self._waiting and missing is None and not self._room_made:
+            result = self._try_grant_safely(now_ms, self._waiting[0])
             if isinstance(result, Shortage):
-                if result.goes_on:
-                    self._room_made = True
-                    break
-                if now_ms < first.deadline_ms:
-                    break
-                self._waiting.popleft()
-                self.counters["refused_no_space"] += 1
-                self._effect(Answer(first.ticket, self._no_space(result)))
-                continue
-            self._waiting.popleft()
-            self._effect(Answer(first.ticket, result))
-        for late in [put for put in self._waiting if put.deadline_ms <= now_ms]:
-            if late is not self._waiting[0]:
-                self._waiting.remove(late)
-                self.counters["refused_no_space"] += 1
-                self._effect(Answer(late.ticket, self._no_space(Shortage(0, None))))
+                missing = result
+                self._room_made = result.goes_on
+                break
+            self._effect(Answer(self._waiting.popleft().ticket, result))
+            served += 1
+            self._room_made = (
+                served == SERVED_PER_STEP or self.counters["evicted_objects"] >= evicted_max
+            )
+        for put in [put for put in self._waiting if put.deadline_ms <= now_ms]:
+            if put is not self._waiting[0] or missing is None:
+                missing = Shortage(_asked_bytes(put.request))  # all of it: its turn did not come
+            self._waiting.remove(put)
+            self._room_made = True  # the next in the queue may want less
+            self.counters["refused_no_space"] += 1
+            self._effect(Answer(put.ticket, self._no_space(missing)))
 
     def _try_grant_safely(
         self, now_ms: int, waiting: WaitingPut
@@ -713,34 +732,32 @@ class MasterState:
     # --- helpers ------------------------------------------------------------------------------
 
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
-        """Columns of where these are; replicas of suspect nodes come last."""
-        sizes: list[int] = []
-        epochs: list[int] = []
-        counters: list[int] = []
-        replicas: list[int] = []
-        segments: list[int] = []
-        offsets: list[int] = []
-        for record in records:
-            if record is None or record.segment is None:
-                sizes.append(0)
-                epochs.append(0)
-                counters.append(0)
-                replicas.append(0)
-                continue
-            sizes.append(record.size)
-            epochs.append(record.epoch)
-            counters.append(record.counter)
-            if not record.more:
-                replicas.append(1)
-                segments.append(record.segment.segment_id)
-                offsets.append(record.offset)
-                continue
-            alive = [extent for extent in record.extents() if extent[0].alive]
-            alive.sort(key=lambda e: self.membership.state_of(e[0].node, now_ms) != liveness.ALIVE)
-            replicas.append(len(alive))
-            segments += [segment.segment_id for segment, _ in alive]
-            offsets += [offset for _, offset in alive]
-        return Placements(sizes, epochs, counters, replicas, segments, offsets)
+        """Columns of where these are, all complete or None; replicas of suspect nodes come last."""
+        found = [record for record in records if record is not None]
+        if any(record.more for record in found):
+            extents = [self._extents_to_read(record, now_ms) for record in found]
+            flat = [extent for of_record in extents for extent in of_record]
+            segments = [segment.segment_id for segment, _ in flat]
+            offsets = [offset for _, offset in flat]
+            counts = iter(map(len, extents))
+            replicas = [0 if record is None else next(counts) for record in records]
+        else:
+            segments = [r.segment.segment_id for r in found if r.segment is not None]
+            offsets = [record.offset for record in found]
+            replicas = [0 if record is None else 1 for record in records]
+        return Placements(
+            sizes=[0 if record is None else record.size for record in records],
+            epochs=[0 if record is None else record.epoch for record in records],
+            counters=[0 if record is None else record.counter for record in records],
+            replicas=replicas,
+            segments=segments,
+            offsets=offsets,
+        )
+
+    def _extents_to_read(self, record: ObjectRecord, now_ms: int) -> list[Extent]:
+        alive = [extent for extent in record.extents() if extent[0].alive]
+        alive.sort(key=lambda e: self.membership.state_of(e[0].node, now_ms) != liveness.ALIVE)
+        return alive
 
     def _ticket(self) -> int:
         self._next_ticket += 1
@@ -752,11 +769,18 @@ class MasterState:
     def check_invariants(self) -> None:
         """Everything that must always hold; for tests and the simulator, O(objects)."""
         self.membership.check_invariants()
+        self._pending.check_invariants()
         self.pool.check_invariants([*self._pending.ranges(), *self._graves.ranges()])
         writers = {put.token: put.record for put in self._pending if put.record is not None}
         for record in self.forest.records():
             assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
         assert not writers, "a put whose record does not know it"
-        mounted = [s for node in self.membership.nodes.values() for s in node.segments]
+        mounted = [s for segments in self.membership.segments.values() for s in segments]
         assert {id(s) for s in mounted} == {id(s) for s in self.pool.segments.values()}
         assert len(self._waiting) <= self.rules.waiting_puts_max
+
+
+def _asked_bytes(request: calls.PutStart | calls.Allocate) -> int:
+    if isinstance(request, calls.Allocate):
+        return extent_bytes(request.size)
+    return sum(map(extent_bytes, request.sizes)) * request.replicas

@@ -31,7 +31,8 @@ SEGMENTS_PER_NODE_MAX = 64
 
 
 class Membership:
-    """Who is there. ``mounted`` and ``lost`` are called for each segment that comes or goes."""
+    """Who is there. What a call changes stands in ``lost``, ``mounted`` and ``effects`` after it:
+    the caller takes note of the segments, in this order, and clears all three."""
 
     def __init__(
         self,
@@ -41,27 +42,40 @@ class Membership:
         beat_ms: int,
         lease_ms: int,
         new_policy: Callable[[], EvictionPolicy],
-        mounted: Callable[[Segment], None],
-        lost: Callable[[Segment], None],
-        effects: Callable[[Effect], None],
     ) -> None:
         self.nodes: dict[str, Node] = {}
+        self.segments: dict[str, list[Segment]] = {}
+        """Of each node."""
+        self.lost: list[Segment] = []
+        self.mounted: list[Segment] = []
+        self.effects: list[Effect] = []
         self._by_session: dict[int, Node] = {}
         self._epoch = epoch
         self._rules = rules
         self._beat_ms = beat_ms
         self._lease_ms = lease_ms
         self._new_policy = new_policy
-        self._mounted = mounted
-        self._lost = lost
-        self._effects = effects
         self._next_segment_id = 0
+        self._alive: tuple[int, list[Segment]] | None = None
+        """``alive_segments`` of that time, until something changes."""
 
     def state_of(self, node: Node, now_ms: int) -> str:
         return liveness.state_of(node, now_ms, self._rules)
 
     def of(self, session: int) -> Node | None:
         return self._by_session.get(session)
+
+    def alive_segments(self, now_ms: int) -> list[Segment]:
+        """The segments of nodes that are alive and not suspect."""
+        if self._alive is None or self._alive[0] != now_ms:
+            segments = [
+                segment
+                for name, node in self.nodes.items()
+                if self.state_of(node, now_ms) == liveness.ALIVE
+                for segment in self.segments[name]
+            ]
+            self._alive = now_ms, segments
+        return self._alive[1]
 
     def join(self, now_ms: int, session: int, join: NodeJoin) -> MasterAccepted:
         """First message of a stream.
@@ -83,10 +97,12 @@ class Membership:
             raise InvalidArgumentError(
                 f"a node has a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
             )
+        uuids = {offer.uuid for offer in join.segments}
+        if len(uuids) < len(join.segments):
+            raise InvalidArgumentError("a node offers each of its segments once")
+        self._alive = None
         known = self.nodes.get(join.name)
-        same = known is not None and {s.offer.uuid for s in known.segments} == {
-            offer.uuid for offer in join.segments
-        }
+        same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
             if known is None or not same or join.resume_epoch != self._epoch:
                 raise SegmentGoneError(
@@ -95,7 +111,9 @@ class Membership:
             self._take_over(known, session)
             known.heard_ms = now_ms
             self._notice("node_resumed", known)
-            return self._accepted(known)
+            return self._accepted(known, join)
+        if known is None and len(self.nodes) >= NODES_MAX:
+            raise BusyError(f"{NODES_MAX} nodes have joined already")
         if known is not None:
             if not same and self.state_of(known, now_ms) == liveness.ALIVE:
                 raise NodeNameTakenError(
@@ -104,38 +122,40 @@ class Membership:
                     node=join.name,
                 )
             self.declare_dead(known, "replaced")
-        if len(self.nodes) >= NODES_MAX:
-            raise BusyError(f"{NODES_MAX} nodes have joined already")
         node = Node(name=join.name, host=join.host, session=session, heard_ms=now_ms)
         self.nodes[node.name] = node
         self._by_session[session] = node
+        segments = self.segments[node.name] = []
         for offer in join.segments:
             self._next_segment_id += 1
             usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
             segment = Segment(self._next_segment_id, node, offer, self._new_policy(), usable_at_ms)
-            node.segments.append(segment)
-            self._mounted(segment)
+            segments.append(segment)
+        self.mounted += segments
         self._notice("node_joined", node)
-        return self._accepted(node)
+        return self._accepted(node, join)
 
-    def heard(self, now_ms: int, session: int) -> Node | None:
-        node = self._by_session.get(session)
-        if node is not None:
-            node.heard_ms = now_ms
-        return node
+    def heard(self, now_ms: int, node: Node) -> None:
+        node.heard_ms = now_ms
+        self._alive = None
+
+    def reported(self, now_ms: int, node: Node) -> None:
+        """A client cannot read or write there."""
+        node.reported_ms = now_ms
+        self._alive = None
 
     def stream_broken(self, session: int) -> None:
         node = self._by_session.pop(session, None)
         if node is not None:
             node.session = None
+            self._alive = None
             self._notice("node_stream_broken", node)
 
-    def leave(self, session: int) -> None:
-        node = self._by_session.get(session)
-        if node is not None:
-            self._by_session.pop(session)
+    def leave(self, node: Node) -> None:
+        if node.session is not None:
+            self._by_session.pop(node.session)
             node.session = None
-            self.declare_dead(node, "left")
+        self.declare_dead(node, "left")
 
     def bury_dead(self, now_ms: int) -> None:
         for node in list(self.nodes.values()):
@@ -143,48 +163,51 @@ class Membership:
                 self.declare_dead(node, "silent" if node.session is not None else "broken")
 
     def declare_dead(self, node: Node, why: str) -> None:
-        del self.nodes[node.name]
+        self._alive = None
         if node.session is not None:
             self._by_session.pop(node.session)
             error = SegmentGoneError(f"node {node.name} counts as dead ({why})", node=node.name)
-            self._effects(Hangup(node.session, error))
+            self.effects.append(Hangup(node.session, error))
             node.session = None
         self._notice("node_left" if why == "left" else "node_dead", node, why=why)
-        for segment in node.segments:
-            self._lost(segment)
+        del self.nodes[node.name]
+        self.lost += self.segments.pop(node.name)
 
-    def next_change_ms(self) -> int | None:
+    def next_change_ms(self, now_ms: int) -> int | None:
         return min(
-            (liveness.next_change_ms(node, self._rules) for node in self.nodes.values()),
+            (liveness.next_change_ms(node, now_ms, self._rules) for node in self.nodes.values()),
             default=None,
         )
 
     def check_invariants(self) -> None:
         for name, node in self.nodes.items():
             assert node.name == name
-            assert all(segment.alive for segment in node.segments)
+            assert all(s.alive and s.node is node for s in self.segments[name])
             assert node.session is None or self._by_session[node.session] is node
+        assert self.segments.keys() == self.nodes.keys()
+        assert not any((self.lost, self.mounted, self.effects)), "changes nobody took note of"
         assert all(self.nodes.get(node.name) is node for node in self._by_session.values())
 
     def _take_over(self, node: Node, session: int) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)
             error = SegmentGoneError("the node is heard on another stream", node=node.name)
-            self._effects(Hangup(node.session, error))
+            self.effects.append(Hangup(node.session, error))
         node.session = session
         self._by_session[session] = node
 
-    def _accepted(self, node: Node) -> MasterAccepted:
+    def _accepted(self, node: Node, join: NodeJoin) -> MasterAccepted:
+        ids = {segment.offer.uuid: segment.segment_id for segment in self.segments[node.name]}
         return MasterAccepted(
             epoch=self._epoch,
             beat_ms=self._beat_ms,
             dead_ms=self._rules.dead_ms,
-            segment_ids=[segment.segment_id for segment in node.segments],
+            segment_ids=[ids[offer.uuid] for offer in join.segments],
         )
 
     def _notice(self, event: str, node: Node, **fields: str | int) -> None:
-        size = sum(segment.offer.size for segment in node.segments)
-        self._effects(
+        size = sum(segment.offer.size for segment in self.segments[node.name])
+        self.effects.append(
             Notice(event, {"node": node.name, "host": node.host, "bytes": size, **fields})
         )
 

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 from kvstore.master.state.records import Segment
 
 
-def preferred(
-    segments: Iterable[Segment], *, near: Segment | None, host: str
-) -> Iterator[Segment]:
+def preferred(segments: Iterable[Segment], *, near: Segment | None, host: str) -> Iterator[Segment]:
     """``segments`` in order of preference; ``near`` must be one of them, if given."""
     if near is not None:
         yield near  # most often it has room, and nobody looks at the others

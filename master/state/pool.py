@@ -7,11 +7,12 @@ its namespace, and the forest. It knows nothing of puts, leases' lengths, nodes'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvstore.master.state.eviction import LRU, EvictionPolicy
+from kvstore.master.state.eviction import EvictionPolicy
 from kvstore.master.state.forest import Forest
+from kvstore.master.state.liveness import Node
 from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import Extent, ObjectRecord, Segment
 from kvstore.memory.header import extent_bytes
@@ -19,14 +20,18 @@ from kvstore.memory.header import extent_bytes
 EVICTIONS_PER_STEP = 512
 """An allocation that must evict more goes on in the next step of the loop: about 5 ms each."""
 
+_REMARKS_PER_LOOK = 64
+"""Candidates marked as detached that may turn out to be whole again in one look at a segment."""
+
+_SIZES_MAX = 4_096
+"""Sizes whose integer objects are shared among records: most objects have one of few sizes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
     """An allocation that found no room. Nothing of it was taken."""
 
     missing_bytes: int
-    retry_at_ms: int | None
-    """When it may succeed at the earliest without anything else happening; None: unknown."""
     goes_on: bool = False
     """Room was made but the step's budget is spent: try again at once."""
 
@@ -34,23 +39,30 @@ class Shortage:
 class Pool:
     """All mounted segments and the objects on them."""
 
-    def __init__(self, policy: Callable[[], EvictionPolicy] = LRU) -> None:
-        self.forest = Forest()
+    def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
         """Those alive, by id."""
+        self.capacity_max = 0
+        """Of the largest of them."""
         self.counters: Counter[str] = Counter()
-        self.new_policy = policy
+        self.forest = Forest(self.counters)
         self._sizes: dict[int, int] = {}
 
     # --- objects ------------------------------------------------------------------------------
 
-    def link(self, record: ObjectRecord, parent: ObjectRecord | None) -> None:
-        """As ``Forest.link``; a parent with children is no candidate for eviction."""
+    def link(self, record: ObjectRecord, parent: ObjectRecord | None, lease_until_ms: int) -> None:
+        """As ``Forest.link``; a parent with children is no candidate for eviction.
+
+        ``lease_until_ms``: of the longest lease that a descendant of ``record`` may have, which
+        protects the parent that it had before, too.
+        """
         before = self.forest.link(record, parent)
         if parent is not None and parent.ticket:
             self._policy_of(parent).discard(parent)
         if before is not None:
-            self.settle(before, record.last_used_ms)
+            if record.children:
+                before.lease_until_ms = max(before.lease_until_ms, lease_until_ms)
+            self.settle(before)
 
     def store(
         self,
@@ -60,76 +72,89 @@ class Pool:
         version: tuple[int, int],
         now_ms: int,
     ) -> None:
-        """``record`` is complete now. It must not hold bytes (``strip`` it first)."""
+        """``record`` has these bytes now; ``settle`` it afterwards. It must not hold any yet."""
         assert record.segment is None
         assert record.ticket == 0
         record.segment, record.offset = extents[0]
         record.more = tuple(extents[1:])
-        record.size = self._sizes.setdefault(size, size)
         record.epoch, record.counter = version
         record.last_used_ms = now_ms
-        table = record.namespace
-        table.objects += 1
-        table.size += size
-        if not record.children:
-            self._policy_of(record).add(record)
+        if len(self._sizes) >= _SIZES_MAX:
+            self._sizes.clear()
+        self.forest.fill(record, self._sizes.setdefault(size, size))
 
     def strip(self, record: ObjectRecord) -> list[Extent]:
         """Take its bytes away; returns the extents, which are still allocated."""
         extents = record.extents()
         if record.ticket:
             self._policy_of(record).discard(record)
-        if record.complete:  # otherwise its segment's death was the break
-            self.forest.cut(record)
-        record.segment = None
-        record.more = ()
-        record.checked = 0
-        table = record.namespace
-        table.objects -= 1
-        table.size -= record.size
+        self.forest.empty(record)
         return extents
 
-    def settle(self, record: ObjectRecord, used_ms: int) -> None:
+    def settle(self, record: ObjectRecord, *, whole: bool = False) -> ObjectRecord | None:
         """Something that kept ``record`` went: forget it, or make it a candidate, and so upward.
 
-        Recency is inherited: a parent that becomes a leaf counts as used when its child was.
+        A parent that becomes a leaf inherits recency, because it was used when its child was, and
+        the lease, because a lease on the child promised it, too.
+
+        Args:
+            whole: a root leads to it, or a break makes the background work look soon; otherwise
+                it is looked up whether one does.
+
+        Returns:
+            The new candidate, if there is one.
         """
+        used_ms, lease_until_ms = record.last_used_ms, record.lease_until_ms
         at: ObjectRecord | None = record
         while at is not None and not at.children:
+            if at.complete:
+                if at.ticket:
+                    return None
+                if at.more:
+                    self._rehome(at)
+                at.last_used_ms = max(at.last_used_ms, used_ms)
+                at.lease_until_ms = max(at.lease_until_ms, lease_until_ms)
+                detached = not whole and not self.forest.reachable(at)
+                self._policy_of(at).add(at, detached=detached)
+                return at
             if at.segment is not None:
-                if at.complete:
-                    if not at.ticket:
-                        self._rehome(at)
-                        at.last_used_ms = max(at.last_used_ms, used_ms)
-                        self._policy_of(at).add(at)
-                    return
-                self.release(self.strip(at), at.size)
+                self.strip(at)
             if at.writer:
-                return
+                return None
+            used_ms = max(used_ms, at.last_used_ms)
+            lease_until_ms = max(lease_until_ms, at.lease_until_ms)
             at = self.forest.forget(at)
+        return None
 
-    def evict(self, record: ObjectRecord) -> None:
-        used_ms, size = record.last_used_ms, record.size
-        self.release(self.strip(record), size)
-        self.settle(record, used_ms)
+    def hide(self, record: ObjectRecord) -> list[Extent]:
+        """Take it out of every answer; returns its extents, which are still allocated."""
+        whole = not self.marked_detached(record)
+        extents = self.strip(record)
+        self.settle(record, whole=whole)
+        return extents
+
+    def evict(self, record: ObjectRecord) -> ObjectRecord | None:
+        """Free the bytes of a candidate; returns the candidate that it leaves, if any."""
+        whole, size = not self.marked_detached(record), record.size
+        self.free(self.strip(record), extent_bytes(size))
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
+        return self.settle(record, whole=whole)
 
-    def release(self, extents: Iterable[Extent], size: int) -> None:
-        """Free the extents of a payload of ``size`` bytes, where their segments are alive."""
-        self.free(extents, extent_bytes(size))
+    def marked_detached(self, record: ObjectRecord) -> bool:
+        return bool(record.ticket) and self._policy_of(record).detached(record)
 
     def free(self, extents: Iterable[Extent], length: int) -> None:
+        """Where their segments are alive."""
         for segment, offset in extents:
             if segment.alive:
                 segment.allocator.free(offset, length)
 
     def _rehome(self, record: ObjectRecord) -> None:
         """Replicas on dead segments are forgotten; the first one alive decides the candidacy."""
-        if any(not segment.alive for segment, _ in record.extents()):
-            alive = [extent for extent in record.extents() if extent[0].alive]
-            record.segment, record.offset = alive[0]
-            record.more = tuple(alive[1:])
+        alive = [extent for extent in record.extents() if extent[0].alive]
+        record.segment, record.offset = alive[0]
+        record.more = tuple(alive[1:])
 
     @staticmethod
     def _policy_of(record: ObjectRecord) -> EvictionPolicy:
@@ -140,11 +165,13 @@ class Pool:
 
     def mount(self, segment: Segment) -> None:
         self.segments[segment.segment_id] = segment
+        self.capacity_max = max(self.capacity_max, segment.capacity)
 
     def unmount(self, segment: Segment) -> None:
         """It is gone, at once, from every answer; ``sweep_dead`` clears away what it held."""
         segment.alive = False
         del self.segments[segment.segment_id]
+        self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)
         self.forest.breaks += 1
 
     def sweep_dead(self, segment: Segment, count: int) -> bool:
@@ -152,13 +179,13 @@ class Pool:
         for record in segment.candidates.after(0, count):
             if not record.ticket:
                 continue  # went along with one before
-            segment.candidates.discard(record)
             if record.complete:
+                detached = segment.candidates.detached(record)
+                segment.candidates.discard(record)
                 self._rehome(record)
-                self._policy_of(record).add(record)
+                self._policy_of(record).add(record, detached=detached)
             else:
-                self.counters["lost_objects"] += 1
-                self.settle(record, record.last_used_ms)
+                self.settle(record, whole=True)
         return len(segment.candidates) > 0
 
     def sweep_detached(self, segment: Segment, ticket: int, steps: int) -> int | None:
@@ -167,27 +194,20 @@ class Pool:
         Looks at the candidates behind ``ticket``, at about ``steps`` records in all; returns the
         ticket to go on behind, None at the end.
         """
-        breaks = self.forest.breaks
-        records = segment.candidates.after(ticket, steps) if segment.alive else []
+        if not segment.alive:
+            return None
+        candidates = segment.candidates
+        walked_max = self.forest.walked + steps
+        records = candidates.after(ticket, steps)
         for record in records:
             ticket = record.ticket
-            detached = False
-            at: ObjectRecord | None = record
-            while at is not None and at.checked != breaks:
-                steps -= 1
-                if not at.complete:
-                    detached = True
-                    if at.segment is not None:
-                        self.release(self.strip(at), at.size)
-                at = at.parent
-            if detached:
-                segment.candidates.discard(record)
-                segment.candidates.add(record, detached=True)
-            else:
-                self.forest.reachable(record)
-            if steps <= 0:
+            detached = not self.forest.reachable(record)
+            if detached != candidates.detached(record):
+                candidates.discard(record)
+                candidates.add(record, detached=detached)
+            if self.forest.walked >= walked_max:
                 return ticket
-        return None
+        return ticket if len(records) == steps else None
 
     # --- room ---------------------------------------------------------------------------------
 
@@ -204,41 +224,30 @@ class Pool:
         """Extents for payloads of ``sizes`` bytes, each on ``replicas`` distinct nodes; all or
         none. Evicts what is not leased where it must.
 
-        ``usable`` are the segments to choose from; ``replicas`` must not exceed their nodes.
+        ``usable`` are the segments to choose from, and ``near`` is one of them; ``replicas`` must
+        not exceed their nodes.
         """
         lengths = [extent_bytes(size) for size in sizes]
         together = self._allocate_together(lengths, replicas, usable, near, host)
         if together is not None:
             return together
-        taken: list[list[Extent]] = []
-        budget = EVICTIONS_PER_STEP
-        for index, length in enumerate(lengths):
-            extents: list[Extent] = []
-            taken.append(extents)
-            while len(extents) < replicas:
-                without = {segment.node.name for segment, _ in extents}
-                order = preferred(usable, near=near, host=host, without=without)
-                extent = self._allocate_free(order, length)
-                while extent is None and budget > 0:
-                    victim = self._victim(order, now_ms)
-                    if victim is None:
-                        break
-                    budget -= 1
-                    emptied = [segment for segment, _ in victim.extents() if segment in order]
-                    self.evict(victim)
-                    extent = self._allocate_free(emptied, length)
-                if extent is None:
-                    for done, its_length in zip(taken, lengths, strict=False):
-                        self.free(done, its_length)
-                    return Shortage(
-                        missing_bytes=sum(lengths[index:]) * replicas
-                        - sum(segment.allocator.free_bytes for segment in order),
-                        retry_at_ms=self._next_lease_end_ms(order),
-                        goes_on=budget == 0,
-                    )
-                extents.append(extent)
-                near = near or extent[0]
-        return taken
+        total = sum(lengths)
+        capacities: Counter[Node] = Counter()
+        for segment in usable:
+            capacities[segment.node] += segment.capacity
+        room = sum(min(capacity, total) for capacity in capacities.values())
+        if room < total * replicas:  # never; nothing is evicted for it
+            return Shortage(total * replicas - room)
+        order = list(preferred(usable, near=near, host=host))
+        missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
+        eviction = _Eviction(self, order, now_ms)
+        while missing > 0:
+            gone = eviction.next(order)
+            if gone is None:
+                return Shortage(missing, eviction.goes_on)
+            missing -= sum(length for segment, length in gone if segment in eviction)
+        together = self._allocate_together(lengths, replicas, usable, near, host)
+        return together or self._allocate_apart(lengths, replicas, order, eviction)
 
     def _allocate_together(
         self,
@@ -253,10 +262,8 @@ class Pool:
         total = sum(lengths)
         runs: list[Extent] = []
         for _ in range(replicas):
-            without = {segment.node.name for segment, _ in runs}
-            run = self._allocate_free(
-                preferred(usable, near=near, host=host, without=without), total
-            )
+            order = preferred(usable, near=near, host=host)
+            run = self._allocate_free(_without(order, runs), total)
             if run is None:
                 self.free(runs, total)
                 return None
@@ -268,6 +275,29 @@ class Pool:
             at += length
         return taken
 
+    def _allocate_apart(
+        self, lengths: list[int], replicas: int, order: list[Segment], eviction: _Eviction
+    ) -> list[list[Extent]] | Shortage:
+        """Object by object, where one fits; what is free in pieces too small is made larger."""
+        taken: list[list[Extent]] = []
+        for length in lengths:
+            extents: list[Extent] = []
+            taken.append(extents)
+            while len(extents) < replicas:
+                allowed = list(_without(order, extents)) if extents else order
+                extent = self._allocate_free(allowed, length)
+                while extent is None:
+                    gone = eviction.next(allowed)
+                    if gone is None:
+                        for done, its_length in zip(taken, lengths, strict=False):
+                            self.free(done, its_length)
+                        largest = max(segment.allocator.largest_free for segment in allowed)
+                        return Shortage(length - largest, eviction.goes_on)
+                    emptied = [segment for segment, _ in gone if segment in allowed]
+                    extent = self._allocate_free(emptied, length)
+                extents.append(extent)
+        return taken
+
     @staticmethod
     def _allocate_free(order: Iterable[Segment], length: int) -> Extent | None:
         for segment in order:
@@ -275,21 +305,6 @@ class Pool:
             if offset is not None:
                 return segment, offset
         return None
-
-    @staticmethod
-    def _victim(order: Iterable[Segment], now_ms: int) -> ObjectRecord | None:
-        """The one to evict among the candidates of these segments."""
-        heads = (segment.candidates.peek(now_ms) for segment in order)
-        return min(
-            (head for head in heads if head is not None),
-            key=lambda head: head.ticket,
-            default=None,
-        )
-
-    @staticmethod
-    def _next_lease_end_ms(order: Iterable[Segment]) -> int | None:
-        ends = (segment.candidates.next_lease_end_ms() for segment in order)
-        return min((end for end in ends if end is not None), default=None)
 
     # --- checking -----------------------------------------------------------------------------
 
@@ -320,3 +335,66 @@ class Pool:
                 assert offset == reached, f"{segment}: bytes lost or given twice at {reached}"
                 reached += length
             assert reached == segment.allocator.end, "bytes lost at the end of the segment"
+        assert self.capacity_max == max((s.capacity for s in self.segments.values()), default=0)
+
+
+class _Eviction:
+    """Evicts for one allocation, oldest first over all its segments, within the step's budget."""
+
+    def __init__(self, pool: Pool, segments: list[Segment], now_ms: int) -> None:
+        self._pool = pool
+        self._now_ms = now_ms
+        self._heads = {segment: self._head(segment) for segment in segments}
+        """The next to go of each; looked up again when that may have changed."""
+        self._budget = EVICTIONS_PER_STEP
+
+    def __contains__(self, segment: Segment) -> bool:
+        return segment in self._heads
+
+    @property
+    def goes_on(self) -> bool:
+        """After ``next`` found none: whether another step may find one."""
+        return not self._budget or any(s.candidates.unfinished for s in self._heads)
+
+    def next(self, order: list[Segment]) -> list[tuple[Segment, int]] | None:
+        """Evict the oldest candidate of these segments; the ranges' lengths that it leaves free,
+        by segment, or None: all are leased, or the budget is spent."""
+        if not self._budget:
+            return None
+        heads = self._heads
+        victim = min(
+            (head for segment in order if (head := heads[segment]) is not None),
+            key=_ticket,
+            default=None,
+        )
+        if victim is None:
+            return None
+        self._budget -= 1
+        length = extent_bytes(victim.size)
+        gone = [(segment, length) for segment, _ in victim.extents() if segment.alive]
+        home = victim.segment
+        parent = self._pool.evict(victim)
+        for changed in (home, None if parent is None else parent.segment):
+            if changed is not None and changed in heads:
+                heads[changed] = self._head(changed)
+        return gone
+
+    def _head(self, segment: Segment) -> ObjectRecord | None:
+        candidates, forest = segment.candidates, self._pool.forest
+        for _ in range(_REMARKS_PER_LOOK):
+            head = candidates.peek(self._now_ms)
+            if head is None or not candidates.detached(head) or not forest.reachable(head):
+                return head
+            candidates.discard(head)  # whole again since it was marked
+            candidates.add(head)
+        return candidates.peek(self._now_ms)
+
+
+def _ticket(record: ObjectRecord) -> int:
+    return record.ticket
+
+
+def _without(order: Iterable[Segment], taken: list[Extent]) -> Iterator[Segment]:
+    """Those of other nodes than what is taken already."""
+    nodes = [segment.node for segment, _ in taken]
+    return (segment for segment in order if segment.node not in nodes)

@@ -11,8 +11,7 @@ respects its deadline has stopped by then, and so has whatever a transport buffe
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,11 +44,10 @@ class WaitingPut:
 
 
 class Pending:
-    """Grants by token, with their deadlines; and extents in quarantine."""
+    """Grants by token, in the order of their deadlines; and extents in quarantine."""
 
     def __init__(self) -> None:
-        self._by_token: dict[int, PendingPut] = {}
-        self._deadlines: list[tuple[int, int]] = []  # heap of (deadline, token), lazily stale
+        self._by_token: OrderedDict[int, PendingPut] = OrderedDict()
         self._quarantine: deque[tuple[int, list[Extent], int]] = deque()  # (free at, ..., length)
 
     def __len__(self) -> int:
@@ -62,29 +60,29 @@ class Pending:
         return self._by_token.get(token)
 
     def add(self, put: PendingPut) -> None:
+        """Its deadline must not be earlier than that of any other, here and in ``renew``."""
         self._by_token[put.token] = put
-        heapq.heappush(self._deadlines, (put.deadline_ms, put.token))
+
+    def renew(self, put: PendingPut, deadline_ms: int) -> None:
+        put.deadline_ms = deadline_ms
+        self._by_token.move_to_end(put.token)
 
     def pop(self, token: int) -> PendingPut | None:
         return self._by_token.pop(token, None)
 
     def pop_expired(self, now_ms: int) -> Iterator[PendingPut]:
         """Those whose deadline has passed, which are pending no more."""
-        while self._deadlines and self._deadlines[0][0] < now_ms:
-            _, token = heapq.heappop(self._deadlines)
-            put = self._by_token.get(token)
-            if put is None:
-                continue
-            if put.deadline_ms >= now_ms:  # renewed since
-                heapq.heappush(self._deadlines, (put.deadline_ms, token))
-                continue
-            del self._by_token[token]
+        while self._by_token:
+            put = next(iter(self._by_token.values()))
+            if put.deadline_ms >= now_ms:
+                return
+            del self._by_token[put.token]
             yield put
 
     def next_deadline_ms(self) -> int | None:
-        while self._deadlines and self._deadlines[0][1] not in self._by_token:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] + 1 if self._deadlines else None
+        """When the first of them counts as expired."""
+        first = next(iter(self._by_token.values()), None)
+        return None if first is None else first.deadline_ms + 1
 
     def quarantine(self, extents: list[Extent], length: int, until_ms: int) -> None:
         self._quarantine.append((until_ms, extents, length))
@@ -110,3 +108,7 @@ class Pending:
         for _, extents, length in self._quarantine:
             for segment, offset in extents:
                 yield segment, offset, length
+
+    def check_invariants(self) -> None:
+        deadlines = [put.deadline_ms for put in self]
+        assert deadlines == sorted(deadlines)

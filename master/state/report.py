@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Version
+from kvstore.master.state.liveness import Node
 from kvstore.master.state.records import ObjectRecord, Segment
 
 if TYPE_CHECKING:
     from kvstore.master.state.master_state import MasterState
 
 LIST_ROWS_MAX = 10_000
+_POSITION_BITS = 32
 LIST_LOOKED_AT_MAX = 50_000
 """Records that one page may look at (a prefix may match few of them): about 10 ms."""
 
 
 def status(state: MasterState, now_ms: int) -> calls.ClusterStatus:
-    nodes = [
-        calls.NodeStatus(
-            name=node.name,
-            host=node.host,
-            state=state.membership.state_of(node, now_ms),
-            address=next((s.offer.address for s in node.segments if s.offer.address), ""),
-            silent_ms=now_ms - node.heard_ms,
-            segments=[_segment(segment) for segment in node.segments],
-        )
-        for node in state.membership.nodes.values()
-    ]
+    nodes = [_node(state, node, now_ms) for node in state.membership.nodes.values()]
     namespaces = [
         calls.NamespaceStatus(table.name, table.objects, table.size)
         for table in state.forest.namespaces.values()
@@ -45,15 +36,26 @@ def status(state: MasterState, now_ms: int) -> calls.ClusterStatus:
 
 
 def list_objects(state: MasterState, now_ms: int, request: calls.ListObjects) -> calls.Listed:
+    if request.namespace:
+        table = state.forest.table(request.namespace)
+        tables = [] if table is None else [table]
+    else:
+        tables = list(state.forest.namespaces.values())
+    shards = [shard for table in tables for shard in table.shards]
+    # The cursor says which of the dictionaries is next, and how many of its records were seen.
+    first, position = divmod(request.cursor, 1 << _POSITION_BITS)
     limit = max(1, min(request.limit, LIST_ROWS_MAX))
     rows: list[calls.ObjectRow] = []
     looked_at = 0
-    for record in islice(_records(state, request.namespace), request.cursor, None):
-        if len(rows) == limit or looked_at == LIST_LOOKED_AT_MAX:
-            return calls.Listed(rows, request.cursor + looked_at)
-        looked_at += 1
-        if record.key.startswith(request.prefix) and (record.complete or record.writer):
-            rows.append(_row(state, record, now_ms))
+    for index, shard in enumerate(shards[first:], first):
+        for record in islice(shard.values(), position, None):
+            if len(rows) == limit or looked_at == LIST_LOOKED_AT_MAX:
+                return calls.Listed(rows, index << _POSITION_BITS | position)
+            position += 1
+            looked_at += 1
+            if record.key.startswith(request.prefix) and (record.complete or record.writer):
+                rows.append(_row(state, record, now_ms))
+        position = 0
     return calls.Listed(rows, 0)
 
 
@@ -71,20 +73,13 @@ def stat_object(state: MasterState, now_ms: int, request: calls.StatObject) -> c
     )
 
 
-def _records(state: MasterState, namespace: str) -> Iterator[ObjectRecord]:
-    if not namespace:
-        return state.forest.records()
-    table = state.forest.table(namespace)
-    return iter(()) if table is None else iter(table)
-
-
 def _row(state: MasterState, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     if not record.complete:
         described = "being_written"
     else:
         described = "complete" if state.forest.reachable(record) else "detached"
     return calls.ObjectRow(
-        namespace=record.namespace.name,
+        namespace=record.namespace,
         key=record.key,
         size=record.size,
         replicas=sum(segment.alive for segment, _ in record.extents()),
@@ -94,12 +89,24 @@ def _row(state: MasterState, record: ObjectRecord, now_ms: int) -> calls.ObjectR
     )
 
 
+def _node(state: MasterState, node: Node, now_ms: int) -> calls.NodeStatus:
+    segments = state.membership.segments[node.name]
+    return calls.NodeStatus(
+        name=node.name,
+        host=node.host,
+        state=state.membership.state_of(node, now_ms),
+        address=next((s.offer.address for s in segments if s.offer.address), ""),
+        silent_ms=now_ms - node.heard_ms,
+        segments=[_segment(segment) for segment in segments],
+    )
+
+
 def _segment(segment: Segment) -> calls.SegmentStatus:
     allocator = segment.allocator
     return calls.SegmentStatus(
         segment_id=segment.segment_id,
         size=segment.offer.size,
-        used=allocator.end - allocator.start - allocator.free_bytes,
+        used=segment.capacity - allocator.free_bytes,
         largest_free=allocator.largest_free,
         shm_name=segment.offer.shm_name,
     )

@@ -36,11 +36,12 @@ FRAME = st.tuples(
 def feed(reader: FrameReader, data: bytes, step: int | None = None) -> list[Frame]:
     """What ``reader`` makes of ``data``, given to it at most ``step`` bytes at a time."""
     frames = []
-    while data:
+    rest = memoryview(data)
+    while rest:
         space = reader.space()
-        count = min(len(space), len(data), step or len(data))
-        space[:count] = data[:count]
-        data = data[count:]
+        count = min(len(space), len(rest), step or len(rest))
+        space[:count] = rest[:count]
+        rest = rest[count:]
         reader.received(count)
         while (received := reader.next()) is not None:
             frames.append(received)

@@ -6,7 +6,7 @@ import typing
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import calls
@@ -28,6 +28,8 @@ from tests.wire_values import MASTER_MESSAGES, NODE_MESSAGES, REPLIES, REQUESTS
 NAMESPACE = Namespace("default")
 ROWS = list(CALLS.values())
 NAMES = [row.name for row in ROWS]
+# There are some eighty of these tests, so each draws fewer examples than the profile says.
+few = settings(max_examples=max(settings().max_examples // 4, 10))
 by_row = pytest.mark.parametrize("row", ROWS, ids=NAMES)
 
 
@@ -56,6 +58,7 @@ def test_request_messages_have_the_fields_of_their_class(row: Call[Any, Any]) ->
 
 
 @by_row
+@few
 @given(data=st.data())
 def test_a_request_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObject) -> None:
     request = data.draw(REQUESTS[row.request])
@@ -63,6 +66,7 @@ def test_a_request_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObj
 
 
 @by_row
+@few
 @given(data=st.data())
 def test_a_reply_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObject) -> None:
     reply = data.draw(REPLIES[row.reply])
@@ -70,6 +74,7 @@ def test_a_reply_comes_out_as_it_went_in(row: Call[Any, Any], data: st.DataObjec
 
 
 @pytest.mark.parametrize("kind", NODE_MESSAGES, ids=lambda kind: kind.__name__)
+@few
 @given(data=st.data())
 def test_a_node_message_comes_out_as_it_went_in(kind: type, data: st.DataObject) -> None:
     message = data.draw(NODE_MESSAGES[kind])
@@ -78,6 +83,7 @@ def test_a_node_message_comes_out_as_it_went_in(kind: type, data: st.DataObject)
 
 
 @pytest.mark.parametrize("kind", MASTER_MESSAGES, ids=lambda kind: kind.__name__)
+@few
 @given(data=st.data())
 def test_a_master_message_comes_out_as_it_went_in(kind: type, data: st.DataObject) -> None:
     message = data.draw(MASTER_MESSAGES[kind])
@@ -106,6 +112,7 @@ def mangled(data: st.DataObject, valid: bytes) -> bytes:
 
 
 @by_row
+@few
 @given(garbage=st.binary(max_size=200))
 def test_random_bytes_are_refused_or_valid(row: Call[Any, Any], garbage: bytes) -> None:
     only_typed_errors(lambda: messages.decode_request(row, garbage))
@@ -113,6 +120,7 @@ def test_random_bytes_are_refused_or_valid(row: Call[Any, Any], garbage: bytes) 
 
 
 @by_row
+@few
 @given(data=st.data())
 def test_mangled_requests_are_refused_or_valid(row: Call[Any, Any], data: st.DataObject) -> None:
     valid = messages.encode_request(data.draw(REQUESTS[row.request]))
@@ -120,6 +128,7 @@ def test_mangled_requests_are_refused_or_valid(row: Call[Any, Any], data: st.Dat
 
 
 @by_row
+@few
 @given(data=st.data())
 def test_mangled_replies_are_protocol_errors_or_valid(
     row: Call[Any, Any], data: st.DataObject
@@ -160,6 +169,7 @@ def test_a_stream_message_that_says_nothing_known_is_refused(message: bytes) -> 
 
 Keys = common_pb2.Keys
 Column = common_pb2.Column
+Placements = common_pb2.Placements
 
 
 def exists(**keys: Any) -> client_pb2.ExistsRequest:
@@ -298,22 +308,23 @@ def test_a_bad_offer_is_refused(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply",
+    "placements",
     [
-        client_pb2.LookupReply(placements={"sizes": Column(repeats=2**32 - 1)}),
-        client_pb2.LookupReply(placements={"sizes": Column(repeats=2)}),
-        client_pb2.LookupReply(
-            placements={
-                "sizes": Column(repeats=1),
-                "epochs": Column(repeats=1),
-                "counters": Column(repeats=1),
-                "replicas": Column(repeats=1, same=9),
-            }
+        Placements(sizes=Column(repeats=2**32 - 1)),
+        Placements(sizes=Column(repeats=2)),
+        Placements(
+            sizes=Column(repeats=1),
+            epochs=Column(repeats=1),
+            counters=Column(repeats=1),
+            replicas=Column(repeats=1, same=9),
         ),
     ],
     ids=["huge", "columns missing", "too many replicas"],
 )
-def test_a_reply_that_contradicts_itself_is_a_protocol_error(reply: Any) -> None:
+def test_a_reply_that_contradicts_itself_is_a_protocol_error(
+    placements: common_pb2.Placements,
+) -> None:
+    reply = client_pb2.LookupReply(placements=placements)
     with pytest.raises(ProtocolError):
         messages.decode_reply(CALLS[calls.Lookup], reply.SerializeToString())
 

@@ -1,0 +1,384 @@
+"""Both ends of the carriers for tests: a scripted service in a real server, and stubs of one shape.
+
+The server runs in a thread with a loop of its own, so that a test can stop it, start it again on
+the same ports, and look inside between calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from kvstore import calls
+from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
+from kvstore.client.aio_stub import AsyncMasterStub
+from kvstore.client.stub import MasterStub
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import Key, Namespace
+from kvstore.master.carriers import Carriers, Endpoints
+from kvstore.master.lane import LaneSettings
+from kvstore.master.spin import new_event_loop
+from kvstore.wire.frames import Frame, FrameReader, hello
+
+T = TypeVar("T")
+Answer = Reply | Exception | Callable[[Any], Reply | Awaitable[Reply]]
+
+N = Namespace("default")
+KEYS = [Key(b"a" * 32), Key(b"b" * 32)]
+PLACES = calls.Placements([4096, 10], [7, 7], [1, 2], [1, 2], [3, 3, 4], [0, 8192, 64])
+SEGMENT = calls.SegmentInfo(
+    3, "node", "host", 1 << 30, b"u" * 16, "kvstore-x", "h:1", b"t" * 16, 5, 2
+)
+ROW = calls.ObjectRow(N, KEYS[0], 4096, 1, 0, 100, "complete")
+
+SAMPLES: dict[type, tuple[Any, Any]] = {
+    type(request): (request, reply)
+    for request, reply in (
+        (
+            calls.MatchPrefix([N, Namespace("other")], KEYS, placements=True),
+            calls.Matched(
+                7,
+                10_000,
+                [calls.PrefixMatch(2, 0, PLACES), calls.PrefixMatch(0, 1, calls.NO_PLACEMENTS)],
+            ),
+        ),
+        (calls.Lookup(N, KEYS), calls.Found(7, 10_000, PLACES)),
+        (calls.Exists(N, KEYS), calls.Existing(b"\x01\x02")),
+        (
+            calls.PutStart(N, KEYS, [4096, 10], None, True, 1, False, 0, "host"),
+            calls.Grants(7, 30_000, b"\x01\x02", 1, [9], [3], [4096]),
+        ),
+        (calls.PutEnd(7, [9]), calls.PutEnded(b"\x04")),
+        (calls.PutRevoke(7, [9], True), calls.Revoked(1)),
+        (
+            calls.Allocate(4096, 0, "host"),
+            calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096]),
+        ),
+        (calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False), calls.Committed(4)),
+        (
+            calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10]),
+            calls.Renewed(10_000, 30_000, b"\x01\x00", b"\x01"),
+        ),
+        (calls.Remove(N, KEYS), calls.Removed(b"\x01\x00")),
+        (calls.Clear(N, 100), calls.Cleared(2, 0)),
+        (calls.DescribeSegments([3, 4]), calls.Segments([SEGMENT])),
+        (calls.ReportFailure([3]), calls.Reported(1)),
+        (
+            calls.Status(),
+            calls.ClusterStatus(
+                7,
+                "0.1",
+                5,
+                [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
+                [calls.NamespaceStatus(N, 2, 4106)],
+                [("puts", 2)],
+            ),
+        ),
+        (calls.ListObjects(N, b"", 0, 10), calls.Listed([ROW], 0)),
+        (
+            calls.StatObject(N, KEYS[0]),
+            calls.ObjectDetail(
+                ROW,
+                b"",
+                1,
+                calls.Version(7, 1),
+                5,
+                calls.Placements([4096], [7], [1], [1], [3], [0]),
+            ),
+        ),
+    )
+}
+"""One request and its reply for every call but Join."""
+
+
+class ScriptedService:
+    """Answers what it was told to; remembers what it was asked. Runs in the server's thread."""
+
+    def __init__(self, *, epoch: int = 7, lane: bool = True, unix: bool = True) -> None:
+        self.epoch = epoch
+        self.endpoints: Endpoints | None = None
+        self.lane_port: int | None = None
+        """Announced instead of the real one."""
+        self.answers: dict[type, Answer] = {kind: reply for kind, (_, reply) in SAMPLES.items()}
+        self.asked: list[Request] = []
+        self.waiting: list[asyncio.Future[Reply]] = []
+        self.sessions_ended = threading.Event()
+        self.script: Callable[[AsyncIterator[NodeMessage]], AsyncIterator[MasterMessage]] = beats
+        self._lane = lane
+        self._unix = unix
+        self._changed = threading.Condition()
+
+    def call(self, request: Request) -> Reply | Awaitable[Reply]:
+        with self._changed:
+            self.asked.append(request)
+            self._changed.notify_all()
+        if isinstance(request, calls.Join):
+            return self._joined()
+        answer = self.answers[type(request)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(request) if callable(answer) else answer
+
+    def _joined(self) -> calls.Joined:
+        assert self.endpoints is not None
+        _, _, port, unix, token = self.endpoints
+        port = port if self.lane_port is None else self.lane_port
+        return calls.Joined(
+            self.epoch,
+            port if self._lane else 0,
+            unix if self._lane and self._unix else "",
+            token,
+            10_000,
+            30_000,
+            "0.1",
+        )
+
+    def wait(self, request: Request) -> Awaitable[Reply]:
+        """An answer: keeps the caller waiting for ``Server.release``."""
+        waiting: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        waiting.add_done_callback(lambda _: self._notify())
+        self.waiting.append(waiting)
+        self._notify()
+        return waiting
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Waits in the test's thread for something that the service will see."""
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout_s), "it did not happen"
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(request, kind) for request in self.asked)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    async def node_session(
+        self, incoming: AsyncIterator[NodeMessage]
+    ) -> AsyncIterator[MasterMessage]:
+        try:
+            async for message in self.script(incoming):
+                yield message
+        finally:
+            self.sessions_ended.set()
+
+
+async def beats(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
+    async for message in incoming:
+        if isinstance(message, calls.NodeJoin):
+            yield calls.MasterAccepted(7, 500, 6_000, list(range(len(message.segments))))
+        elif isinstance(message, calls.NodeBeat):
+            yield calls.MasterBeat(message.number)
+        elif isinstance(message, calls.NodeWiped):
+            raise InvalidArgumentError("no such order", order=message.order)
+        else:
+            return
+
+
+class Server:
+    """A ``Carriers`` in a thread. Entering starts it; ``restart`` is on the same ports."""
+
+    def __init__(
+        self, service: ScriptedService, *, settings: LaneSettings | None = None, spin_us: int = 0
+    ) -> None:
+        self.service = service
+        self.settings = settings
+        self.endpoints: Endpoints
+        self.carriers: Carriers
+        self._spin_us = spin_us
+        self._ports = (0, 0)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._stopping: asyncio.Event
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._ports[0]}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="server")
+        self._thread.start()
+        assert ready.wait(20), "the server does not start"
+        self.endpoints = self.service.endpoints  # type: ignore[assignment]  # set before ready
+        self._ports = self.endpoints.port, self.endpoints.lane_port
+
+    def stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            thread.join(20)
+            assert not thread.is_alive(), "the server does not stop"
+
+    def restart(self, *, epoch: int) -> None:
+        self.stop()
+        self.service.epoch = epoch
+        self.start()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """``work()`` in the server's thread."""
+
+        async def do() -> T:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(do(), self._loop).result(10)
+
+    def release(self, reply: Reply | Exception, index: int = 0) -> None:
+        """Ends the wait of a call that ``ScriptedService.wait`` holds."""
+
+        def do() -> None:
+            waiting = self.service.waiting.pop(index)
+            if isinstance(reply, Exception):
+                waiting.set_exception(reply)
+            else:
+                waiting.set_result(reply)
+
+        self.run(do)
+
+    def _run(self, ready: threading.Event) -> None:
+        with asyncio.Runner(loop_factory=lambda: new_event_loop(self._spin_us)) as runner:
+            runner.run(self._serve(ready))
+
+    async def _serve(self, ready: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self.carriers = Carriers(self.service, lane_settings=self.settings)
+        self.service.endpoints = await self.carriers.bind("127.0.0.1", *self._ports)
+        await self.carriers.start()
+        ready.set()
+        await self._stopping.wait()
+        await self.carriers.stop(0.0)
+
+
+class Caller(Protocol):
+    """A stub, sync or async, as tests use it."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def call(self, request: Request, timeout_s: float = 10.0) -> Reply: ...
+
+    def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
+        """All at once; each result is a reply or the error raised."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SyncCaller:
+    def __init__(self, address: str, **options: Any) -> None:
+        self.stub = MasterStub(address, host="host", name="test", **options)
+
+    @property
+    def epoch(self) -> int:
+        return self.stub.epoch
+
+    def call(self, request: Request, timeout_s: float = 10.0) -> Reply:
+        return self.stub.call(request, time.monotonic() + timeout_s)
+
+    def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
+        def one(request: Request) -> Any:
+            try:
+                return self.call(request, timeout_s)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(one, requests))
+
+    def close(self) -> None:
+        self.stub.close()
+
+
+class AsyncCaller:
+    """Drives the asynchronous stub in a loop of its own, in a thread of its own."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        options.pop("spin_us", None)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="caller")
+        self._thread.start()
+
+        async def make() -> AsyncMasterStub:
+            return AsyncMasterStub(address, host="host", name="test", **options)
+
+        self.stub = self._wait(make(), 5.0)
+
+    def _wait(self, work: Any, timeout_s: float) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s + 10)
+
+    @property
+    def epoch(self) -> int:
+        return int(self.stub.epoch)
+
+    def call(self, request: Request, timeout_s: float = 10.0) -> Reply:
+        reply: Reply = self._wait(self.stub.call(request, time.monotonic() + timeout_s), timeout_s)
+        return reply
+
+    def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
+        async def gather() -> list[Any]:
+            deadline = time.monotonic() + timeout_s
+            calling = (self.stub.call(request, deadline) for request in requests)
+            return await asyncio.gather(*calling, return_exceptions=True)
+
+        results: list[Any] = self._wait(gather(), timeout_s)
+        return results
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._wait(self.stub.close(), 5.0)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+
+
+class RawLane:
+    """A socket on the lane that speaks frames, or what it likes."""
+
+    def __init__(self, endpoints: Endpoints, *, token: bytes | None = None) -> None:
+        self.sock = socket.create_connection((endpoints.host, endpoints.lane_port), timeout=10)
+        self.reader = FrameReader()
+        if token is not None:
+            self.sock.sendall(hello(token))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def next(self) -> Frame | None:
+        """The next frame; None at the end of the stream."""
+        while (received := self.reader.next()) is None:
+            try:
+                count = self.sock.recv_into(self.reader.space())
+            except ConnectionResetError:
+                return None
+            if not count:
+                return None
+            self.reader.received(count)
+        return received
+
+    def reset(self) -> None:
+        """Closes with a RST."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.sock.close()

@@ -1,0 +1,730 @@
+"""What holds for every carrier and both stubs, and what strangers cannot do to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvstore import calls
+from kvstore.errors import (
+    AddressInUseError,
+    BatchTooLargeError,
+    BusyError,
+    ClosedError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidKeyError,
+    KVStoreError,
+    MasterUnreachableError,
+    NoSpaceError,
+    StartupError,
+    UsageError,
+)
+from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, Key, Namespace
+from kvstore.master.carriers import Carriers
+from kvstore.master.lane import LaneSettings
+from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, frame
+from kvstore.wire.messages import encode_request
+from kvstore.wire.status import decode_error
+from tests.conformance.carrier_peers import (
+    KEYS,
+    SAMPLES,
+    AsyncCaller,
+    Caller,
+    N,
+    RawLane,
+    ScriptedService,
+    Server,
+    SyncCaller,
+)
+
+CARRIERS = ("lane-unix", "lane-tcp", "grpc")
+CALLERS: dict[str, Any] = {"sync": SyncCaller, "async": AsyncCaller}
+EXISTS, EXISTING = SAMPLES[calls.Exists]
+PUT_START, GRANTS = SAMPLES[calls.PutStart]
+
+
+def service_for(carrier: str) -> ScriptedService:
+    return ScriptedService(lane=carrier != "grpc", unix=carrier == "lane-unix")
+
+
+@pytest.fixture(params=CARRIERS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with Server(service_for(request.param)) as server:
+        yield server
+
+
+@pytest.fixture(params=CALLERS)
+def caller(request: pytest.FixtureRequest, server: Server) -> Iterator[Caller]:
+    with contextlib.closing(CALLERS[request.param](server.address)) as caller:
+        yield caller
+
+
+@pytest.fixture
+def lane_server() -> Iterator[Server]:
+    with Server(ScriptedService()) as server:
+        yield server
+
+
+# --- every carrier, every stub -----------------------------------------------------------------
+
+
+def test_every_call_is_answered(server: Server, caller: Caller) -> None:
+    for request, reply in SAMPLES.values():
+        assert caller.call(request) == reply
+        assert server.service.asked[-1] == request
+    assert server.service.count(calls.Join) == 1
+    stats = server.carriers.call_stats
+    assert all(stats[kind.__name__].count == 1 for kind in SAMPLES)
+    assert stats["Exists"].total_us > 0
+
+
+def test_calls_take_the_carrier_that_they_should(server: Server, caller: Caller) -> None:
+    caller.call(EXISTS)
+    lane = server.service._lane
+    assert server.run(lambda: server.carriers.lane_stats.accepted) == (1 if lane else 0)
+
+
+def test_an_error_arrives_as_it_was_raised(server: Server, caller: Caller) -> None:
+    error = NoSpaceError("full", advice="Wait.", missing_bytes=2**40, node="n")
+    server.service.answers[calls.PutStart] = error
+    with pytest.raises(NoSpaceError) as caught:
+        caller.call(PUT_START)
+    assert type(caught.value) is NoSpaceError
+    assert str(caught.value) == "full. Wait."
+    assert caught.value.fields == {"missing_bytes": 2**40, "node": "n"}
+    assert caller.call(EXISTS) == EXISTING
+    assert server.carriers.call_stats["PutStart"].errors == 1
+
+
+def test_a_bug_of_the_master_is_an_internal_error(
+    server: Server, caller: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.service.answers[calls.Exists] = ZeroDivisionError("a bug")
+    with pytest.raises(InternalError):
+        caller.call(EXISTS)
+    server.service.answers[calls.Exists] = calls.Existing([300])  # cannot be encoded
+    with pytest.raises(InternalError):
+        caller.call(EXISTS)
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    assert all(record.exc_info for record in errors)
+    server.service.answers[calls.Exists] = EXISTING
+    assert caller.call(EXISTS) == EXISTING
+
+
+def test_what_cannot_be_sent_is_refused_before_it_is_sent(server: Server, caller: Caller) -> None:
+    with pytest.raises(InvalidKeyError):
+        caller.call(calls.Exists(N, [Key(b"")]))
+    with pytest.raises(UsageError):
+        caller.call(calls.PutEnd(7, [-1]))
+    assert server.service.asked == []
+
+
+def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:
+    with pytest.raises(UsageError):
+        caller.call(calls.Exists(Namespace(""), KEYS))
+
+
+def test_a_reply_may_wait(server: Server, caller: Caller) -> None:
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+    releasing = threading.Thread(
+        target=lambda: (service.until(lambda: bool(service.waiting)), server.release(GRANTS))
+    )
+    releasing.start()
+    assert caller.call(PUT_START) == GRANTS
+    releasing.join()
+
+
+def test_an_error_may_wait(server: Server, caller: Caller) -> None:
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+    releasing = threading.Thread(
+        target=lambda: (
+            service.until(lambda: bool(service.waiting)),
+            server.release(NoSpaceError("still full")),
+        )
+    )
+    releasing.start()
+    with pytest.raises(NoSpaceError):
+        caller.call(PUT_START)
+    releasing.join()
+
+
+def test_replies_may_come_in_any_order(server: Server, caller: Caller) -> None:
+    """Waiting calls hold up no others, and each caller gets its own reply."""
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+    requests = [PUT_START._replace(wait_ms=i) for i in range(5)]
+
+    def release() -> None:
+        service.until(lambda: len(service.waiting) == 5)
+        order = [
+            request.wait_ms for request in service.asked if isinstance(request, calls.PutStart)
+        ]
+        while service.waiting:
+            server.release(GRANTS._replace(deadline_ms=order.pop()), index=-1)
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    results = caller.all([*requests, EXISTS])
+    releasing.join()
+    assert [result.deadline_ms for result in results[:5]] == [0, 1, 2, 3, 4]
+    assert results[5] == EXISTING
+
+
+def test_the_largest_batch(server: Server, caller: Caller) -> None:
+    keys = [Key(i.to_bytes(4, "big") * 64) for i in range(BATCH_KEYS_MAX)]
+    rows = len(keys)
+    places = calls.Placements(
+        [4096] * rows, [7] * rows, list(range(rows)), [1] * rows, [3] * rows, list(range(rows))
+    )
+    server.service.answers[calls.Lookup] = calls.Found(7, 1, places)
+    assert caller.call(calls.Lookup(N, keys)) == calls.Found(7, 1, places)
+    (asked,) = [request for request in server.service.asked if isinstance(request, calls.Lookup)]
+    assert asked.keys == keys
+
+
+def test_a_reply_that_is_too_large_is_an_error(server: Server, caller: Caller) -> None:
+    server.service.answers[calls.Exists] = calls.Existing(bytes(FRAME_BYTES_MAX))
+    with pytest.raises(BatchTooLargeError):
+        caller.call(EXISTS)
+    server.service.answers[calls.Exists] = EXISTING
+    assert caller.call(EXISTS) == EXISTING
+
+
+def test_many_callers_at_once(server: Server, caller: Caller) -> None:
+    server.service.answers[calls.Exists] = lambda request: calls.Existing(bytes(len(request.keys)))
+    requests = [calls.Exists(N, [KEYS[0]] * i) for i in range(60)]
+    assert [len(result.presence) for result in caller.all(requests)] == list(range(60))
+
+
+def test_a_call_ends_at_its_deadline(server: Server, caller: Caller) -> None:
+    service = server.service
+    caller.call(EXISTS)
+    service.answers[calls.PutStart] = service.wait
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        caller.call(PUT_START, timeout_s=0.2)
+    assert 0.19 < time.monotonic() - started < 2
+    service.until(service.waiting[0].done)
+    assert service.waiting[0].cancelled(), "the master goes on for nobody"
+    assert caller.call(EXISTS) == EXISTING
+
+
+def test_a_deadline_in_the_past_sends_nothing(server: Server, caller: Caller) -> None:
+    with pytest.raises(DeadlineExceededError):
+        caller.call(EXISTS, timeout_s=-1.0)
+    assert server.service.count(calls.Exists) == 0
+
+
+def test_a_restarted_master_is_joined_anew(server: Server, caller: Caller) -> None:
+    assert caller.call(EXISTS) == EXISTING
+    assert caller.epoch == 7
+    server.restart(epoch=8)
+    assert caller.call(EXISTS) == EXISTING
+    assert caller.epoch == 8
+
+
+def test_a_call_under_way_survives_a_restart(server: Server, caller: Caller) -> None:
+    """Also one that must not be done twice: the new epoch says that the first time is void."""
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+
+    def restart() -> None:
+        service.until(lambda: bool(service.waiting))
+        service.answers[calls.PutStart] = GRANTS
+        server.restart(epoch=8)
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    assert caller.call(PUT_START) == GRANTS
+    restarting.join()
+    assert caller.epoch == 8
+
+
+def test_a_call_that_may_have_been_done_is_not_sent_twice(server: Server, caller: Caller) -> None:
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+
+    def restart() -> None:
+        service.until(lambda: bool(service.waiting))
+        service.answers[calls.PutStart] = GRANTS
+        server.restart(epoch=7)  # as if only the connection had broken
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    with pytest.raises(MasterUnreachableError) as caught:
+        caller.call(PUT_START)
+    restarting.join()
+    assert caught.value.fields["sent"] == 1
+    assert caller.call(EXISTS) == EXISTING
+
+
+def test_a_master_that_is_not_there(caller: Caller, server: Server) -> None:
+    server.stop()
+    with pytest.raises(MasterUnreachableError) as caught:
+        caller.call(EXISTS, timeout_s=0.3)
+    assert caught.value.fields["addresses"] == server.address
+    assert "kvstore-master --port" in str(caught.value)
+    server.start()
+    assert caller.call(EXISTS) == EXISTING
+
+
+def test_a_closed_stub_raises(caller: Caller) -> None:
+    caller.call(EXISTS)
+    caller.close()
+    if isinstance(caller, SyncCaller):
+        with pytest.raises(ClosedError):
+            caller.call(EXISTS)
+        caller.close()
+
+
+def test_joins_are_told(server: Server) -> None:
+    epochs: list[int] = []
+    caller = SyncCaller(server.address, on_join=lambda joined: epochs.append(joined.epoch))
+    with contextlib.closing(caller):
+        assert caller.stub.join(time.monotonic() + 10).epoch == 7
+        caller.call(EXISTS)
+        server.restart(epoch=8)
+        results = caller.all([EXISTS] * 16)
+        assert results == [EXISTING] * 16
+    assert epochs == [7, 8], "sixteen threads found it gone, one joined"
+
+
+def test_closing_ends_calls_under_way(server: Server) -> None:
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+    caller = SyncCaller(server.address)
+    closing = threading.Thread(
+        target=lambda: (service.until(lambda: bool(service.waiting)), caller.close())
+    )
+    closing.start()
+    with pytest.raises(ClosedError):
+        caller.call(PUT_START)
+    closing.join()
+
+
+def test_closing_an_async_stub_ends_calls_under_way(server: Server) -> None:
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+    caller = AsyncCaller(server.address)
+    closing = threading.Thread(
+        target=lambda: (
+            service.until(lambda: bool(service.waiting)),
+            caller._wait(caller.stub.close(), 5.0),
+        )
+    )
+    closing.start()
+    with contextlib.closing(caller), pytest.raises(ClosedError):
+        caller.call(PUT_START)
+    closing.join()
+
+
+def test_a_cancelled_call_is_cancelled_at_the_master(server: Server) -> None:
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+    caller = AsyncCaller(server.address)
+    with contextlib.closing(caller):
+        calling = asyncio.run_coroutine_threadsafe(
+            caller.stub.call(PUT_START, time.monotonic() + 10), caller._loop
+        )
+        service.until(lambda: bool(service.waiting))
+        calling.cancel()
+        service.until(service.waiting[0].done)
+        assert caller.call(EXISTS) == EXISTING
+
+
+# --- a lane that cannot be reached -------------------------------------------------------------
+
+
+@pytest.fixture(params=["refused", "silent"])
+def dead_port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A port where nobody listens, or where connections are taken and nobody speaks."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        if request.param == "refused":
+            sock.close()
+        yield port
+
+
+@pytest.mark.parametrize("kind", CALLERS)
+def test_a_blocked_lane_costs_one_warning(
+    kind: str, dead_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = ScriptedService(unix=False)
+    service.lane_port = dead_port
+    with Server(service) as server, contextlib.closing(CALLERS[kind](server.address)) as caller:
+        for _ in range(3):
+            assert caller.call(EXISTS, timeout_s=1.0) == EXISTING
+    warnings = [r.getMessage() for r in caplog.records if r.name == "kvstore.client"]
+    assert len(warnings) == 1
+    assert f":{dead_port}" in warnings[0]
+
+
+@pytest.mark.parametrize("kind", CALLERS)
+def test_a_full_lane_is_no_obstacle(kind: str) -> None:
+    settings = LaneSettings(connections_max=1)
+    with Server(ScriptedService(), settings=settings) as server:
+        with RawLane(server.endpoints, token=server.endpoints.lane_token) as first:
+            assert first.next() is not None
+            with contextlib.closing(CALLERS[kind](server.address)) as caller:
+                assert caller.call(EXISTS) == EXISTING
+        assert server.run(lambda: server.carriers.lane_stats.refused) >= 1
+
+
+def test_a_stub_without_lane_uses_none(lane_server: Server) -> None:
+    with contextlib.closing(SyncCaller(lane_server.address, lane=False)) as caller:
+        assert caller.call(EXISTS) == EXISTING
+    assert lane_server.carriers.lane_stats.accepted == 0
+
+
+def test_the_second_of_two_masters_is_found(lane_server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with contextlib.closing(SyncCaller(f"127.0.0.1:{port},{lane_server.address}")) as caller:
+        assert caller.call(EXISTS) == EXISTING
+        assert caller.call(calls.Status()) == SAMPLES[calls.Status][1]
+
+
+# --- a process that stops ----------------------------------------------------------------------
+
+STOPPABLE = """
+import sys
+from tests.conformance.carrier_peers import ScriptedService, Server
+with Server(ScriptedService(lane=sys.argv[1] == "lane")) as server:
+    print(server.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("carrier", ["lane", "grpc"])
+def test_a_stopped_master_costs_no_more_than_the_deadline(carrier: str) -> None:
+    command = [sys.executable, "-c", STOPPABLE, carrier]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            caller = SyncCaller(process.stdout.readline().strip())
+            with contextlib.closing(caller):
+                assert caller.call(EXISTS) == EXISTING
+                os.kill(process.pid, signal.SIGSTOP)
+                for _ in range(2):
+                    started = time.monotonic()
+                    with pytest.raises(DeadlineExceededError):
+                        caller.call(EXISTS, timeout_s=0.3)
+                    assert 0.29 < time.monotonic() - started < 1.5
+                os.kill(process.pid, signal.SIGCONT)
+                assert caller.call(EXISTS) == EXISTING
+        finally:
+            process.kill()
+
+
+# --- strangers on the lane ---------------------------------------------------------------------
+
+
+def refused(server: Server) -> int:
+    return server.run(lambda: server.carriers.lane_stats.refused)
+
+
+def still_serves(server: Server) -> None:
+    with contextlib.closing(SyncCaller(server.address)) as caller:
+        assert caller.call(EXISTS) == EXISTING
+
+
+def call_frame(call_id: int, request: Any = EXISTS) -> bytes:
+    name = type(request).__name__.encode()
+    return frame(call_id, CALL, name, encode_request(request))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_bytes_close_the_lane(lane_server: Server, seed: int) -> None:
+    rng = random.Random(seed)
+    with RawLane(lane_server.endpoints) as raw:
+        # A length below the bound may wait for more bytes, so send as many as the bound.
+        with contextlib.suppress(OSError):
+            raw.sock.sendall(rng.randbytes(1_000))
+        while raw.next() is not None:
+            pass
+    assert refused(lane_server) == 1
+    still_serves(lane_server)
+
+
+@pytest.mark.parametrize("greeted", [False, True])
+def test_a_claim_of_4_gib_is_refused_at_once(lane_server: Server, greeted: bool) -> None:
+    token = lane_server.endpoints.lane_token if greeted else None
+    with RawLane(lane_server.endpoints, token=token) as raw:
+        if greeted:
+            assert raw.next() == (0, REPLY, b"", b"")
+        raw.sock.sendall(struct.pack("<I", 2**32 - 1))
+        answer = raw.next()
+        assert answer is not None
+        assert answer[1] == ERROR
+        assert "4294967295 bytes" in decode_error(answer[3]).message
+        assert raw.next() is None
+    assert refused(lane_server) == 1
+    still_serves(lane_server)
+
+
+def test_a_wrong_token_is_refused(lane_server: Server) -> None:
+    with RawLane(lane_server.endpoints, token=b"wrong" * 3) as raw:
+        raw.sock.sendall(call_frame(1))
+        answer = raw.next()
+        if answer is not None:  # a RST for the unread call may overtake it
+            assert decode_error(answer[3]).code == "permission_denied"
+        assert raw.next() is None
+    assert lane_server.service.asked == []
+    assert refused(lane_server) == 1
+
+
+def test_no_call_is_answered_before_the_hello(lane_server: Server) -> None:
+    with RawLane(lane_server.endpoints) as raw:
+        raw.sock.sendall(call_frame(1))
+        answer = raw.next()
+        assert answer is not None
+        assert answer[1] == ERROR
+        assert raw.next() is None
+    assert lane_server.service.asked == []
+
+
+def test_a_silent_connection_is_closed() -> None:
+    settings = LaneSettings(hello_timeout_s=0.05)
+    with Server(ScriptedService(), settings=settings) as server, RawLane(server.endpoints) as raw:
+        answer = raw.next()
+        assert answer is not None
+        assert decode_error(answer[3]).code == "protocol"
+        assert raw.next() is None
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_half_a_frame_and_gone(lane_server: Server, reset: bool) -> None:
+    raw = RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token)
+    with raw:
+        assert raw.next() is not None
+        raw.sock.sendall(call_frame(1)[:-3])
+        if reset:
+            raw.reset()
+    still_serves(lane_server)
+    assert lane_server.service.count(calls.Exists) == 1
+
+
+def test_frames_in_pieces_are_answered(lane_server: Server) -> None:
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        raw.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in call_frame(5):
+            raw.sock.send(bytes([byte]))
+        assert raw.next() == (0, REPLY, b"", b"")
+        answer = raw.next()
+        assert answer is not None
+        assert answer[:2] == (5, REPLY)
+
+
+def test_many_calls_in_one_piece_are_answered_in_order(lane_server: Server) -> None:
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        raw.sock.sendall(b"".join(call_frame(i) for i in range(1, 1_001)))
+        assert raw.next() == (0, REPLY, b"", b"")
+        answers = [raw.next() for _ in range(1_000)]
+        assert [answer[0] for answer in answers if answer is not None] == list(range(1, 1_001))
+
+
+@pytest.mark.parametrize(
+    ("name", "payload"), [(b"Nonsense", b""), (b"Exists", b"\xff\xff\xff"), (b"\xff" * 255, b"")]
+)
+def test_a_call_that_cannot_be_read_is_answered_with_an_error(
+    lane_server: Server, name: bytes, payload: bytes
+) -> None:
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        assert raw.next() is not None
+        raw.sock.sendall(frame(3, CALL, name, payload) + call_frame(4))
+        answer = raw.next()
+        assert answer is not None
+        assert answer[:2] == (3, ERROR)
+        assert decode_error(answer[3]).code == "protocol"
+        after = raw.next()
+        assert after is not None
+        assert after[:2] == (4, REPLY)
+
+
+@pytest.mark.parametrize("kind", [0, 1, REPLY, ERROR, 99])
+def test_a_frame_that_clients_do_not_send_ends_the_connection(
+    lane_server: Server, kind: int
+) -> None:
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        assert raw.next() is not None
+        raw.sock.sendall(call_frame(1) + frame(2, kind, b"", b""))
+        answers = [raw.next() for _ in range(3)]
+        assert answers[0] is not None
+        assert answers[0][:2] == (1, REPLY)
+        assert answers[1] is not None
+        assert answers[1][1] == ERROR
+        assert answers[2] is None
+
+
+def test_calls_that_wait_are_bounded_per_connection() -> None:
+    service = ScriptedService()
+    service.answers[calls.PutStart] = service.wait
+    with Server(service, settings=LaneSettings(calls_max=2)) as server:
+        with RawLane(server.endpoints, token=server.endpoints.lane_token) as raw:
+            assert raw.next() is not None
+            raw.sock.sendall(b"".join(call_frame(i, PUT_START) for i in (1, 2, 3)))
+            service.until(lambda: len(service.waiting) == 2)
+            still_serves(server)  # others are served meanwhile; the third call is not looked at
+            assert service.count(calls.PutStart) == 2
+            server.release(GRANTS)
+            answer = raw.next()
+            assert answer is not None
+            assert answer[:2] == (1, REPLY)
+            service.until(lambda: len(service.waiting) == 2)
+            raw.sock.sendall(frame(2, CANCEL, b"", b"") * 2 + frame(77, CANCEL, b"", b""))
+            server.release(GRANTS, index=1)
+            answer = raw.next()
+            assert answer is not None
+            assert answer[:2] == (3, REPLY)
+
+
+def test_a_call_id_in_use_ends_the_connection(lane_server: Server) -> None:
+    service = lane_server.service
+    service.answers[calls.PutStart] = service.wait
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        assert raw.next() is not None
+        raw.sock.sendall(call_frame(1, PUT_START) * 2)
+        answer = raw.next()
+        assert answer is not None
+        assert answer[1] == ERROR
+        assert raw.next() is None
+    service.until(lambda: all(waiting.done() for waiting in service.waiting))
+
+
+def test_calls_of_a_client_that_is_gone_are_cancelled(lane_server: Server) -> None:
+    service = lane_server.service
+    service.answers[calls.PutStart] = service.wait
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        raw.sock.sendall(call_frame(1, PUT_START))
+        service.until(lambda: bool(service.waiting))
+    service.until(service.waiting[0].done)
+    assert service.waiting[0].cancelled()
+
+
+def test_a_client_that_does_not_read_is_cut() -> None:
+    service = ScriptedService()
+    service.answers[calls.Exists] = calls.Existing(bytes(1 << 20))
+    with Server(service, settings=LaneSettings(stall_timeout_s=0.1)) as server:
+        with RawLane(server.endpoints, token=server.endpoints.lane_token) as raw:
+            assert raw.next() is not None
+            raw.sock.setblocking(False)
+            deadline = time.monotonic() + 10
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < deadline:
+                    with contextlib.suppress(BlockingIOError):
+                        raw.sock.send(call_frame(1))
+        assert server.run(lambda: server.carriers.lane_stats.stalled) == 1
+        # Reading stopped long before: the replies that were computed are those that fit.
+        assert service.count(calls.Exists) < 100
+        still_serves_with(server, service)
+
+
+def still_serves_with(server: Server, service: ScriptedService) -> None:
+    service.answers[calls.Exists] = EXISTING
+    still_serves(server)
+
+
+def test_a_client_that_reads_late_gets_everything() -> None:
+    service = ScriptedService()
+    service.answers[calls.Exists] = calls.Existing(bytes(1 << 20))
+    with Server(service) as server:
+        with RawLane(server.endpoints, token=server.endpoints.lane_token) as raw:
+            assert raw.next() is not None
+            raw.sock.sendall(b"".join(call_frame(i) for i in range(1, 41)))
+            answers = [raw.next() for _ in range(40)]
+            assert [answer[0] for answer in answers if answer is not None] == list(range(1, 41))
+
+
+def test_too_many_connections_are_told_so() -> None:
+    with Server(ScriptedService(), settings=LaneSettings(connections_max=2)) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                raw = stack.enter_context(
+                    RawLane(server.endpoints, token=server.endpoints.lane_token)
+                )
+                assert raw.next() is not None
+            third = stack.enter_context(RawLane(server.endpoints))
+            answer = third.next()
+            assert answer is not None
+            assert type(decode_error(answer[3])) is BusyError
+            assert third.next() is None
+        still_serves(server)
+
+
+# --- strangers on gRPC's port ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, os.urandom(300), b""], ids=len
+)
+def test_random_bytes_on_the_grpc_port(lane_server: Server, garbage: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", lane_server.endpoints.port)) as sock:
+        sock.sendall(garbage)
+    still_serves(lane_server)
+
+
+def test_a_stranger_who_answers_is_no_master() -> None:
+    """Something else listens on the master's port."""
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = sock.accept()
+                with peer:
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        caller = SyncCaller(f"127.0.0.1:{sock.getsockname()[1]}")
+        with contextlib.closing(caller), pytest.raises(KVStoreError):
+            caller.call(EXISTS, timeout_s=0.5)
+        sock.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+# --- taking the ports --------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said(lane_server: Server) -> None:
+    endpoints = lane_server.endpoints
+
+    async def bind(port: int, lane_port: int, host: str = "127.0.0.1") -> None:
+        carriers = Carriers(ScriptedService())
+        try:
+            await carriers.bind(host, port, lane_port)
+        finally:
+            await carriers.stop()
+
+    async def scenario() -> None:
+        with pytest.raises(AddressInUseError) as caught:
+            await bind(endpoints.port, 0)
+        assert caught.value.fields["port"] == endpoints.port
+        with pytest.raises(AddressInUseError) as caught:
+            await bind(0, endpoints.lane_port)
+        assert caught.value.fields["port"] == endpoints.lane_port
+        with pytest.raises(StartupError):
+            await bind(0, 0, host="192.0.2.1")
+        await bind(0, 0)
+
+    lane_server.run(lambda: None)
+    asyncio.run_coroutine_threadsafe(scenario(), lane_server._loop).result(20)
+    still_serves(lane_server)

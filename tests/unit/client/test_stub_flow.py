@@ -1,0 +1,371 @@
+"""When a call is sent again and when it is given up, without a socket and with its own clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore import calls
+from kvstore.calls import Joined
+from kvstore.client.stub_flow import (
+    BACKOFF_FIRST_S,
+    BACKOFF_MAX_S,
+    LANE_REFUSALS_MAX,
+    LANE_RETRY_S,
+    LANE_SILENT_RETRY_S,
+    CarrierBrokenError,
+    Flow,
+    JoinAt,
+    LaneRefusedError,
+    LaneUnreachableError,
+    Link,
+    OnGrpc,
+    OnLane,
+    Pause,
+    Step,
+    call_flow,
+    late,
+    parse_addresses,
+)
+from kvstore.errors import (
+    BusyError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    KVStoreError,
+    MasterUnreachableError,
+    NoSpaceError,
+    PermissionDeniedError,
+)
+from kvstore.wire.messages import CALLS
+
+EXISTS = CALLS[calls.Exists]
+PUT_START = CALLS[calls.PutStart]
+STATUS = CALLS[calls.Status]
+IDEMPOTENT = {
+    "Join", "MatchPrefix", "Lookup", "Exists", "Renew", "Remove", "Clear", "DescribeSegments",
+    "ReportFailure", "Status", "ListObjects", "StatObject",
+}  # fmt: skip
+
+
+class World:
+    """A clock, a link, and a master that can be there or not."""
+
+    def __init__(self, address: str = "m:1", *, lane: bool = True) -> None:
+        self.now = 100.0
+        self.epoch = 1
+        self.link = Link(address, lane=lane, rng=random.Random(1))
+        self.story: list[str] = []
+
+    def joined(self) -> Joined:
+        return Joined(self.epoch, 5, "", b"token%d" % self.epoch, 1, 1, "0")
+
+    def run(
+        self,
+        call: Any,
+        answer: Callable[[Step], bytes | Exception],
+        *,
+        timeout_s: float = 10.0,
+        broken: CarrierBrokenError | None = None,
+    ) -> bytes:
+        """Drives a flow; ``answer`` says what comes of each step."""
+        flow: Flow = call_flow(self.link, call, self.now + timeout_s, lambda: self.now, broken)
+        try:
+            step = next(flow)
+            for _ in range(10_000):
+                outcome = self._do(step, answer)
+                if isinstance(outcome, Exception):
+                    step = flow.throw(outcome)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]  # bytes, by the type of Flow
+        raise AssertionError("the flow does not end")
+
+    def _do(self, step: Step, answer: Callable[[Step], bytes | Exception]) -> bytes | Exception:
+        self.now += 0.001
+        if isinstance(step, Pause):
+            assert step.seconds > 0
+            self.now += step.seconds
+            return b""
+        outcome = answer(step)
+        self.story.append(type(step).__name__ + ("!" if isinstance(outcome, Exception) else ""))
+        if isinstance(step, JoinAt) and not isinstance(outcome, Exception):
+            self.link.accept(self.joined())
+        return outcome
+
+
+def script(*outcomes: bytes | Exception) -> Callable[[Step], bytes | Exception]:
+    rest = list(outcomes)
+    return lambda step: rest.pop(0)
+
+
+def gone(*, sent: bool = False) -> CarrierBrokenError:
+    return CarrierBrokenError("connection refused", sent=sent)
+
+
+def test_the_first_call_joins_and_takes_the_lane() -> None:
+    world = World()
+    assert world.run(EXISTS, script(b"", b"reply")) == b"reply"
+    assert world.run(EXISTS, script(b"again")) == b"again"
+    assert world.story == ["JoinAt", "OnLane", "OnLane"]
+
+
+def test_a_call_of_operators_needs_no_join() -> None:
+    world = World()
+    assert world.run(STATUS, script(b"reply")) == b"reply"
+    assert world.story == ["OnGrpc"]
+
+
+def test_without_a_call_the_flow_only_joins() -> None:
+    world = World()
+    world.run(None, script(b""))
+    assert world.story == ["JoinAt"]
+    assert world.link.current
+
+
+@pytest.mark.parametrize("row", CALLS.values(), ids=lambda row: row.name)
+def test_what_may_be_sent_twice(row: Any) -> None:
+    assert row.idempotent == (row.name in IDEMPOTENT)
+
+
+def test_an_idempotent_call_is_sent_again_after_a_new_join() -> None:
+    world = World()
+    world.run(EXISTS, script(b"", b"reply"))
+    assert world.run(EXISTS, script(gone(sent=True), b"", b"reply")) == b"reply"
+    assert world.story[2:] == ["OnLane!", "JoinAt", "OnLane"]
+
+
+def test_an_unsent_call_is_sent_again_whatever_it_is() -> None:
+    world = World()
+    assert world.run(PUT_START, script(b"", gone(sent=False), b"", b"reply")) == b"reply"
+
+
+def test_a_call_that_the_same_master_may_have_done_is_not_sent_again() -> None:
+    world = World()
+    with pytest.raises(MasterUnreachableError, match="may have been done") as caught:
+        world.run(PUT_START, script(b"", gone(sent=True), b""))
+    assert caught.value.fields["sent"] == 1
+    assert world.story == ["JoinAt", "OnLane!", "JoinAt"]
+
+
+def test_a_call_is_sent_again_when_the_master_that_may_have_done_it_is_gone() -> None:
+    world = World()
+    world.run(EXISTS, script(b"", b"reply"))
+
+    def answer(step: Step) -> bytes | Exception:
+        if world.epoch == 1:
+            world.epoch = 2
+            return gone(sent=True)
+        return b"reply"
+
+    assert world.run(PUT_START, answer) == b"reply"
+
+
+def test_an_attempt_before_the_flow_counts() -> None:
+    world = World()
+    world.run(EXISTS, script(b"", b"reply"))
+    with pytest.raises(MasterUnreachableError, match="may have been done"):
+        world.run(PUT_START, script(b""), broken=gone(sent=True))
+
+
+def test_no_master_until_the_deadline() -> None:
+    world = World("a:1,b:2")
+    start = world.now
+    with pytest.raises(MasterUnreachableError) as caught:
+        world.run(EXISTS, lambda step: gone(), timeout_s=5.0)
+    assert 4.9 < world.now - start <= 5.01
+    fields = caught.value.fields
+    assert fields["addresses"] == "a:1,b:2"
+    assert fields["waited_ms"] == pytest.approx(5_000, abs=50)
+    assert "kvstore-master --port" in caught.value.advice
+    assert "a:1: connection refused; b:2: connection refused" in caught.value.message
+
+
+def test_every_master_is_tried_in_turn() -> None:
+    world = World("a:1,b:2,c:3")
+    tried: list[str] = []
+
+    def answer(step: Step) -> bytes | Exception:
+        if isinstance(step, JoinAt):
+            tried.append(step.address)
+            return gone() if step.address != "c:3" else b""
+        return b"reply"
+
+    assert world.run(EXISTS, answer) == b"reply"
+    assert tried == ["a:1", "b:2", "c:3"]
+    assert world.link.address == "c:3"
+
+
+def test_a_master_that_stands_by_is_passed_over() -> None:
+    world = World("a:1,b:2")
+    assert world.run(EXISTS, script(BusyError("standby"), b"", b"reply")) == b"reply"
+
+
+def test_a_refused_join_is_final() -> None:
+    with pytest.raises(PermissionDeniedError):
+        World().run(EXISTS, script(PermissionDeniedError("no")))
+
+
+def test_a_master_that_answers_an_error_is_not_asked_again() -> None:
+    world = World()
+    with pytest.raises(NoSpaceError):
+        world.run(PUT_START, script(b"", NoSpaceError("full")))
+    with pytest.raises(BusyError):
+        world.run(PUT_START, script(BusyError("busy")))
+
+
+def test_silence_until_the_deadline_is_that() -> None:
+    world = World()
+    with pytest.raises(DeadlineExceededError):
+        world.run(EXISTS, script(late(world.link, "Join")))
+
+
+def test_an_unreachable_lane_is_left_alone_for_a_while() -> None:
+    world = World()
+    unreachable = LaneUnreachableError("filtered")
+    assert world.run(EXISTS, script(b"", unreachable, b"reply")) == b"reply"
+    assert world.run(EXISTS, script(b"reply")) == b"reply"
+    assert world.story == ["JoinAt", "OnLane!", "OnGrpc", "OnGrpc"]
+    world.now += LANE_RETRY_S
+    world.run(EXISTS, script(b"reply"))
+    assert world.story[-1] == "OnLane"
+
+
+def test_a_silent_lane_is_tried_again_soon() -> None:
+    world = World()
+    silent = LaneUnreachableError("no greeting", silent=True)
+    world.run(EXISTS, script(b"", silent, b"reply"))
+    world.now += LANE_SILENT_RETRY_S
+    world.run(EXISTS, script(b"reply"))
+    assert world.story[-1] == "OnLane"
+
+
+def test_a_lane_with_another_token_is_tried_at_once() -> None:
+    world = World()
+    world.run(EXISTS, script(b"", LaneUnreachableError("filtered"), b"reply"))
+    world.epoch = 2
+    world.run(EXISTS, script(gone(), b"", b"reply"))
+    assert world.story[3:] == ["OnGrpc!", "JoinAt", "OnLane"]
+
+
+def test_an_unreachable_lane_is_warned_of_once() -> None:
+    link = Link("m:1", lane=True)
+    link.accept(World().joined())
+    assert link.lane_warning() is None
+    link.lane_failed(0.0, "filtered")
+    warning = link.lane_warning()
+    assert warning is not None
+    assert "m:5" in warning
+    assert "filtered" in warning
+    link.lane_failed(1.0, "filtered")
+    assert link.lane_warning() is None
+    assert link.lane_works()
+    assert not link.lane_works()
+    link.lane_failed(2.0, "filtered")
+    assert link.lane_warning() is not None
+
+
+def test_a_refused_token_means_a_new_master() -> None:
+    world = World()
+    assert world.run(EXISTS, script(b"", LaneRefusedError("old"), b"", b"reply")) == b"reply"
+    assert world.story == ["JoinAt", "OnLane!", "JoinAt", "OnLane"]
+
+
+def test_a_lane_that_refuses_every_token_is_not_our_masters() -> None:
+    world = World()
+
+    def answer(step: Step) -> bytes | Exception:
+        return LaneRefusedError("old") if isinstance(step, OnLane) else b"reply"
+
+    assert world.run(EXISTS, answer) == b"reply"
+    assert world.story.count("OnLane!") == LANE_REFUSALS_MAX + 1
+    assert world.story[-1] == "OnGrpc"
+
+
+def test_without_a_lane_everything_goes_over_grpc() -> None:
+    world = World(lane=False)
+    world.run(EXISTS, script(b"", b"reply"))
+    assert world.story == ["JoinAt", "OnGrpc"]
+
+
+def test_an_old_connection_that_breaks_does_not_undo_a_new_join() -> None:
+    world = World()
+    world.run(EXISTS, script(b"", b"reply"))
+    world.link.accept(world.joined())
+    old = gone(sent=True)
+    old.generation = world.link.generation - 1
+    assert world.run(EXISTS, script(b"reply"), broken=old) == b"reply"
+    assert world.story[2:] == ["OnLane"]
+
+
+@given(
+    events=st.lists(st.sampled_from(["ok", "unsent", "sent", "lane", "token", "busy", "late"])),
+    idempotent=st.booleans(),
+    addresses=st.sampled_from(["a:1", "a:1,b:2"]),
+)
+def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
+    events: list[str], idempotent: bool, addresses: str
+) -> None:
+    world = World(addresses)
+    rest = list(events)
+    doubtful = False
+
+    def answer(step: Step) -> bytes | Exception:
+        nonlocal doubtful
+        event = rest.pop(0) if rest else "unsent"
+        on_lane = isinstance(step, OnLane)
+        if not isinstance(step, JoinAt):
+            # What may have been done by a master that is still the same is never sent again.
+            assert idempotent or not doubtful
+            doubtful = event == "sent"
+        outcomes: dict[str, bytes | Exception] = {
+            "ok": b"reply",
+            "unsent": gone(),
+            "sent": gone(sent=True),
+            "lane": LaneUnreachableError("filtered") if on_lane else gone(),
+            "token": LaneRefusedError("old") if on_lane else gone(),
+            "busy": BusyError("busy"),
+            "late": late(world.link, "call"),
+        }
+        return outcomes[event]
+
+    start = world.now
+    try:
+        world.run(EXISTS if idempotent else PUT_START, answer, timeout_s=3.0)
+    except KVStoreError:
+        pass
+    assert world.now - start < 3.1
+
+
+@given(attempt=st.integers(1, 10_000), seed=st.integers())
+def test_backoff_grows_and_stays_bounded(attempt: int, seed: int) -> None:
+    link = Link("m:1", lane=True, rng=random.Random(seed))
+    longest = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+    assert longest / 2 <= link.backoff_s(attempt) <= longest
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", ("a:50001",)),
+        ("a:1, [::1]:2", ("a:1", "[::1]:2")),
+        ("[::1]", ("[::1]:50001",)),
+    ],
+)
+def test_addresses(text: str, expected: tuple[str, ...]) -> None:
+    assert parse_addresses(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a:1,", "a:x", "http://a:1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        parse_addresses(text)
+
+
+def test_steps_are_what_drivers_know() -> None:
+    assert set(Step.__args__) == {JoinAt, OnLane, OnGrpc, Pause}

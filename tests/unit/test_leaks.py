@@ -1,0 +1,99 @@
+"""The watchman watched: what ``tests.leaks`` finds, and what it lets pass."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from tests import leaks
+
+
+def test_nothing_is_nothing() -> None:
+    assert leaks.leaked(leaks.snapshot()) == []
+
+
+def test_a_thread() -> None:
+    before = leaks.snapshot()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="forgotten")
+    thread.start()
+    assert leaks.leaked(before, grace_s=0) == ["thread forgotten"]
+    stop.set()
+    thread.join()
+    assert leaks.leaked(before) == []
+
+
+def test_a_socket_and_a_file(tmp_path: Path) -> None:
+    before = leaks.snapshot()
+    (tmp_path / "file").touch()
+    with socket.socket(), (tmp_path / "file").open():
+        found = leaks.leaked(before, grace_s=0)
+    assert len(found) == 2
+    assert "socket:" in found[0] + found[1]
+    assert str(tmp_path / "file") in found[0] + found[1]
+    assert leaks.leaked(before) == []
+
+
+def test_a_child_running_or_not_waited_for() -> None:
+    before = leaks.snapshot()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    found = leaks.leaked(before, grace_s=0)
+    assert any("input()" in line for line in found), found
+    assert child.stdin is not None
+    child.stdin.close()
+    time.sleep(0.2)  # over, and a zombie
+    assert any(f"child process {child.pid}" in line for line in leaks.leaked(before, grace_s=0))
+    child.wait()
+    assert leaks.leaked(before) == []
+
+
+def test_shared_memory() -> None:
+    before = leaks.snapshot()
+    path = leaks.SHM / f"{leaks.SHM_PREFIX}-test-{uuid.uuid4().hex}"
+    path.write_bytes(b"x")
+    try:
+        assert leaks.leaked(before, grace_s=0) == [f"shared memory {path}"]
+    finally:
+        path.unlink()
+    assert leaks.leaked(before) == []
+
+
+def test_shared_memory_of_another_process_is_not_ours() -> None:
+    """A store that runs on this machine, or another run of these tests."""
+    before = leaks.snapshot()
+    path = leaks.SHM / f"{leaks.SHM_PREFIX}-test-{uuid.uuid4().hex}"
+    path.write_bytes(b"x")
+    program = (
+        f"import mmap; f = open({str(path)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0);"
+        "print('mapped', flush=True); input()"
+    )
+    # A shell between that ends at once: then init, not we, is the parent.
+    shell = subprocess.Popen(
+        ["setsid", sys.executable, "-c", f"import os\nif os.fork() == 0: exec({program!r})"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert shell.stdin is not None
+    assert shell.stdout is not None
+    try:
+        assert shell.stdout.readline() == b"mapped\n"
+        shell.wait()
+        found = [line for line in leaks.leaked(before, grace_s=0) if "shared memory" in line]
+        assert found == []
+    finally:
+        path.unlink()
+        shell.stdin.close()
+        shell.stdout.close()
+
+
+def test_what_is_on_its_way_out_gets_time() -> None:
+    before = leaks.snapshot()
+    thread = threading.Thread(target=time.sleep, args=(0.2,))
+    thread.start()
+    assert leaks.leaked(before) == []
+    thread.join()
