@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
@@ -56,10 +56,11 @@ class AsyncClient:
         self.config = read_config(master, memory, config, settings)
         self._timeout_s = self.config.timeout_ms / 1000
         self._session = Session(self.config, self._ask_within)
-        names = {"host": self._session.host, "name": self._session.name}
-        self._stub = AsyncMasterStub(self.config.master, lane=self.config.lane, **names)
-        # Leases are renewed by a thread, which outlives a busy loop.
-        self._renewing = MasterStub(self.config.master, lane=self.config.lane, spin_us=0, **names)
+        host, name = self._session.host, self._session.name
+        lane = self.config.lane
+        self._stub = AsyncMasterStub(self.config.master, host=host, name=name, lane=lane)
+        # Leases are renewed by a thread: a loop may be busy.
+        self._renewing = MasterStub(self.config.master, host=host, name=name, lane=lane, spin_us=0)
         self._threads = ThreadPoolExecutor(MOVES_AT_ONCE, "kvstore-aio")
         self._operations = self._session.operations
         self._closed = False
@@ -70,7 +71,7 @@ class AsyncClient:
             raise
 
     @classmethod
-    async def embedded(cls, memory: int | str = "1GiB", **settings: object) -> Self:
+    async def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
         """As ``Client.embedded``."""
         child = await asyncio.to_thread(start_master, memory=parse_size(memory))
         try:
@@ -111,9 +112,7 @@ class AsyncClient:
     ) -> list[PutOutcome]:
         """As ``Client.put_many``."""
         return await self._run(
-            self._operations.put_many(
-                items, namespace, parent, False, replicas, overwrite, wait_ms
-            )
+            self._operations.put_many(items, namespace, parent, False, replicas, overwrite, wait_ms)
         )
 
     async def put_chain(
@@ -302,7 +301,8 @@ class AsyncClient:
                     if isinstance(step, Ask):
                         outcome = await self._stub.call(step.request, deadline)
                     elif isinstance(step, Pause):
-                        outcome = await self._pause(step.seconds, deadline)
+                        outcome = None
+                        await self._pause(step.seconds, deadline)
                     else:
                         move = self._session.movers.move
                         outcome = await loop.run_in_executor(self._threads, move, step, deadline)

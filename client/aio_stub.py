@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -11,24 +12,23 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
-import grpc.aio
 
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.stub_flow import (
-    CHANNEL_OPTIONS,
     LANE_CONNECT_S,
     CarrierBrokenError,
     Flow,
     JoinAt,
-    LaneRefusedError,
     LaneUnreachableError,
     Link,
     OnLane,
     Pause,
     Step,
+    TokenRefusedError,
     call_flow,
     grpc_failure,
     late,
+    new_channel,
 )
 from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, ProtocolError
@@ -65,7 +65,7 @@ class AsyncMasterStub:
         self._connecting = asyncio.Lock()
         self._closed = asyncio.Event()
         self._lane: _Lane | None = None
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, grpc.Channel] = {}
 
     @property
     def joined(self) -> Joined | None:
@@ -129,7 +129,7 @@ class AsyncMasterStub:
             await lane.gone.wait()
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
-            await channel.close()
+            channel.close()
 
     # --- steps of a flow -----------------------------------------------------------------------
 
@@ -207,24 +207,25 @@ class AsyncMasterStub:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise late(self._link, call.name)
-        send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         send = self._channel(address).unary_unary(call.path)
+        metadata = self._link.metadata(call)
         try:
-            return await send(payload, timeout=left_s)
+            return await _settled(send.future(payload, timeout=left_s, metadata=metadata))
         except grpc.RpcError as error:
-            raise grpc_failure(error, self._link, call.name, last=last) from None
-        except (grpc.aio.UsageError, asyncio.CancelledError):
-            if self._closed.is_set():  # closing a channel cancels what waits on it
-                raise ClosedError("the client was closed during the call") from None
-            raise
+            failure: Exception = grpc_failure(error, self._link, call.name, last=last)
+        except (ValueError, grpc.FutureCancelledError) as error:  # the channel was closed
+            failure = CarrierBrokenError(str(error), sent=True)
+        # Not from within the handler: as context, gRPC's error would keep its connection open for
+        # as long as the caller keeps ours.
+        raise failure
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _channel(self, address: str) -> grpc.Channel:
         if self._closed.is_set():
             raise ClosedError("the client is closed")
         channel = self._channels.get(address)
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-            self._channels[address] = channel
+            channel = self._channels[address] = new_channel(address)
         return channel
 
     # --- the lane ------------------------------------------------------------------------------
@@ -292,14 +293,14 @@ class _Lane(asyncio.BufferedProtocol):
     async def greet(self, token: bytes) -> None:
         """
         Raises:
-            LaneRefusedError, LaneUnreachableError
+            TokenRefusedError, LaneUnreachableError
         """
         greeting = self._waiting[0] = self._loop.create_future()
         try:
             self._write(hello(token))
             await greeting
         except PermissionDeniedError as refusal:
-            raise LaneRefusedError(refusal.message) from None
+            raise TokenRefusedError(refusal.message) from None
         except CarrierBrokenError as error:
             raise LaneUnreachableError(f"no greeting: {error}", silent=True) from None
         except KVStoreError as refusal:
@@ -393,6 +394,24 @@ class _Lane(asyncio.BufferedProtocol):
                 reply.set_exception(CarrierBrokenError(reason, sent=True))
         self._transport = None  # breaks the cycle with the transport
         self.gone.set()
+
+
+async def _settled(call: grpc.CallFuture[bytes]) -> bytes:
+    """The result of a call that gRPC's thread carries."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def tell(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(done.set)
+
+    call.add_done_callback(tell)
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    return call.result()
 
 
 async def _open(joined: Joined, host: str, generation: int) -> _Lane:

@@ -82,6 +82,7 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         MasterUnreachableError, DeadlineExceededError
     """
     todo = list(targets)
+    failed: list[_Read] = []
     fresh = False
     for attempt in range(ATTEMPTS):
         placed = yield from locate(context, namespace, [target.key for target in todo], fresh=fresh)
@@ -97,7 +98,7 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         transfers = _by_segment(reads)
         errors = yield [transfer for transfer, _ in transfers]
         assert isinstance(errors, list)
-        failed: list[_Read] = []
+        failed = []
         for (transfer, its_reads), error in zip(transfers, errors, strict=True):
             if error is None:
                 failed += [read for read in its_reads if not read.finish(context, namespace)]

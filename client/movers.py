@@ -16,7 +16,7 @@ from kvstore.transport.tcp import TcpTransport
 SEGMENTS_AT_ONCE = 8
 """Nodes that one batch is exchanged with at the same time."""
 
-_KINDS: dict[str, type[ShmTransport] | type[TcpTransport]] = {
+_KINDS: dict[str, type[ShmTransport | TcpTransport]] = {
     "shm": ShmTransport,
     "tcp": TcpTransport,
 }

@@ -104,9 +104,7 @@ class Operations:
         pairs = list(items)
         keys = check_keys([key for key, _ in pairs], distinct=True)
         options = self._options(namespace, parent, chain, replicas, overwrite)
-        encoded = [
-            Item(key, encode(value)) for key, (_, value) in zip(keys, pairs, strict=True)
-        ]
+        encoded = [Item(key, encode(value)) for key, (_, value) in zip(keys, pairs, strict=True)]
         return (yield from putting.put(self.context, encoded, options, self._wait(wait_ms)))
 
     def put_chain(
@@ -232,12 +230,12 @@ class Operations:
                 if known is None:
                     continue
                 found = self._view(namespace, keys[index], known, kind)
-                if found is _ELSEWHERE:
+                if isinstance(found, _Elsewhere):
                     copied.append(index)
                 elif found is None:
                     stale.append(index)
                 else:
-                    views[index] = found  # type: ignore[assignment]
+                    views[index] = found
             todo, fresh = stale, True
             if not todo:
                 break
@@ -253,8 +251,8 @@ class Operations:
 
     def _view(
         self, namespace: Namespace, key: Key, placed: Placed, kind: Kind | None
-    ) -> object:
-        """A value over the segment; None: something else stands there; or ``_ELSEWHERE``."""
+    ) -> View | _Elsewhere | None:
+        """A value over the segment; None: something else stands there; or ``_Elsewhere``."""
         for replica in placed.replicas:
             length = HEADER_BYTES + placed.size
             memory = self.movers.view(replica.segment, replica.offset, length)
@@ -271,7 +269,7 @@ class Operations:
                 named = Named(namespace, key, placed.epoch, placed.counter)
                 self.views.add(array, named, placed.until)
             return _view_of(header, array, kind)
-        return _ELSEWHERE
+        return _Elsewhere()
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -337,7 +335,10 @@ class Operations:
 
 
 LIST_PAGE = 1_000
-_ELSEWHERE = object()
+
+
+class _Elsewhere:
+    """In place of a view: the object is there, but not in this address space."""
 
 
 def _array(memory: memoryview) -> Bytes1D:
@@ -353,4 +354,3 @@ def _view_of(header: Header, array: Bytes1D, kind: Kind | None) -> View:
     if isinstance(value, np.ndarray):
         value.flags.writeable = False
     return value
-

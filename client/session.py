@@ -74,9 +74,7 @@ class Session:
 
     def stats(self, epoch: int) -> ClientStats:
         context = self.context
-        return ClientStats(
-            dict(context.counters), len(context.placements), len(self.views), epoch
-        )
+        return ClientStats(dict(context.counters), len(context.placements), len(self.views), epoch)
 
     def close(self) -> None:
         """After the stub is closed. Blocks until threads and children have ended."""

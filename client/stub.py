@@ -18,20 +18,20 @@ import grpc
 
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.stub_flow import (
-    CHANNEL_OPTIONS,
     LANE_CONNECT_S,
     CarrierBrokenError,
     Flow,
     JoinAt,
-    LaneRefusedError,
     LaneUnreachableError,
     Link,
     OnLane,
     Pause,
     Step,
+    TokenRefusedError,
     call_flow,
     grpc_failure,
     late,
+    new_channel,
 )
 from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
@@ -236,11 +236,14 @@ class MasterStub:
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         send = self._channel(address).unary_unary(call.path)
         try:
-            return send(payload, timeout=left_s)
+            return send(payload, timeout=left_s, metadata=self._link.metadata(call))
         except grpc.RpcError as error:
-            raise grpc_failure(error, self._link, call.name, last=last) from None
+            failure: Exception = grpc_failure(error, self._link, call.name, last=last)
         except ValueError as error:  # a channel that was closed meanwhile
-            raise CarrierBrokenError(str(error), sent=False) from None
+            failure = CarrierBrokenError(str(error), sent=False)
+        # Not from within the handler: as context, gRPC's error would keep its connection open for
+        # as long as the caller keeps ours.
+        raise failure
 
     def _channel(self, address: str) -> grpc.Channel:
         with self._lock:
@@ -248,8 +251,7 @@ class MasterStub:
                 raise ClosedError("the client is closed")
             channel = self._channels.get(address)
             if channel is None:
-                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-                self._channels[address] = channel
+                channel = self._channels[address] = new_channel(address)
             return channel
 
     # --- the lane ------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ class _LaneConnection:
     def greet(self, token: bytes, until: float) -> None:
         """
         Raises:
-            LaneRefusedError, LaneUnreachableError
+            TokenRefusedError, LaneUnreachableError
         """
         try:
             self._send(hello(token), until)
@@ -353,7 +355,7 @@ class _LaneConnection:
         if kind == ERROR:
             refusal = decode_error(data)
             if isinstance(refusal, PermissionDeniedError):
-                raise LaneRefusedError(refusal.message)
+                raise TokenRefusedError(refusal.message)
             raise LaneUnreachableError(refusal.message)
 
     def exchange(self, name: bytes, payload: bytes, deadline: float) -> Frame:

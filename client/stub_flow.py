@@ -27,10 +27,11 @@ from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,
     MasterUnreachableError,
+    PermissionDeniedError,
     UnavailableError,
 )
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.wire.messages import Call
+from kvstore.wire.messages import JOIN_METADATA, Call
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
 
 LANE_RETRY_S: Final = 30.0
@@ -43,8 +44,8 @@ LANE_CONNECT_S: Final = 1.0
 """The longest that connecting to the lane may hold up a call that gRPC could carry: a firewall
 that drops packets answers never."""
 
-LANE_REFUSALS_MAX: Final = 2
-"""Refused tokens in one call; after so many fresh ones the lane is somebody else's."""
+REFUSALS_MAX: Final = 2
+"""Refused tokens in one call; after so many fresh ones it is somebody else who refuses them."""
 
 JOIN_S: Final = 2.0
 """How long one of several masters may take to answer a join before the next one is asked."""
@@ -95,8 +96,8 @@ class LaneUnreachableError(Exception):
         self.silent = silent
 
 
-class LaneRefusedError(Exception):
-    """The lane does not know our token: the master that we joined is gone; nothing was sent."""
+class TokenRefusedError(Exception):
+    """The peer did not give out our token: the master that we joined is gone. Nothing was done."""
 
 
 class JoinAt(NamedTuple):
@@ -219,6 +220,12 @@ class Link:
         longest: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         return longest * (0.5 + 0.5 * self._random.random())
 
+    def metadata(self, call: Call[Any, Any]) -> tuple[tuple[str, bytes], ...]:
+        """What a gRPC call carries besides its request."""
+        if self.joined is None or not call.lane:
+            return ()
+        return ((JOIN_METADATA, self.joined.lane_token),)
+
 
 def call_flow(
     link: Link,
@@ -261,10 +268,12 @@ def call_flow(
             if call.lane and link.lane_open(clock()):
                 return cast(bytes, (yield OnLane()))
             return cast(bytes, (yield OnGrpc(address)))
-        except LaneRefusedError as refused:
+        except TokenRefusedError as refused:
             refusals += 1
-            if refusals > LANE_REFUSALS_MAX:
+            if refusals > REFUSALS_MAX:
                 link.lane_failed(clock(), str(refused))
+                reasons[address] = str(refused)
+                pause_s = link.backoff_s(refusals)
             link.lost(generation)
         except LaneUnreachableError as unreachable:
             link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
@@ -328,6 +337,12 @@ def _unreachable(
     )
 
 
+def new_channel(address: str) -> grpc.Channel:
+    """For both stubs: ``grpc.aio`` serves one event loop per process without noise, and that one
+    may be the user's own."""
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
 def late(link: Link, name: str) -> DeadlineExceededError:
     """The error of a call whose deadline passed without a reply."""
     return DeadlineExceededError(
@@ -339,11 +354,14 @@ def late(link: Link, name: str) -> DeadlineExceededError:
 
 def grpc_failure(
     error: grpc.RpcError, link: Link, name: str, *, last: bool
-) -> KVStoreError | CarrierBrokenError:
+) -> KVStoreError | CarrierBrokenError | TokenRefusedError:
     """What a failed gRPC call means. ``last``: its time was all that the whole call had left."""
     detail = detail_of(error)
     if detail is not None:
-        return decode_error(detail)
+        answer = decode_error(detail)
+        if isinstance(answer, PermissionDeniedError) and "join" in answer.fields:
+            return TokenRefusedError(answer.message)
+        return answer
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return late(link, name) if last else CarrierBrokenError("no answer in time", sent=True)

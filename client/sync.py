@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
@@ -85,7 +85,7 @@ class Client:
             raise
 
     @classmethod
-    def embedded(cls, memory: int | str = "1GiB", **settings: object) -> Self:
+    def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
         """A whole store in one process tree: master and node as children, ended by ``close``.
 
         For a laptop, a test or a single host. Other processes of this host reach it at
@@ -165,9 +165,7 @@ class Client:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
         """
         return self._run(
-            self._operations.put_many(
-                items, namespace, parent, False, replicas, overwrite, wait_ms
-            )
+            self._operations.put_many(items, namespace, parent, False, replicas, overwrite, wait_ms)
         )
 
     def put_chain(
@@ -291,9 +289,7 @@ class Client:
         """Whether a complete object is there now. Promises nothing for the next moment."""
         return self._run(self._operations.exists([key], namespace))[0]
 
-    def exists_many(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None
-    ) -> list[bool]:
+    def exists_many(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> list[bool]:
         """``exists`` of several."""
         return self._run(self._operations.exists(keys, namespace))
 
@@ -331,9 +327,7 @@ class Client:
         also not after a restart; views of it stay whole until they end."""
         return self._run(self._operations.remove([key], namespace))[0]
 
-    def remove_many(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None
-    ) -> list[bool]:
+    def remove_many(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> list[bool]:
         """``remove`` of several."""
         return self._run(self._operations.remove(keys, namespace))
 
@@ -402,7 +396,8 @@ class Client:
                     if type(step) is Ask:
                         outcome = call(step.request, deadline)
                     elif isinstance(step, Pause):
-                        outcome = self._pause(step.seconds, deadline)
+                        outcome = None
+                        self._pause(step.seconds, deadline)
                     else:
                         outcome = move(step, deadline)  # type: ignore[arg-type]
                 except KVStoreError as error:

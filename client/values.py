@@ -293,13 +293,15 @@ def check_dtype(descriptor: bytes, expected: str) -> None:
 
 
 def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
-    torch = _import_torch()
-    dtype = getattr(torch, described.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    module = _import_torch()
+    dtype = getattr(module, described.dtype, None)
+    if not isinstance(dtype, module.dtype):
         raise UnsupportedValueError(f"this torch has no dtype {described.dtype}")
     if not data.size:
-        return torch.empty(described.shape, dtype=dtype)
-    return torch.from_numpy(data).view(dtype).reshape(described.shape)
+        tensor: torch.Tensor = module.empty(described.shape, dtype=dtype)
+        return tensor
+    tensor = module.from_numpy(data).view(dtype).reshape(described.shape)
+    return tensor
 
 
 def _numpy_dtype(name: str) -> np.dtype[np.generic]:
@@ -308,9 +310,10 @@ def _numpy_dtype(name: str) -> np.dtype[np.generic]:
     except TypeError:
         pass
     try:
-        import ml_dtypes  # noqa: PLC0415 - optional: bfloat16 and the small floats for numpy
+        import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, name))
+        return dtype
     except (ImportError, AttributeError):
         raise UnsupportedValueError(
             f"numpy has no dtype {name} here",
@@ -320,7 +323,7 @@ def _numpy_dtype(name: str) -> np.dtype[np.generic]:
 
 def _import_torch() -> ModuleType:
     try:
-        import torch  # noqa: PLC0415 - optional, and heavy
+        import torch
     except ImportError:
         raise UnsupportedValueError(
             "this needs torch, which is not installed here",

@@ -100,7 +100,7 @@ class Views:
         self._leases: dict[int, Lease] = {}  # by address of the first payload byte
         self._dropped: list[Granted] = []  # allocations that died unput, to be revoked
         self._changed = threading.Event()
-        self._closed = False
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, array: Bytes1D, held: Named | Granted, until: float) -> Lease:
@@ -114,7 +114,7 @@ class Views:
             else:
                 lease = self._leases[address] = Lease(held, until)
             weakref.finalize(array, self._let_go, address, lease).atexit = False
-            if self._thread is None and not self._closed:
+            if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(
                     target=self._renew_forever, name="kvstore-renew", daemon=True
                 )
@@ -139,7 +139,7 @@ class Views:
 
     def close(self) -> None:
         """Renew no more. Views stay readable; their promise runs out."""
-        self._closed = True
+        self._closing.set()
         self._changed.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -160,13 +160,13 @@ class Views:
             self._changed.set()
 
     def _renew_forever(self) -> None:
-        while not self._closed:
+        while not self._closing.is_set():
             leases = list(self._leases.values())
             left = [lease.seconds_left for lease in leases if lease.held]
             pause = min(left, default=3600.0) / 3
             self._changed.wait(max(pause, 0.01))
             self._changed.clear()
-            if self._closed:
+            if self._closing.is_set():
                 return
             self._revoke_dropped()
             due = [

@@ -54,7 +54,7 @@ class Child:
             "--parent-fd", str(theirs.fileno()), *flags,
         ]  # fmt: skip
         with theirs:
-            process = subprocess.Popen(  # noqa: S603 - our own module
+            process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -81,9 +81,7 @@ class Child:
         child.stop()
         if child.said:
             kind = BY_CODE.get(child.said["error"], InternalError)
-            raise kind(
-                child.said["message"], advice=child.said["advice"], **child.said["fields"]
-            )
+            raise kind(child.said["message"], advice=child.said["advice"], **child.said["fields"])
         raise StartupError(
             f"{module} ended with status {process.returncode} before it was ready",
             advice="What it wrote to standard error says why.",

@@ -70,9 +70,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     )
     state = MasterState(epoch=epoch, version=__version__, rules=rules, started_ms=clock_ms())
     service = MasterService(state)
-    carriers = Carriers(
-        service, lane_settings=LaneSettings(connections_max=config.connections_max)
-    )
+    carriers = Carriers(service, lane_settings=LaneSettings(connections_max=config.connections_max))
     service.endpoints = endpoints = await carriers.bind(
         config.host, config.port, config.lane_port_wanted
     )
@@ -111,7 +109,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
 
 
 def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
-    host = config.host if config.host not in ("", "0.0.0.0", "::") else "127.0.0.1"  # noqa: S104
+    host = config.host if config.host not in ("", "0.0.0.0", "::") else "127.0.0.1"
     child = start_node(
         master=join_address(host, endpoints.port), memory=config.memory, host=config.host
     )

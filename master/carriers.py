@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import NamedTuple
 
 from kvstore.config import join_address
@@ -36,8 +37,9 @@ class Carriers:
         calls_max: int = CALLS_MAX,
     ) -> None:
         self._dispatcher = Dispatcher(service)
-        self._lane = LaneServer(self._dispatcher, lane_settings)
-        self._grpc = GrpcServer(self._dispatcher, calls_max=calls_max)
+        self._token = secrets.token_bytes(16)
+        self._lane = LaneServer(self._dispatcher, self._token, lane_settings)
+        self._grpc = GrpcServer(self._dispatcher, self._token, calls_max=calls_max)
 
     async def bind(
         self, host: str, port: int, lane_port: int = 0, *, lane: bool = True, unix: bool = True
@@ -58,7 +60,7 @@ class Carriers:
                 raise startup_error(
                     join_address(host or "::", lane_port), lane_port, error
                 ) from error
-        return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._lane.token)
+        return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._token)
 
     async def start(self) -> None:
         """Serves, until ``stop``."""

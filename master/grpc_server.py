@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import importlib.util
 import os
 import socket
@@ -15,10 +16,15 @@ import grpc.aio
 
 from kvstore.calls import NodeMessage
 from kvstore.config import join_address
-from kvstore.errors import AddressInUseError, KVStoreError, StartupError
+from kvstore.errors import (
+    AddressInUseError,
+    KVStoreError,
+    PermissionDeniedError,
+    StartupError,
+)
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.wire.messages import CALLS, Call
+from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
 
@@ -47,8 +53,9 @@ if TYPE_CHECKING:
 class GrpcServer:
     """Serves gRPC between ``bind``/``start`` and ``stop``."""
 
-    def __init__(self, dispatcher: Dispatcher, *, calls_max: int = CALLS_MAX) -> None:
+    def __init__(self, dispatcher: Dispatcher, token: bytes, *, calls_max: int = CALLS_MAX) -> None:
         self._dispatcher = dispatcher
+        self._token = token
         self._calls_max = calls_max
         self._server: grpc.aio.Server | None = None
         self.port = 0
@@ -63,11 +70,11 @@ class GrpcServer:
         server.add_generic_rpc_handlers(self._handlers())
         _add_reflection(server)
         address = join_address(host or "::", port)
-        try:
+        with contextlib.suppress(RuntimeError):  # which says nothing that we do not find out
             self.port = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise why_not_bound(host, port) from error
-        self._server = server
+            self._server = server
+        if self._server is None:
+            raise why_not_bound(host, port)
 
     async def start(self) -> None:
         assert self._server is not None, "bind first"
@@ -94,6 +101,7 @@ class GrpcServer:
     def _unary(self, call: Call[Any, Any]) -> Any:
         async def answer(data: bytes, context: Context) -> bytes:
             try:
+                self._check_token(context)
                 reply = self._dispatcher.dispatch(call, data)
                 return reply if isinstance(reply, bytes) else await reply
             except KVStoreError as error:
@@ -101,6 +109,15 @@ class GrpcServer:
                 raise
 
         return answer
+
+    def _check_token(self, context: Context) -> None:
+        for key, value in context.invocation_metadata() or ():
+            if key == JOIN_METADATA and not hmac.compare_digest(bytes(value), self._token):
+                raise PermissionDeniedError(
+                    "this master did not let you in; it may have been restarted",
+                    advice="Join again.",
+                    join=1,
+                )
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. A coroutine that reads and writes, not a generator: then the

@@ -37,6 +37,9 @@ FRAMES_PER_TURN = 64
 """Calls of one connection answered before the others get their turn: well under a millisecond of
 small ones."""
 
+REPLY_BYTES_PER_WRITE = 64 << 10
+"""Replies to calls that came together are sent together, up to here."""
+
 WRITE_BYTES_HIGH = 1 << 20
 """Unread replies at which we stop reading that client's calls."""
 
@@ -70,10 +73,12 @@ class LaneStats:
 class LaneServer:
     """Serves the lane between ``bind`` and ``stop``."""
 
-    def __init__(self, dispatcher: Dispatcher, settings: LaneSettings | None = None) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, token: bytes, settings: LaneSettings | None = None
+    ) -> None:
         self.settings = settings or LaneSettings()
         self.stats = LaneStats()
-        self.token = secrets.token_bytes(16)
+        self.token = token
         self.port = 0
         """TCP port; 0: not bound."""
         self.unix = ""
@@ -192,6 +197,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _answer(self) -> None:
         """Answers what has been received, until it is this connection's turn to wait."""
         replies: list[bytes] = []
+        size = 0
         try:
             for _ in range(FRAMES_PER_TURN):
                 received = self._reader.next()
@@ -202,6 +208,12 @@ class _Connection(asyncio.BufferedProtocol):
                     reply = self._call(call_id, name, payload)
                     if reply is not None:
                         replies.append(reply)
+                        size += len(reply)
+                        if size > REPLY_BYTES_PER_WRITE:
+                            self._write(replies)
+                            replies, size = [], 0
+                            if self._held:
+                                break
                     elif len(self._waiting) >= self._server.settings.calls_max:
                         self._hold()
                         break

@@ -101,9 +101,7 @@ class MasterService:
             )
         finally:
             self._settle()
-            self.longest_step_ms = max(
-                self.longest_step_ms, (time.perf_counter() - started) * 1000
-            )
+            self.longest_step_ms = max(self.longest_step_ms, (time.perf_counter() - started) * 1000)
         return answer
 
     def _joined(self, request: calls.Join) -> calls.Joined:
@@ -127,12 +125,13 @@ class MasterService:
     def _wait_for(self, ticket: int) -> Awaitable[calls.Reply]:
         future = asyncio.get_running_loop().create_future()
         self._answers[ticket] = future
-        future.add_done_callback(lambda done: done.cancelled() and self._caller_gone(ticket))
-        return future
 
-    def _caller_gone(self, ticket: int) -> None:
-        if self._answers.pop(ticket, None) is not None:
-            self.state.cancel(ticket)
+        def done(answered: asyncio.Future[Any]) -> None:
+            if answered.cancelled() and self._answers.pop(ticket, None) is not None:
+                self.state.cancel(ticket)  # its caller is gone
+
+        future.add_done_callback(done)
+        return future
 
     # --- nodes --------------------------------------------------------------------------------
 

@@ -31,16 +31,20 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from kvstore.calls import PutOutcome
 from kvstore.children import Child, start_node
 from kvstore.cli.options import CONTEXT, debug_option, json_option
 from kvstore.cli.show import size_text
 from kvstore.config import TRANSPORTS, ClientConfig, parse_size
-from kvstore.errors import InvalidArgumentError, NoSpaceError
+from kvstore.errors import InternalError, InvalidArgumentError, NoSpaceError
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
-    from kvstore.client import Client
+    from kvstore import Client
+
+    Bytes = NDArray[np.uint8]
 
 SIZES = (4096, 65536, 1 << 20, 4 << 20)
 BATCH = 64
@@ -130,9 +134,10 @@ def bench(
         if master is None:
             master = stack.enter_context(_own_store(pool))
         for mode in modes:
-            show_row = _Shower(mode, wanted, show)
+            shower = _Shower(mode, wanted, show)
             with _clients(master, mode) as (plain, caching):
-                Measurement(plain, caching, seconds, pool, show_row).run(mode)
+                Measurement(plain, caching, seconds, pool, shower).run(mode)
+        measure_memcpy(seconds, _Shower("none", wanted, show))
 
 
 # --- the work ----------------------------------------------------------------------------------
@@ -149,17 +154,12 @@ class Measurement:
         pool: int,
         shower: _Shower,
     ) -> None:
-        import numpy as np
-
         self.plain = plain
         self.caching = caching
         self.seconds = seconds
         self.pool = pool
         self.shower = shower
-        random = np.random.default_rng(0)
-        self.source = random.integers(0, 255, BATCH * max(SIZES), dtype=np.uint8)
-        self.target = np.zeros_like(self.source)
-        self.target[:] = 1  # touched: calloc's pages are not there yet
+        self.source, self.target = _scratch()
 
     def run(self, mode: str) -> None:
         self.clear()
@@ -167,7 +167,6 @@ class Measurement:
         for size in SIZES:
             self.singles(size, views=mode == "shm")
             self.batches(size, views=mode == "shm")
-            self.memcpy(size)
         self.again()
         self.exist()
         self.match()
@@ -205,7 +204,7 @@ class Measurement:
             all_there,
         )
         self.shower.row("get", size, 1, samples)
-        assert (target == source).all(), "foreign bytes"
+        same_bytes(target, source)
 
         if views:
             samples = timed(
@@ -241,7 +240,7 @@ class Measurement:
         )
         self.shower.row("get", size, BATCH, samples)
         for source, target in zip(sources, targets, strict=True):
-            assert (target == source).all(), "foreign bytes"
+            same_bytes(target, source)
 
         if views:
             samples = timed(
@@ -254,21 +253,6 @@ class Measurement:
             )
             self.shower.row("get_view", size, BATCH, samples)
         self.clear()
-
-    def memcpy(self, size: int) -> None:
-        for batch in (1, BATCH):
-            if self.shower.wants(("memcpy",), size, batch):
-                sources = self._pieces(self.source, size)[:batch]
-                targets = self._pieces(self.target, size)[:batch]
-                pairs = list(zip(targets, sources, strict=True))
-                self.shower.row("memcpy", size, batch, self._time_copy(pairs))
-
-    def _time_copy(self, pairs: list[tuple[Any, Any]]) -> list[float]:
-        def copy(_: int) -> None:
-            for target, source in pairs:
-                target[:] = source
-
-        return timed(copy, self.seconds, 2000, ignored)
 
     def again(self) -> None:
         size = SIZES[0]
@@ -315,7 +299,7 @@ class Measurement:
 
     def _time_match(self, hashes: list[bytes]) -> list[float]:
         def check(matched: Any) -> None:
-            assert matched == len(hashes), matched
+            _require(matched == len(hashes), "of the chain was not matched")
 
         return timed(
             lambda _: self.plain.match_prefix(hashes, namespace=NAMESPACE),
@@ -335,8 +319,36 @@ class Measurement:
         nodes = self.plain.status().nodes
         return sum(segment.used for node in nodes for segment in node.segments)
 
-    def _pieces(self, memory: np.ndarray, size: int) -> list[Any]:
+    def _pieces(self, memory: Bytes, size: int) -> list[Any]:
         return [memory[i * size : (i + 1) * size] for i in range(BATCH)]
+
+
+def measure_memcpy(seconds: float, shower: _Shower) -> None:
+    """What a put costs at least: the source in cache, the target elsewhere each time."""
+    source, target = _scratch()
+
+    def time_copies(size: int, batch: int) -> list[float]:
+        slots = len(target) // size
+
+        def copy(index: int) -> None:
+            for number in range(batch):
+                at = (index * batch + number) % slots * size
+                target[at : at + size] = source[number * size : (number + 1) * size]
+
+        return timed(copy, seconds, 2000, ignored)
+
+    for size in SIZES:
+        for batch in (1, BATCH):
+            if shower.wants(("memcpy",), size, batch):
+                shower.row("memcpy", size, batch, time_copies(size, batch))
+
+
+def _scratch() -> tuple[Bytes, Bytes]:
+    """The caller's memory: random bytes to put, and as much to get into; all of it touched."""
+    import numpy as np
+
+    source = np.random.default_rng(0).integers(0, 255, BATCH * max(SIZES), dtype=np.uint8)
+    return source, np.full_like(source, 1)
 
 
 def timed(
@@ -357,19 +369,28 @@ def timed(
 
 
 def stored(result: Any) -> None:
-    from kvstore.calls import PutOutcome
-
     outcomes = result if isinstance(result, Sequence) else [result]
-    assert all(outcome == PutOutcome.STORED for outcome in outcomes), outcomes[:4]
+    _require(all(outcome == PutOutcome.STORED for outcome in outcomes), "was not stored")
 
 
 def all_there(result: Any) -> None:
-    assert all(result), result[:4]
+    _require(all(result), "was not there")
 
 
 def not_none(result: Any) -> None:
     values = result if isinstance(result, list) else [result]
-    assert all(value is not None for value in values)
+    _require(all(value is not None for value in values), "was not there")
+
+
+def same_bytes(target: Bytes, source: Bytes) -> None:
+    _require(bool((target == source).all()), "came back with other bytes")
+
+
+def _require(well: bool, what: str) -> None:
+    if not well:
+        raise InternalError(
+            f"an object {what}", advice="Does something else use this store, or is it too small?"
+        )
 
 
 def ignored(result: Any) -> None:
@@ -455,7 +476,7 @@ def _own_store(pool: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _clients(master: str, mode: str) -> Iterator[tuple[Client, Client]]:
-    from kvstore.client import Client
+    from kvstore import Client
 
     plain = ClientConfig(master=master, transports=(mode,), placements_max=0, timeout_ms=60_000)
     caching = ClientConfig(master=master, transports=(mode,), timeout_ms=60_000)

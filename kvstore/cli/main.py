@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import os
 import platform
 import sys
@@ -13,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import click
 from rich.console import Console
@@ -55,7 +56,7 @@ from kvstore.errors import UnsupportedValueError
 from kvstore.limits import BATCH_KEYS_MAX, PROTOCOL_VERSION, Namespace
 
 if TYPE_CHECKING:
-    from kvstore.client import Client
+    from kvstore import Client
 
 PIECE_BYTES = 4 << 20
 """Read and written at once: the progress bar moves at least a few times a second."""
@@ -90,7 +91,7 @@ class Session:
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
-        from kvstore.client import Client  # not above: --help should not wait for numpy and grpc
+        from kvstore import Client  # not above: --help should not wait for numpy and grpc
 
         with Client(config=self.config) as client:
             yield client
@@ -193,20 +194,21 @@ def stat(session: Session, key: str, as_hex: bool) -> int:
     """Show what is known of one object: size, place, lease, parent."""
     wanted = key_from_text(key, as_hex=as_hex)
     with session.client() as client:
-        detail = client.stat(wanted, namespace=session.namespace)
-    if detail is None or detail.row is None:
-        return not_there(session, [wanted])
+        found = client.stat(wanted, namespace=session.namespace)
+        if found is None or found.detail.row is None:
+            return not_there(session, [wanted])
+        nodes = {s.segment_id: node.name for node in client.status().nodes for s in node.segments}
+        detail, header, row = *found, found.detail.row
     places = detail.placements
     fields = {
-        **row_json(detail.row),
+        **row_json(row),
         "parent": key_text(detail.parent) if detail.parent else None,
         "children": detail.children,
-        "epoch": detail.version.epoch,
-        "counter": detail.version.counter,
+        "version": f"{detail.version.epoch}.{detail.version.counter}",
         "idle_ms": detail.idle_ms,
-        "descriptor": plain(detail.descriptor),
+        "content": json.loads(header.descriptor or b"{}") if header is not None else None,
         "places": [
-            {"segment": segment, "offset": offset}
+            {"node": nodes.get(segment, ""), "segment": segment, "offset": offset}
             for segment, offset in zip(places.segments, places.offsets, strict=True)
         ],
     }
@@ -216,13 +218,15 @@ def stat(session: Session, key: str, as_hex: bool) -> int:
     table = Table.grid(padding=(0, 2))
     for name, value in fields.items():
         if name == "places":
-            text = ", ".join(f"segment {p['segment']} at {p['offset']:#x}" for p in value)
+            text = ", ".join(
+                f"{p['node']} segment {p['segment']} at {p['offset']:#x}" for p in value
+            )
         elif name.endswith("_ms"):
             name, text = name.removesuffix("_ms"), duration_text(value)
         elif name == "size":
-            text = f"{size_text(value)} ({value})"
+            text = size_text(value) + (f" ({value} bytes)" if value >= 1024 else "")
         elif isinstance(value, dict):
-            text = ", ".join(f"{k} {v}" for k, v in value.items() if v not in (None, ""))
+            text = ", ".join(f"{k} {v}" for k, v in value.items())
         else:
             text = "-" if value is None else str(value)
         table.add_row(name, text)
@@ -255,7 +259,8 @@ def put(
     with byte_progress(session) as progress:
         content = read_file(file, progress)
         value: Any = array_of(content, file) if npy else content
-        progress.step("storing", len(content))
+        size = value.nbytes if npy else len(content)
+        progress.step("storing", None)
         with session.client() as client:
             outcome = client.put(
                 wanted,
@@ -272,9 +277,9 @@ def put(
         PutOutcome.BEING_WRITTEN: "being written by another",
     }.get(outcome, outcome.name.lower())
     if session.as_json:
-        print_json({"key": key_text(wanted), "outcome": outcome.name.lower(), "size": len(content)})
+        print_json({"key": key_text(wanted), "outcome": outcome.name.lower(), "size": size})
     else:
-        click.echo(f"{key_text(wanted)}: {told}, {size_text(len(content))}")
+        click.echo(f"{key_text(wanted)}: {told}, {size_text(size)}")
 
 
 @cli.command(
@@ -291,12 +296,13 @@ def get(session: Session, key: str, output: str | None, as_hex: bool, npy: bool)
     with byte_progress(session) as progress:
         progress.step("fetching", None)
         with session.client() as client:
-            value = client.get(wanted, namespace=session.namespace)
+            # As bytes it needs neither torch nor NumPy's idea of the dtype.
+            kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
+            value: Any = client.get(wanted, namespace=session.namespace, kind=kind)
         if value is None:
             progress.stop()
             return not_there(session, [wanted])
-        content = npy_of(value) if npy else bytes_of(value)
-        del value
+        content = npy_of(value) if npy else memoryview(value)
         to_stdout = output in (None, "-")
         if to_stdout and sys.stdout.isatty() and not is_text(content):
             progress.stop()
@@ -428,7 +434,8 @@ def status_tables(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         f"up {duration_text(found.uptime_ms)}"
     )
     share = f" ({100 * used / size:.0f} %)" if size else ""
-    yield f"{objects} objects, {size_text(used)} of {size_text(size)} used{share}\n"
+    counted = f"{objects} object" + ("" if objects == 1 else "s")
+    yield f"{counted}, {size_text(used)} of {size_text(size)} used{share}\n"
 
     if found.nodes:
         nodes = Table("node", "state", "address", box=None, pad_edge=False)
@@ -562,34 +569,16 @@ def array_of(content: bytearray, name: str) -> Any:
         ) from error
 
 
-def bytes_of(value: Any) -> memoryview:
-    """The bytes of whatever ``get`` returns: bytes, an array, a tensor."""
+def npy_of(array: Any) -> memoryview:
+    """An array as a ``.npy`` file."""
     import numpy as np
 
-    if isinstance(value, bytes | bytearray | memoryview):
-        return memoryview(value).cast("B")
-    if not isinstance(value, np.ndarray):
-        import torch
-
-        value = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-
-
-def npy_of(value: Any) -> memoryview:
-    """The value as a ``.npy`` file; bytes become an array of ``uint8``."""
-    import numpy as np
-
-    if isinstance(value, bytes | bytearray | memoryview):
-        value = np.frombuffer(value, dtype=np.uint8)
-    elif not isinstance(value, np.ndarray):
-        try:
-            value = value.numpy()
-        except TypeError as error:
-            raise UnsupportedValueError(
-                f"NumPy has no {value.dtype}", advice="Leave out --npy to get its bytes."
-            ) from error
+    if array.dtype.isbuiltin == 2:  # ml_dtypes' bfloat16: the file would say "two bytes each"
+        raise UnsupportedValueError(
+            f"NumPy files cannot hold {array.dtype}", advice="Leave out --npy to get its bytes."
+        )
     file = io.BytesIO()
-    np.save(file, value, allow_pickle=False)
+    np.save(file, array, allow_pickle=False)
     return file.getbuffer()
 
 

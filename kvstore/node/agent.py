@@ -149,9 +149,7 @@ class NodeAgent:
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             self._fresh = False
-            log.info(
-                "node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed
-            )
+            log.info("node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed)
             if not resumed:
                 self._joined(accepted)
             beating = asyncio.create_task(self._beat(link, accepted))

@@ -24,7 +24,7 @@ from kvstore.transport.tcp_server import DataServer
 
 log = logging.getLogger("kvstore.node")
 
-EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")  # noqa: S104
+EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
 def run(config: NodeConfig, parent_fd: int | None = None) -> int:
@@ -136,9 +136,9 @@ def _advertised(config: NodeConfig, port: int) -> str:
 
 def _address_towards(master: str) -> str:
     """Our own address on the way to the master: what clients beside it can most likely reach."""
-    family, kind, _, _, target = socket.getaddrinfo(
-        *split_address(master), type=socket.SOCK_DGRAM
-    )[0]
+    family, kind, _, _, target = socket.getaddrinfo(*split_address(master), type=socket.SOCK_DGRAM)[
+        0
+    ]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # of a datagram socket: sends nothing
         return str(probe.getsockname()[0])
@@ -147,5 +147,3 @@ def _address_towards(master: str) -> str:
 def _interrupt(number: int, frame: object) -> None:
     del number, frame
     raise KeyboardInterrupt
-
-

@@ -69,7 +69,10 @@ class JoinReply(_message.Message):
     lane_unix: _builtins.str
     """Name of the lane's abstract Unix socket, for clients on the same host; may be empty."""
     lane_token: _builtins.bytes
-    """What the lane's first frame must carry."""
+    """What the lane's first frame must carry. A gRPC call may carry it, too, as the metadata
+    `kvstore-join-bin`: a master that did not give it out refuses with "permission_denied" and the
+    field `join`, so that a client learns in time that its master was replaced.
+    """
     lease_ms: _builtins.int
     put_deadline_ms: _builtins.int
     version: _builtins.str

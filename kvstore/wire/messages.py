@@ -46,6 +46,9 @@ from kvstore.wire.packed import (
 SIZE_BYTES_MAX = 1 << 48
 """256 TiB: what no object, segment or sum of them has in earnest."""
 
+JOIN_METADATA = "kvstore-join-bin"
+"""Of a gRPC call: the token that its client got when it joined."""
+
 WAIT_MS_MAX = 3_600_000
 """The longest a call may ask the master to hold its reply."""
 

@@ -92,7 +92,10 @@ class NodeStream:
         try:
             await self._call.write(encode_node_message(message))
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise await self._why(error) from None
+            ended = await self._why(error)
+        else:
+            return
+        raise ended  # without gRPC's error as context, which would keep the connection
 
     async def receive(self) -> MasterMessage:
         """The next message. May be cancelled, and loses nothing then.

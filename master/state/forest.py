@@ -25,7 +25,7 @@ from kvstore.master.state.records import NamespaceTable, ObjectRecord
 
 
 class Match(NamedTuple):
-    count: int
+    matched: int
     """Leading keys that are reachable."""
     holding: list[ObjectRecord]
     """Those whose lease holds all of them: one, the tip, when the keys are a chain."""

@@ -7,6 +7,7 @@ the same ports, and look inside between calls.
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 import struct
 import threading
@@ -123,7 +124,7 @@ class ScriptedService:
             return self._joined()
         answer = self.answers[type(request)]
         if isinstance(answer, Exception):
-            raise answer
+            raise copy.copy(answer)  # a fresh one: its traceback must not outlive the call
         return answer(request) if callable(answer) else answer
 
     def _joined(self) -> calls.Joined:

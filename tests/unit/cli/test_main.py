@@ -12,27 +12,21 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pytest
 
-import kvstore.client
+import kvstore
 from kvstore import calls
 from kvstore._version import __version__
 from kvstore.calls import PutOutcome
 from kvstore.cli.main import cli
 from kvstore.cli.options import run
+from kvstore.client.asking import ObjectStat
 from kvstore.config import ClientConfig
 from kvstore.errors import MasterUnreachableError, NoSpaceError
-from kvstore.limits import Key
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import Header
 
 NAMESPACE = "default"
-
-
-class Stat(NamedTuple):
-    row: calls.ObjectRow
-    parent: bytes
-    children: int
-    version: calls.Version
-    idle_ms: int
-    placements: calls.Placements
-    descriptor: object
+CONTENT = b'{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}'
+HEADER = Header(Namespace("default"), Key(b"k"), None, 5, 1, 9, 0, CONTENT)
 
 
 class FakeClient:
@@ -63,8 +57,11 @@ class FakeClient:
         self.objects[namespace, key] = bytes(value) if isinstance(value, bytearray) else value
         return PutOutcome.STORED
 
-    def get(self, key: bytes, *, namespace: str) -> Any:
-        return self.objects.get((namespace, key))
+    def get(self, key: bytes, *, namespace: str, kind: str) -> Any:
+        value = self.objects.get((namespace, key))
+        if kind == "bytes" and isinstance(value, np.ndarray):
+            return value.tobytes()
+        return value
 
     def remove_many(self, keys: Sequence[bytes], *, namespace: str) -> list[bool]:
         return [self.objects.pop((namespace, key), None) is not None for key in keys]
@@ -81,12 +78,13 @@ class FakeClient:
             if namespace in ("", space) and key.startswith(prefix):
                 yield self._row(space, key)
 
-    def stat(self, key: bytes, *, namespace: str) -> Stat | None:
+    def stat(self, key: bytes, *, namespace: str) -> ObjectStat | None:
         if (namespace, key) not in self.objects:
             return None
-        places = calls.Placements([5], [1], [9], [1], [3], [4096])
         row, version = self._row(namespace, key), calls.Version(1, 9)
-        return Stat(row, b"\x01", 2, version, 1500, places, {"kind": "bytes", "dtype": ""})
+        places = calls.Placements([5], [1], [9], [1], [1], [4096])
+        detail = calls.ObjectDetail(row, b"\x01", 2, version, 1500, places)
+        return ObjectStat(detail, HEADER)
 
     def status(self) -> calls.ClusterStatus:
         segment = calls.SegmentStatus(1, 1 << 30, 1 << 28, 1 << 29, "kvstore-x")
@@ -112,7 +110,7 @@ class Result(NamedTuple):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     fake = FakeClient()
-    monkeypatch.setattr(kvstore.client, "Client", fake, raising=False)
+    monkeypatch.setattr(kvstore, "Client", fake)
     return fake
 
 
@@ -243,11 +241,12 @@ def test_stat(kv: KV, store: FakeClient) -> None:
     store.objects[NAMESPACE, b"k"] = b"12345"
     found = kv("stat", "k", "--json").json
     assert found["size"] == 5
+    assert found["content"]["dtype"] == "bfloat16"
     assert found["parent"] == "hex:01"
-    assert found["places"] == [{"segment": 3, "offset": 4096}]
+    assert found["places"] == [{"node": "host-a", "segment": 1, "offset": 4096}]
     text = kv("stat", "k").out
-    assert "5 B (5)" in text
-    assert "segment 3 at 0x1000" in text
+    assert "size       5 B" in text
+    assert "host-a segment 1 at 0x1000" in text
     assert "1.5 s" in text
 
 

@@ -15,19 +15,19 @@ from kvstore.calls import Joined
 from kvstore.client.stub_flow import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
-    LANE_REFUSALS_MAX,
     LANE_RETRY_S,
     LANE_SILENT_RETRY_S,
+    REFUSALS_MAX,
     CarrierBrokenError,
     Flow,
     JoinAt,
-    LaneRefusedError,
     LaneUnreachableError,
     Link,
     OnGrpc,
     OnLane,
     Pause,
     Step,
+    TokenRefusedError,
     call_flow,
     late,
     parse_addresses,
@@ -272,7 +272,7 @@ def test_an_unreachable_lane_is_warned_of_once() -> None:
 
 def test_a_refused_token_means_a_new_master() -> None:
     world = World()
-    assert world.run(EXISTS, script(b"", LaneRefusedError("old"), b"", b"reply")) == b"reply"
+    assert world.run(EXISTS, script(b"", TokenRefusedError("old"), b"", b"reply")) == b"reply"
     assert world.story == ["JoinAt", "OnLane!", "JoinAt", "OnLane"]
 
 
@@ -280,10 +280,10 @@ def test_a_lane_that_refuses_every_token_is_not_our_masters() -> None:
     world = World()
 
     def answer(step: Step) -> bytes | Exception:
-        return LaneRefusedError("old") if isinstance(step, OnLane) else b"reply"
+        return TokenRefusedError("old") if isinstance(step, OnLane) else b"reply"
 
     assert world.run(EXISTS, answer) == b"reply"
-    assert world.story.count("OnLane!") == LANE_REFUSALS_MAX + 1
+    assert world.story.count("OnLane!") == REFUSALS_MAX + 1
     assert world.story[-1] == "OnGrpc"
 
 
@@ -328,7 +328,7 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
             "unsent": gone(),
             "sent": gone(sent=True),
             "lane": LaneUnreachableError("filtered") if on_lane else gone(),
-            "token": LaneRefusedError("old") if on_lane else gone(),
+            "token": TokenRefusedError("old") if on_lane else gone(),
             "busy": BusyError("busy"),
             "late": late(world.link, "call"),
         }
