@@ -26,7 +26,7 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
 
 demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another computed

@@ -396,7 +396,7 @@ class _Lane(asyncio.BufferedProtocol):
         self.gone.set()
 
 
-async def _settled(call: grpc.CallFuture[bytes]) -> bytes:
+async def _settled(call: grpc.Future[bytes]) -> bytes:
     """The result of a call that gRPC's thread carries."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()

@@ -6,6 +6,7 @@ import secrets
 from typing import NamedTuple
 
 from kvstore.config import join_address
+from kvstore.errors import StartupError
 from kvstore.master.carrier_base import CallStats, Dispatcher, Service
 from kvstore.master.grpc_server import CALLS_MAX, GrpcServer, startup_error
 from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
@@ -51,15 +52,18 @@ class Carriers:
         Raises:
             AddressInUseError, StartupError: nothing is bound then.
         """
-        await self._grpc.bind(host, port)
         if lane:
             try:
                 await self._lane.bind(host, lane_port, unix=unix)
             except OSError as error:
-                await self.stop(0.0)
                 raise startup_error(
                     join_address(host or "::", lane_port), lane_port, error
                 ) from error
+        try:
+            await self._grpc.bind(host, port)
+        except StartupError:
+            await self._lane.stop()
+            raise
         return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._token)
 
     async def start(self) -> None:

@@ -58,6 +58,7 @@ class GrpcServer:
         self._token = token
         self._calls_max = calls_max
         self._server: grpc.aio.Server | None = None
+        self._started = False
         self.port = 0
 
     async def bind(self, host: str, port: int) -> None:
@@ -78,12 +79,15 @@ class GrpcServer:
 
     async def start(self) -> None:
         assert self._server is not None, "bind first"
+        self._started = True
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls, and cuts those that last longer than ``grace_s``. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
+            if not self._started:  # else gRPC leaves the port bound until the process ends
+                await server.start()
             await server.stop(grace_s)
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
@@ -112,12 +116,15 @@ class GrpcServer:
 
     def _check_token(self, context: Context) -> None:
         for key, value in context.invocation_metadata() or ():
-            if key == JOIN_METADATA and not hmac.compare_digest(bytes(value), self._token):
+            if key == JOIN_METADATA and not self._gave_out(value):
                 raise PermissionDeniedError(
                     "this master did not let you in; it may have been restarted",
                     advice="Join again.",
                     join=1,
                 )
+
+    def _gave_out(self, token: str | bytes) -> bool:
+        return isinstance(token, bytes) and hmac.compare_digest(token, self._token)
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. A coroutine that reads and writes, not a generator: then the

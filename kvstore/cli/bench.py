@@ -54,7 +54,7 @@ CHAIN_BLOCKS = max(*EXIST_BATCHES, *MATCH_BATCHES)
 CHAIN_BLOCK_BYTES = 4096
 
 POOL_BYTES_MIN = 1 << 30
-LEASE_MS = 2_000
+LEASE_MS = 1_000
 """Of our own master. Between two rows the bench waits for leases to end, so that memory is free."""
 
 SETTLE_SECONDS = 60.0

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 from rich.console import Console
@@ -77,7 +77,6 @@ Exit codes: 0 done, 1 failed, 2 asked wrongly, 3 no such object.
 
 # Memory that lives as long as one command helps nobody.
 SETTINGS_WITHOUT = ("memory",)
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +100,10 @@ class Session:
         return Namespace(self.config.namespace)
 
 
-def connects(*only: str) -> Callable[[Function], Callable[..., Any]]:
+def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function of a ``Session`` a command with ``--master``, ``--json`` and so on."""
 
-    def wrap(function: Function) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         keys = ("master", "timeout_ms", *only)
 
         @functools.wraps(function)
@@ -198,7 +197,7 @@ def stat(session: Session, key: str, as_hex: bool) -> int:
         if found is None or found.detail.row is None:
             return not_there(session, [wanted])
         nodes = {s.segment_id: node.name for node in client.status().nodes for s in node.segments}
-        detail, header, row = *found, found.detail.row
+    detail, header, row = found.detail, found.header, found.detail.row
     places = detail.placements
     fields = {
         **row_json(row),

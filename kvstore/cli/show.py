@@ -73,7 +73,7 @@ def plain(value: Any) -> Any:
     """A reply as JSON can hold it: named tuples as objects, bytes as hexadecimal text."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).hex()
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+    if hasattr(value, "_asdict"):
         return {name: plain(item) for name, item in value._asdict().items()}
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}

@@ -4,7 +4,7 @@ isort:skip_file
 What a client asks of the master: where are these objects, where may I write those?
 
 The master never touches a payload byte: clients read and write the extents themselves.
-Every call here can also be made on the lane (see docs/protocol.md): the same messages,
+Every call here can also be made on the lane (see proto/README.md): the same messages,
 length-prefixed on a plain socket, for callers to whom a gRPC call is too slow.
 """
 

@@ -84,7 +84,7 @@ def encode_request(request: Request) -> bytes:
     """Raises UsageError: the request holds a value that cannot be sent."""
     try:
         return CALLS[type(request)].encode(request)
-    except _UNENCODABLE as error:
+    except UNENCODABLE as error:
         raise InvalidArgumentError(f"{type(request).__name__}: {error}") from error
 
 
@@ -111,7 +111,8 @@ def decode_reply(call: Call[Any, Any], data: bytes) -> Reply:
         raise ProtocolError(f"{call.name}: the reply is malformed: {error.message}") from error
 
 
-_UNENCODABLE = (TypeError, ValueError, OverflowError, struct.error)
+UNENCODABLE = (TypeError, ValueError, OverflowError, struct.error)
+"""What protobuf and ``struct`` raise for values that do not fit their field."""
 
 
 # --- parts that several calls share ------------------------------------------------------------

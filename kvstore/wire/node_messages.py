@@ -9,10 +9,10 @@ from google.protobuf.message import DecodeError
 
 from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage
-from kvstore.errors import BatchTooLargeError, ProtocolError, UsageError
+from kvstore.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError, UsageError
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.v1 import node_pb2
-from kvstore.wire.messages import SIZE_BYTES_MAX
+from kvstore.wire.messages import SIZE_BYTES_MAX, UNENCODABLE
 from kvstore.wire.packed import (
     pack_column,
     unpack_column,
@@ -30,6 +30,14 @@ NODE_SEGMENTS_MAX = 1024
 
 
 def encode_node_message(message: NodeMessage) -> bytes:
+    """Raises UsageError: the message holds a value that cannot be sent."""
+    try:
+        return _packed(message).SerializeToString()
+    except UNENCODABLE as error:
+        raise InvalidArgumentError(f"{type(message).__name__}: {error}") from error
+
+
+def _packed(message: NodeMessage) -> node_pb2.NodeMessage:
     m = node_pb2.NodeMessage()
     match message:
         case calls.NodeBeat():
@@ -46,7 +54,7 @@ def encode_node_message(message: NodeMessage) -> bytes:
             m.join.SetInParent()
             for offer in message.segments:
                 m.join.segments.add(**offer._asdict())
-    return m.SerializeToString()
+    return m
 
 
 def decode_node_message(data: bytes) -> NodeMessage:

@@ -134,6 +134,8 @@ def unpack_keys(packed: common_pb2.Keys, *, distinct: bool = False) -> Sequence[
         if count > BATCH_KEYS_MAX:
             raise _too_large(count)
         keys = PackedKeys(data, size)
+        if distinct:
+            keys = keys.unpack()  # all of them are looked at, here and by whoever asks for this
     else:
         count = len(packed.sizes)
         if count > BATCH_KEYS_MAX:

@@ -255,6 +255,21 @@ class Server:
 
         self.run(do)
 
+    def release_soon(self, reply: Reply | Exception) -> threading.Thread:
+        """``release`` as soon as a call waits; join the thread that is returned."""
+        return self.when_waiting(lambda: self.release(reply))
+
+    def when_waiting(self, action: Callable[[], None]) -> threading.Thread:
+        """``action()`` in a thread, as soon as a call waits; join it."""
+
+        def do() -> None:
+            self.service.until(lambda: bool(self.service.waiting))
+            action()
+
+        thread = threading.Thread(target=do, name="when waiting")
+        thread.start()
+        return thread
+
     def _run(self, ready: threading.Event) -> None:
         with asyncio.Runner(loop_factory=lambda: new_event_loop(self._spin_us)) as runner:
             runner.run(self._serve(ready))
@@ -344,9 +359,12 @@ class AsyncCaller:
         results: list[Any] = self._wait(gather(), timeout_s)
         return results
 
+    def close_stub(self) -> None:
+        self._wait(self.stub.close(), 5.0)
+
     def close(self) -> None:
         if not self._loop.is_closed():
-            self._wait(self.stub.close(), 5.0)
+            self.close_stub()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()

@@ -144,10 +144,7 @@ def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:
 def test_a_reply_may_wait(server: Server, caller: Caller) -> None:
     service = server.service
     service.answers[calls.PutStart] = service.wait
-    releasing = threading.Thread(
-        target=lambda: (service.until(lambda: bool(service.waiting)), server.release(GRANTS))
-    )
-    releasing.start()
+    releasing = server.release_soon(GRANTS)
     assert caller.call(PUT_START) == GRANTS
     releasing.join()
 
@@ -155,13 +152,7 @@ def test_a_reply_may_wait(server: Server, caller: Caller) -> None:
 def test_an_error_may_wait(server: Server, caller: Caller) -> None:
     service = server.service
     service.answers[calls.PutStart] = service.wait
-    releasing = threading.Thread(
-        target=lambda: (
-            service.until(lambda: bool(service.waiting)),
-            server.release(NoSpaceError("still full")),
-        )
-    )
-    releasing.start()
+    releasing = server.release_soon(NoSpaceError("still full"))
     with pytest.raises(NoSpaceError):
         caller.call(PUT_START)
     releasing.join()
@@ -312,10 +303,7 @@ def test_closing_ends_calls_under_way(server: Server) -> None:
     service = server.service
     service.answers[calls.PutStart] = service.wait
     caller = SyncCaller(server.address)
-    closing = threading.Thread(
-        target=lambda: (service.until(lambda: bool(service.waiting)), caller.close())
-    )
-    closing.start()
+    closing = server.when_waiting(caller.close)
     with pytest.raises(ClosedError):
         caller.call(PUT_START)
     closing.join()
@@ -325,13 +313,7 @@ def test_closing_an_async_stub_ends_calls_under_way(server: Server) -> None:
     service = server.service
     service.answers[calls.PutStart] = service.wait
     caller = AsyncCaller(server.address)
-    closing = threading.Thread(
-        target=lambda: (
-            service.until(lambda: bool(service.waiting)),
-            caller._wait(caller.stub.close(), 5.0),
-        )
-    )
-    closing.start()
+    closing = server.when_waiting(caller.close_stub)
     with contextlib.closing(caller), pytest.raises(ClosedError):
         caller.call(PUT_START)
     closing.join()
@@ -424,6 +406,7 @@ def test_a_stopped_master_costs_no_more_than_the_deadline(carrier: str) -> None:
             with contextlib.closing(caller):
                 assert caller.call(EXISTS) == EXISTING
                 os.kill(process.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
                 for _ in range(2):
                     started = time.monotonic()
                     with pytest.raises(DeadlineExceededError):

@@ -1,0 +1,314 @@
+"""A store of real processes for tests: started on free ports, watched, ended whatever happened.
+
+A test that uses it says what is to be there (``master``, ``node``), breaks it (``kill``, ``freeze``)
+and asks through real clients (``client``). At the end ``finish`` finds out whether the master still
+serves, whether every process stops when it is told to, and whether any of them logged a traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import pytest
+
+from kvstore import Client
+from kvstore.calls import ClusterStatus
+from kvstore.memory.segment import SHM_DIRECTORY, SHM_PREFIX
+
+ROOT: Final = Path(__file__).parents[2]
+START_S: Final = 30.0
+STOP_S: Final = 15.0
+SOON_S: Final = 15.0
+
+SHORT: Final = {
+    "lease_ms": 1_000,
+    "put_deadline_ms": 1_000,
+    "quarantine_ms": 1_500,
+    "beat_ms": 50,
+    "suspect_ms": 500,
+    "dead_ms": 1_500,
+}
+"""Of a master, for tests that wait until a promise ends."""
+
+MASTER: Final = "kvstore.cli.master"
+NODE: Final = "kvstore.cli.node"
+
+_numbers = itertools.count(1)
+ResultT = TypeVar("ResultT")
+
+
+def flags_of(settings: dict[str, Any]) -> list[str]:
+    """``{"lease_ms": 5}`` as ``["--lease-ms", "5"]``."""
+    return [
+        word
+        for key, value in settings.items()
+        for word in ("--" + key.replace("_", "-"), str(value))
+    ]
+
+
+def unique_name() -> str:
+    """Of a node; no other run on this machine uses it."""
+    return f"it-{os.getpid()}-{next(_numbers)}"
+
+
+def entry(node: str) -> Path:
+    """The node's segment in the file system."""
+    return Path(SHM_DIRECTORY, SHM_PREFIX + node)
+
+
+def until(
+    ask: Callable[[], ResultT], *, within_s: float = SOON_S, every_s: float = 0.02
+) -> ResultT:
+    """``ask()`` once it is true; fails the test when it is not in time."""
+    deadline = time.monotonic() + within_s
+    while not (answer := ask()):
+        if time.monotonic() >= deadline:
+            pytest.fail(f"not within {within_s} s: {ask}, last {answer!r}")
+        time.sleep(every_s)
+    return answer
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children_of(pid: int) -> list[int]:
+    """Of a single-threaded parent or any other."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+class Server:
+    """One process: what it says, and its signals."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], *, log: Path, prefix: Sequence[str] = ()
+    ) -> None:
+        self.log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=ROOT,
+            )
+        self._said = b""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def errors(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def line(self, pattern: str, *, within_s: float = START_S) -> re.Match[str]:
+        """What it prints next that matches; what comes before is passed over."""
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        deadline = time.monotonic() + within_s
+        while True:
+            while b"\n" in self._said:
+                line, _, self._said = self._said.partition(b"\n")
+                if found := re.search(pattern, line.decode(errors="replace")):
+                    return found
+            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(fd, 1 << 16) if ready else b""
+            if not data:
+                how = "it ended" if ready else f"not within {within_s} s"
+                pytest.fail(f"{self.process.args}: no line {pattern!r}, {how}\n{self.errors}")
+            self._said += data
+
+    def wait(self, *, within_s: float = STOP_S) -> int:
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            pytest.fail(f"{self.process.args} did not end within {within_s} s\n{self.errors}")
+
+    def terminate(self, *, within_s: float = STOP_S) -> int:
+        """SIGTERM; its exit status."""
+        self.process.terminate()
+        return self.wait(within_s=within_s)
+
+    def kill(self) -> None:
+        """``kill -9``; returns when it is dead."""
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End it by force, if it is still there."""
+        if self.process.poll() is None:
+            self.resume()
+            self.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+class Node(Server):
+    """A ``kvstore-node``."""
+
+    name = ""
+
+    @property
+    def entry(self) -> Path:
+        return entry(self.name)
+
+
+class Cluster:
+    """See the module. Settings of the master are given once and kept over its restarts."""
+
+    def __init__(self, directory: Path, *, prefix: Sequence[str] = (), **settings: Any) -> None:
+        """``prefix``: what the commands of all processes begin with."""
+        self.directory = directory
+        self.prefix = list(prefix)
+        self.settings = {"host": "127.0.0.1", "port": 0} | settings
+        self.master_server: Server | None = None
+        self.nodes: list[Node] = []
+        self._servers: list[Server] = []
+        self._clients: list[Client] = []
+        self.lane_port = 0
+
+    # --- the processes ------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        return f"{self.settings['host']}:{self.settings['port']}"
+
+    def start(self, nodes: int = 1, **settings: Any) -> None:
+        """A master and nodes, all at once where the port is known, and wait until they serve."""
+        self.master()
+        started = [self.launch_node(**settings) for _ in range(nodes)]
+        for node in started:
+            self.ready(node)
+
+    def master(self, **more: Any) -> Server:
+        """Start it, or start it again on the port it had."""
+        server = self.launch(MASTER, self.settings | more)
+        self.master_server = server
+        ready = server.line(r"listening on \S*?:(\d+) \(gRPC\) and port (\d+) \(lane\)")
+        self.settings["port"] = int(ready[1])
+        self.settings["lane_port"] = self.lane_port = int(ready[2])
+        return server
+
+    def node(self, **settings: Any) -> Node:
+        """Start one and wait until it has joined."""
+        return self.ready(self.launch_node(**settings))
+
+    def launch_node(self, **settings: Any) -> Node:
+        """Start one; it need not be able to join."""
+        given = {"master": self.address, "name": unique_name(), "memory": "32MiB"} | settings
+        node = Node(NODE, flags_of(given), log=self._new_log("node"), prefix=self.prefix)
+        node.name = given["name"]
+        self._servers.append(node)
+        self.nodes.append(node)
+        return node
+
+    def ready(self, node: Node) -> Node:
+        node.line(rf"kvstore-node {re.escape(node.name)} serves")
+        return node
+
+    def launch(self, module: str, settings: dict[str, Any]) -> Server:
+        log = self._new_log(module.rpartition(".")[2])
+        server = Server(module, flags_of(settings), log=log, prefix=self.prefix)
+        self._servers.append(server)
+        return server
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def client(self, **settings: Any) -> Client:
+        """A client that ``finish`` closes."""
+        client = Client(self.address, **settings)
+        self._clients.append(client)
+        return client
+
+    def status(self) -> ClusterStatus:
+        with Client(self.address, timeout_ms=5_000) as client:
+            return client.status()
+
+    def state_of(self, node: Node) -> str:
+        """As the master sees it; gone when it does not know it."""
+        states = {each.name: each.state for each in self.status().nodes}
+        return states.get(node.name, "gone")
+
+    def used_bytes(self) -> int:
+        return sum(each.used for node in self.status().nodes for each in node.segments)
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The master is alive and serves; nobody's log holds a traceback."""
+        for server in self._servers:
+            assert "Traceback" not in server.errors, server.errors
+        if self.master_server is not None:
+            assert self.master_server.process.poll() is None, self.master_server.errors
+            assert self.status().epoch > 0
+
+    def finish(self) -> None:
+        """``check``, then end everything as its users would, and see that nothing is left."""
+        try:
+            self.check()
+            self.close_clients()
+            running = [server for server in self._servers if server.process.poll() is None]
+            for server in running:
+                server.process.terminate()
+            for server in running:
+                assert server.wait() == 0, server.errors
+            for server in self._servers:
+                assert "Traceback" not in server.errors, server.errors
+            for node in self.nodes:
+                killed = node.process.returncode == -signal.SIGKILL
+                assert killed or not node.entry.exists(), f"{node.entry} is left behind"
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End everything by force; remove what killed nodes leave."""
+        self.close_clients()
+        for server in self._servers:
+            server.close()
+        for node in self.nodes:
+            node.entry.unlink(missing_ok=True)
+
+    def close_clients(self) -> None:
+        clients, self._clients = self._clients, []
+        for client in clients:
+            client.close()
+
+    def _new_log(self, kind: str) -> Path:
+        return self.directory / f"{kind}-{len(self._servers)}.log"
+
+
+def free_port() -> int:
+    """Of TCP on loopback; somebody else may take it first."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,103 @@
+"""Stores for integration tests: one of their own, or one shared by a module's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import AsyncClient, Client
+from tests.integration.cluster import SHORT, Cluster
+
+
+class Blocking:
+    """An ``AsyncClient`` whose verbs are called like those of ``Client``."""
+
+    def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
+        self._client = client
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._client, name)
+        if inspect.isasyncgenfunction(attribute):
+            return lambda *args, **named: self._runner.run(_all(attribute(*args, **named)))
+        if inspect.iscoroutinefunction(attribute):
+            return lambda *args, **named: self._runner.run(attribute(*args, **named))
+        return attribute
+
+
+async def _all(rows: Any) -> list[Any]:
+    return [row async for row in rows]
+
+
+@contextlib.contextmanager
+def either_client(kind: str, address: str, **settings: Any) -> Iterator[Any]:
+    """A ``Client`` or, for "async", an ``AsyncClient`` to be called in the same way."""
+    if kind == "sync":
+        with Client(address, **settings) as client:
+            yield client
+        return
+    with asyncio.Runner() as runner:
+        blocking = Blocking(AsyncClient(address, **settings), runner)
+        try:
+            yield blocking
+        finally:
+            blocking.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Of this test alone, with promises that end within seconds. Nothing is started yet."""
+    cluster = Cluster(tmp_path, **SHORT)
+    try:
+        yield cluster
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A master and a node as they are by default, for tests that leave them as they were."""
+    cluster = Cluster(tmp_path_factory.mktemp("store"))
+    try:
+        cluster.start(memory="64MiB")
+        yield cluster
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def store(shared: Cluster) -> Iterator[Cluster]:
+    """The module's store, empty; still serving when the test is over."""
+    yield shared
+    shared.check()
+    shared.close_clients()
+    with Client(shared.address) as client:
+        client.clear()
+
+
+WAYS = [
+    pytest.param(("sync", "shm", True), id="shm-lane"),
+    pytest.param(("sync", "tcp", True), id="tcp-lane"),
+    pytest.param(("sync", "shm", False), id="shm-grpc"),
+    pytest.param(("sync", "tcp", False), id="tcp-grpc"),
+    pytest.param(("async", "shm", True), id="async-shm-lane"),
+    pytest.param(("async", "tcp", True), id="async-tcp-lane"),
+    pytest.param(("async", "shm", False), id="async-shm-grpc"),
+    pytest.param(("async", "tcp", False), id="async-tcp-grpc"),
+]
+
+
+@pytest.fixture(params=WAYS)
+def verbs(request: pytest.FixtureRequest, store: Cluster) -> Iterator[Any]:
+    """A client of each kind, over each transport and each carrier, with the same verbs."""
+    kind, transport, lane = request.param
+    with either_client(kind, store.address, transports=(transport,), lane=lane) as client:
+        yield client

@@ -1,0 +1,241 @@
+"""The commands as a person uses them: real processes, real output, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from kvstore.children import start_master
+
+GIB = 1 << 30
+MEMORY = 64 << 20
+OPERATIONS = {"put", "get", "get_view", "get_again", "exist", "match_prefix", "memcpy"}
+BENCH_FIELDS = {
+    "system": str,
+    "mode": str,
+    "op": str,
+    "size_bytes": int,
+    "batch": int,
+    "per_second": float,
+    "gb_per_second": float,
+    "p50_us": float,
+    "p99_us": float,
+}
+
+
+class Result(NamedTuple):
+    code: int
+    out: bytes
+    err: str
+
+
+def kvstore(*arguments: str, stdin: bytes = b"", **variables: str) -> Result:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli.main", *arguments],
+        input=stdin,
+        capture_output=True,
+        env={**os.environ, **variables},
+        timeout=120,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout, done.stderr.decode())
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A whole store."""
+    master = start_master(memory=MEMORY)
+    yield f"127.0.0.1:{master.said['port']}"
+    master.stop()
+
+
+@pytest.fixture
+def kv(address: str) -> Callable[..., Result]:
+    def call(*arguments: str, stdin: bytes = b"") -> Result:
+        return kvstore(*arguments, stdin=stdin, KVSTORE_MASTER=address)
+
+    return call
+
+
+KV = Callable[..., Result]
+
+
+def test_bytes_there_and_back(kv: KV, tmp_path: Path) -> None:
+    content = os.urandom(9 << 20)
+    (tmp_path / "in").write_bytes(content)
+    assert kv("put", "big", str(tmp_path / "in")) == (0, b"big: stored, 9.00 MiB\n", "")
+    assert kv("get", "big", "-o", str(tmp_path / "out")).code == 0
+    assert (tmp_path / "out").read_bytes() == content
+    assert kv("get", "big").out == content
+
+
+def test_through_pipes(kv: KV) -> None:
+    assert kv("put", "piped", "-", stdin=b"hello").code == 0
+    assert kv("get", "piped") == (0, b"hello", "")
+    assert kv("put", "nothing", "-").code == 0
+    assert kv("get", "nothing") == (0, b"", "")
+
+
+def test_arrays(kv: KV, tmp_path: Path) -> None:
+    array = np.arange(12, dtype=np.float16).reshape(3, 4)
+    np.save(tmp_path / "in.npy", array)
+    assert kv("put", "array", str(tmp_path / "in.npy"), "--npy").code == 0
+    assert kv("get", "array", "--npy", "-o", str(tmp_path / "out.npy")).code == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), array)
+    assert kv("get", "array").out == array.tobytes()
+    found = json.loads(kv("stat", "array", "--json").out)
+    assert found["content"] == {"kind": "numpy", "dtype": "float16", "shape": [3, 4]}
+
+
+def test_a_life_in_a_namespace(kv: KV) -> None:
+    here = ("--namespace", "life")
+    assert kv("put", "a", "-", *here, stdin=b"1").code == 0
+    assert kv("put", "b", "-", "--parent", "a", *here, stdin=b"22").code == 0
+    lines = [json.loads(line) for line in kv("ls", "--json", *here).out.splitlines()]
+    assert {(row["key"], row["size"]) for row in lines} == {("a", 1), ("b", 2)}
+    assert json.loads(kv("stat", "b", "--json", *here).out)["parent"] == "a"
+    assert kv("get", "a").code == 3, "another namespace"
+
+    assert kv("rm", "b", *here).out == b"removed 1\n"
+    assert kv("get", "b", *here).code == 3
+    assert json.loads(kv("clear", "--json", *here).out) == {"removed": 1, "namespace": "life"}
+    assert kv("ls", *here).out == b""
+
+
+def test_status(kv: KV) -> None:
+    found = json.loads(kv("status", "--json").out)
+    [node] = found["nodes"]
+    assert node["state"] == "alive"
+    assert sum(segment["size"] for segment in node["segments"]) == MEMORY
+    assert node["name"].encode() in kv("status").out
+
+
+def test_a_value_larger_than_the_pool(kv: KV, tmp_path: Path) -> None:
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(MEMORY + 1)
+    result = kv("put", "huge", str(tmp_path / "huge"), "--json")
+    assert result.code == 2
+    error = json.loads(result.err)["error"]
+    assert error["code"] == "value_too_large"
+    assert error["advice"]
+
+
+def test_no_master_is_told_in_time() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        where = f"127.0.0.1:{nobody.getsockname()[1]}"
+        result = kvstore("status", "--master", where, "--timeout-ms", "300")
+    assert result.code == 1
+    assert where in result.err
+    assert "kvstore-master" in result.err, "advice"
+    assert result.err.count("\n") == 1
+
+
+def test_a_reader_that_goes_away_is_no_error_message(kv: KV, address: str) -> None:
+    kv("put", "long", "-", stdin=bytes(4 << 20))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.cli.main", "--master", address, "get", "long"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_servers_say_where_they_are_and_stop_cleanly(number: int) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with server("master", "--port", "0") as (master, first):
+        found = re.search(r"listening on (127\.0\.0\.1:\d+)", first)
+        assert found, first
+        assert "--host" in first, "says that it listens on loopback only"
+        name = f"stop-{os.getpid()}"
+        where = ("--master", found[1], "--memory", "16MiB", "--name", name)
+        with server("node", *where) as (node, first):
+            assert "16 MiB" in first
+            assert any(name in entry for entry in set(os.listdir("/dev/shm")) - before)
+            node.send_signal(number)
+            assert node.wait(20) == 0
+        assert not any(name in entry for entry in set(os.listdir("/dev/shm")) - before)
+        master.send_signal(number)
+        assert master.wait(20) == 0
+
+
+@contextlib.contextmanager
+def server(kind: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and the first line that it printed."""
+    command = [sys.executable, "-m", f"kvstore.cli.{kind}", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 3 * GIB, reason="/dev/shm is small")
+def test_every_row_of_the_bench() -> None:
+    rows = bench("--transport", "shm")
+    assert {row["op"] for row in rows} == OPERATIONS
+    found = {(row["op"], row["size_bytes"], row["batch"]) for row in rows}
+    for op in ("put", "get", "get_view", "memcpy"):
+        assert {(op, kib << 10, n) for kib in (4, 64, 1024, 4096) for n in (1, 64)} <= found
+    assert {("exist", 0, n) for n in (1, 64, 1024, 8192)} <= found
+    assert {("match_prefix", 0, n) for n in (1024, 8192)} <= found
+    assert len(rows) == len(found)
+
+
+@pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 3 * GIB, reason="/dev/shm is small")
+def test_chosen_rows_of_the_bench_over_both_transports() -> None:
+    rows = bench("--rows", "get*/4096/1", "--memory", "1.5GiB")
+    assert [(row["mode"], row["op"]) for row in rows] == [
+        ("shm", "get"),
+        ("shm", "get_view"),
+        ("shm", "get_again"),
+        ("tcp", "get"),
+        ("tcp", "get_again"),
+    ]
+
+
+def bench(*options: str) -> list[dict[str, object]]:
+    result = kvstore("bench", "--json", "--seconds", "0.01", *options)
+    assert result.code == 0, result.err
+    rows: list[dict[str, object]] = [json.loads(line) for line in result.out.splitlines()]
+    for row in rows:
+        assert {name: type(value) for name, value in row.items()} == BENCH_FIELDS
+    return rows
+
+
+def test_the_bench_of_a_master() -> None:
+    """Small: that it runs. Its probing takes 10 s three times, which is patched away."""
+    program = (
+        "from kvstore.cli import bench_master as b; b.PROBE_SECONDS = 0.1;"
+        "b.measure_master(1000, as_json=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["op"] for row in rows].count("master_pause") == 3
+    [memory] = [row for row in rows if row["op"] == "master_memory"]
+    assert memory["objects"] == 1000

@@ -1,0 +1,1023 @@
+"""``MasterState`` against a dictionary: what it promised to whom, worked out the simple way.
+
+The model cannot know what is evicted, so it looks: an object that is gone must have been a leaf of
+which no promise lived. Everything else is predicted: each answer, each reply that comes later, and
+above all that no range of memory is given out while a reader, a writer or a wipe may need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore import calls
+from kvstore.calls import Placements, Presence, PutOutcome, Version
+from kvstore.errors import (
+    BusyError,
+    InvalidArgumentError,
+    KVStoreError,
+    NodeNameTakenError,
+    NoSpaceError,
+    ProtocolError,
+    SegmentGoneError,
+    ValueTooLargeError,
+)
+from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
+from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
+from kvstore.master.state.liveness import LivenessRules
+from kvstore.master.state.master_state import MAKING_ROOM_MS, MasterRules, MasterState
+from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
+
+EPOCH = 7
+RULES = MasterRules(
+    lease_ms=100,
+    put_deadline_ms=150,
+    quarantine_ms=80,
+    put_wait_max_ms=120,
+    pending_puts_max=10,
+    waiting_puts_max=2,
+    liveness=LivenessRules(suspect_ms=25, dead_ms=75),
+)
+NAMESPACES = [Namespace("a"), Namespace("b")]
+KEYS = [Key(b"%02d" % index) for index in range(8)]
+SIZES = [0, 500, 1024, 2500]
+NODES = ["n0", "n1", "n2"]
+HOSTS = ["h0", "h1"]
+
+Name = tuple[Namespace, Key]
+Place = tuple[int, int]
+"""Segment id and offset."""
+
+namespaces = st.sampled_from(NAMESPACES)
+keys = st.sampled_from(KEYS)
+key_lists = st.integers(1, 8).map(lambda count: KEYS[:count]) | st.lists(
+    keys, unique=True, min_size=1, max_size=5
+)
+hosts = st.sampled_from(HOSTS)
+waits = st.sampled_from([0, 0, 40, 500])
+
+
+@dataclass
+class Stored:
+    """A complete object."""
+
+    version: Version
+    size: int
+    places: list[Place]
+    parent: Key | None
+
+
+@dataclass
+class Granted:
+    """A put under way, or an allocation (no name)."""
+
+    name: Name | None
+    parent: Key | None
+    size: int
+    places: list[Place]
+    deadline_ms: int
+
+
+@dataclass
+class Waiting:
+    request: calls.PutStart | calls.Allocate
+    deadline_ms: int
+
+
+@dataclass
+class ModelNode:
+    name: str
+    session: int | None
+    heard_ms: int
+    offers: list[calls.SegmentOffer]
+    ids: list[int]
+    usable_at_ms: int
+    reported_ms: int | None = None
+    orders: list[calls.MasterWipe] = field(default_factory=list)
+
+    def state(self, now_ms: int) -> str:
+        silent_ms = now_ms - self.heard_ms
+        reported = self.reported_ms is not None and now_ms - self.reported_ms <= 25
+        if silent_ms > 75 or (self.session is None and reported):
+            return "dead"
+        return "suspect" if self.session is None or silent_ms > 25 or reported else "alive"
+
+
+@dataclass(frozen=True)
+class Taboo:
+    """A range that must not be given out."""
+
+    where: bytes | int
+    """The memory's uuid, or one mounting of it by its segment id."""
+    start: int
+    end: int
+    until_ms: int
+    why: str
+
+
+class MasterMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = MasterState(epoch=EPOCH, rules=RULES)
+        self.now_ms = 0
+        self.objects: dict[Name, Stored] = {}
+        self.granted: dict[int, Granted] = {}
+        self.old_tokens: list[int] = []
+        self.nodes: dict[str, ModelNode] = {}
+        self.uuids: dict[int, bytes] = {}  # of every segment that ever was
+        self.known_uuids: dict[str, list[bytes]] = {}
+        self.sessions = 0
+        self.old_sessions: list[int] = []
+        self.taboos: list[Taboo] = []
+        self.unwiped: dict[tuple[Place, Version], int] = {}  # and the length
+        self.removals: dict[int, set[tuple[Place, Version]]] = {}  # by ticket
+        self.waiting: dict[int, Waiting] = {}
+        self.tickets: set[int] = set()  # all that were ever given
+
+    # --- nodes -------------------------------------------------------------------------------
+
+    @rule(
+        name=st.sampled_from(NODES),
+        host=hosts,
+        units=st.lists(st.integers(2, 14), min_size=1, max_size=2),
+    )
+    def node_joins_with_new_memory(self, name: str, host: str, units: list[int]) -> None:
+        offers = []
+        for count in units:
+            size = SUPERBLOCK_BYTES + 1024 * count + (200 if count == 5 else 0)
+            uuid = b"%016d" % (len(self.uuids) + len(offers) + 1_000 * self.sessions)
+            offers.append(calls.SegmentOffer(size, uuid, "", "", b"", 0, 1, True))
+        self._join(name, host, offers)
+
+    @precondition(lambda self: self.known_offers())
+    @rule(data=st.data(), host=hosts)
+    def node_comes_back(self, data: st.DataObject, host: str) -> None:
+        """Its process was restarted: the same memory, which others may still read."""
+        name = data.draw(st.sampled_from(sorted(self.known_offers())))
+        offers = self.known_offers()[name]
+        self._join(name, host, [offer._replace(fresh=False) for offer in offers])
+
+    def known_offers(self) -> dict[str, list[calls.SegmentOffer]]:
+        return self.__dict__.setdefault("_known_offers", {})
+
+    def _join(self, name: str, host: str, offers: list[calls.SegmentOffer]) -> None:
+        known = self.nodes.get(name)
+        same = known is not None and {o.uuid for o in known.offers} == {o.uuid for o in offers}
+        taken = known is not None and not same and known.state(self.now_ms) == "alive"
+        self.sessions += 1
+        session = self.sessions
+        join = calls.NodeJoin(name, host, PROTOCOL_VERSION, 0, offers)
+        try:
+            accepted = self.state.node_joined(self.now_ms, session, join)
+        except NodeNameTakenError:
+            assert taken
+            self._see()
+            return
+        assert not taken
+        if known is not None:
+            self._node_dies(known)
+        lease_ms = 0 if offers[0].fresh else RULES.lease_ms
+        self.nodes[name] = ModelNode(
+            name, session, self.now_ms, offers, list(accepted.segment_ids), self.now_ms + lease_ms
+        )
+        assert len(set(accepted.segment_ids)) == len(offers)
+        for segment_id, offer in zip(accepted.segment_ids, offers, strict=True):
+            assert segment_id not in self.uuids, "a segment id was used twice"
+            self.uuids[segment_id] = offer.uuid
+        self.known_offers()[name] = offers
+        self._see()
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data(), epoch=st.sampled_from([EPOCH, EPOCH, EPOCH - 1]))
+    def node_resumes(self, data: st.DataObject, epoch: int) -> None:
+        node = self._any_node(data)
+        self.sessions += 1
+        offers = list(reversed(node.offers))
+        join = calls.NodeJoin(node.name, "h0", PROTOCOL_VERSION, epoch, offers)
+        try:
+            accepted = self.state.node_joined(self.now_ms, self.sessions, join)
+        except SegmentGoneError:
+            assert epoch != EPOCH
+            self._see()
+            return
+        assert epoch == EPOCH
+        assert list(accepted.segment_ids) == list(reversed(node.ids))
+        if node.session is not None:
+            self.old_sessions.append(node.session)
+        node.session, node.heard_ms = self.sessions, self.now_ms
+        node.orders = []
+        self._see()
+        resent = {
+            (place, version)
+            for order in node.orders
+            for place, version in self._of_order(node, order)
+        }
+        assert resent == {item for item in self.unwiped if item[0][0] in node.ids}
+
+    @rule(name=st.sampled_from(NODES))
+    def stranger_resumes(self, name: str) -> None:
+        offer = calls.SegmentOffer(8192, b"x" * 16, "", "", b"", 0, 1, False)
+        join = calls.NodeJoin(name, "h0", PROTOCOL_VERSION, EPOCH, [offer])
+        self.sessions += 1
+        try:
+            self.state.node_joined(self.now_ms, self.sessions, join)
+        except SegmentGoneError:
+            self._see()
+            return
+        raise AssertionError("resumed what was not there")
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def node_stream_breaks(self, data: st.DataObject) -> None:
+        node = self._any_node(data)
+        if node.session is not None:
+            self.old_sessions.append(node.session)
+            self.state.node_stream_broken(node.session)
+            node.session = None
+        self._see()
+
+    @rule(by=st.data())
+    def old_stream_is_heard(self, by: st.DataObject) -> None:
+        if not self.old_sessions:
+            return
+        session = by.draw(st.sampled_from(self.old_sessions))
+        what = by.draw(st.sampled_from([calls.NodeBeat(1), calls.NodeWiped(1), calls.NodeLeave()]))
+        self.state.node_said(self.now_ms, session, what)
+        self.state.node_stream_broken(session)
+        assert not self.state.effects
+        self._see()
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def node_beats(self, data: st.DataObject) -> None:
+        node = self._any_node(data)
+        if node.session is None:
+            return
+        self._hear(node, calls.NodeBeat(5))
+        node.heard_ms = self.now_ms
+        assert self.state.effects == [Send(node.session, calls.MasterBeat(5))]
+        self._see()
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def node_leaves(self, data: st.DataObject) -> None:
+        node = self._any_node(data)
+        if node.session is None:
+            return
+        self._hear(node, calls.NodeLeave())
+        self._node_dies(node)
+        self._see()
+
+    @precondition(lambda self: any(node.orders for node in self.nodes.values()))
+    @rule(data=st.data(), again=st.booleans())
+    def node_wiped(self, data: st.DataObject, again: bool) -> None:
+        ordered = [node for node in self.nodes.values() if node.orders and node.session is not None]
+        if not ordered:
+            return
+        node = data.draw(st.sampled_from(ordered))
+        order = data.draw(st.sampled_from(node.orders))
+        stranger = data.draw(st.sampled_from(sorted(self.nodes)))
+        teller = self.nodes[stranger]
+        if teller is not node and teller.session is not None:
+            self._hear(teller, calls.NodeWiped(order.order))  # not its business: ignored
+            teller.heard_ms = self.now_ms
+            assert not self.state.effects
+        self._hear(node, calls.NodeWiped(order.order))
+        node.heard_ms = self.now_ms
+        for item in self._of_order(node, order):
+            self._wiped(item)
+        if not again:
+            node.orders.remove(order)
+        self._see()
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def client_reports_failure(self, data: st.DataObject) -> None:
+        node = self._any_node(data)
+        reported = self.state.report_failure(
+            self.now_ms, calls.ReportFailure([node.ids[0], 999_999])
+        )
+        node.reported_ms = self.now_ms
+        self._bury_dead()
+        states = [node.state(self.now_ms) for node in self.nodes.values()]
+        assert reported.suspects == states.count("suspect")
+        self._see()
+
+    def _any_node(self, data: st.DataObject) -> ModelNode:
+        return self.nodes[data.draw(st.sampled_from(sorted(self.nodes)))]
+
+    def _hear(self, node: ModelNode, message: calls.NodeMessage) -> None:
+        assert node.session is not None
+        self.state.node_said(self.now_ms, node.session, message)
+
+    def _bury_dead(self) -> None:
+        for node in list(self.nodes.values()):
+            if node.state(self.now_ms) == "dead":
+                self._node_dies(node)
+
+    def _node_dies(self, node: ModelNode) -> None:
+        del self.nodes[node.name]
+        if node.session is not None:
+            self.old_sessions.append(node.session)
+        for name, stored in list(self.objects.items()):
+            stored.places = [place for place in stored.places if place[0] not in node.ids]
+            if not stored.places:
+                del self.objects[name]
+        for item in [item for item in self.unwiped if item[0][0] in node.ids]:
+            self._wiped(item)
+
+    def _of_order(
+        self, node: ModelNode, order: calls.MasterWipe
+    ) -> list[tuple[Place, Version]]:
+        (segment_id,) = (id_ for id_ in node.ids if self.uuids[id_] == order.uuid)
+        rows = zip(order.offsets, order.epochs, order.counters, strict=True)
+        return [((segment_id, offset), Version(epoch, count)) for offset, epoch, count in rows]
+
+    def _wiped(self, item: tuple[Place, Version]) -> None:
+        self.unwiped.pop(item, None)
+        for items in self.removals.values():
+            items.discard(item)
+
+    # --- putting -----------------------------------------------------------------------------
+
+    @rule(
+        namespace=namespaces,
+        batch=key_lists,
+        size=st.sampled_from(SIZES),
+        parent=st.none() | st.none() | keys,
+        chain=st.booleans(),
+        replicas=st.sampled_from([1, 1, 2, 3]),
+        overwrite=st.sampled_from([False, False, True]),
+        wait_ms=waits,
+        host=hosts,
+    )
+    def put_start(
+        self,
+        namespace: Namespace,
+        batch: list[Key],
+        size: int,
+        parent: Key | None,
+        chain: bool,
+        replicas: int,
+        overwrite: bool,
+        wait_ms: int,
+        host: str,
+    ) -> None:
+        sizes = [SIZES[(SIZES.index(size) + index // 3) % 4] for index in range(len(batch))]
+        request = calls.PutStart(
+            namespace, batch, sizes, parent, chain, replicas, overwrite, wait_ms, host
+        )
+        self._start(request)
+
+    @rule(size=st.sampled_from(SIZES), wait_ms=waits, host=hosts)
+    def allocate(self, size: int, wait_ms: int, host: str) -> None:
+        self._start(calls.Allocate(size, wait_ms, host))
+
+    def _start(self, request: calls.PutStart | calls.Allocate) -> None:
+        outcomes = self._outcomes(request)
+        wanted = outcomes.count(PutOutcome.WRITE)
+        busy = wanted > 0 and len(self.granted) + wanted > RULES.pending_puts_max
+        try:
+            result = (
+                self.state.put_start(self.now_ms, request)
+                if isinstance(request, calls.PutStart)
+                else self.state.allocate(self.now_ms, request)
+            )
+        except InvalidArgumentError:
+            assert isinstance(request, calls.PutStart)
+            assert request.parent in request.keys or self._could_ring(request)
+            self._see(may_evict=True)
+            return
+        except ValueTooLargeError:
+            capacities = [offer.size - 4096 for node in self.nodes.values() for offer in node.offers]
+            assert extent_bytes(max(self._sizes(request))) > max(capacities)
+            self._see()
+            return
+        except BusyError:
+            assert busy or len(self.waiting) == RULES.waiting_puts_max
+            self._see(may_evict=True)
+            return
+        except NoSpaceError as error:
+            assert not busy
+            assert request.wait_ms == 0
+            self._check_shortage(request, error, outcomes)
+            self._see(may_evict=True)
+            return
+        if isinstance(result, Later):
+            self._new_ticket(result.ticket)
+            assert len(self.waiting) < RULES.waiting_puts_max
+            wait_ms = min(request.wait_ms, RULES.put_wait_max_ms) or MAKING_ROOM_MS
+            self.waiting[result.ticket] = Waiting(request, self.now_ms + wait_ms)
+        else:
+            assert not busy
+            assert list(result.outcomes) == outcomes
+            self._see_gone(may_evict=True)
+            self._take_grants(request, result)
+        self._see(may_evict=True)
+
+    def _sizes(self, request: calls.PutStart | calls.Allocate) -> list[int]:
+        return [request.size] if isinstance(request, calls.Allocate) else list(request.sizes)
+
+    def _outcomes(self, request: calls.PutStart | calls.Allocate) -> list[PutOutcome]:
+        if isinstance(request, calls.Allocate):
+            return [PutOutcome.WRITE]
+        return [
+            self._outcome((request.namespace, key), request.overwrite) for key in request.keys
+        ]
+
+    def _outcome(self, name: Name, overwrite: bool) -> PutOutcome:
+        if name in self.objects and not overwrite:
+            return PutOutcome.FOUND
+        writing = any(granted.name == name for granted in self.granted.values())
+        return PutOutcome.BEING_WRITTEN if writing else PutOutcome.WRITE
+
+    def _could_ring(self, request: calls.PutStart) -> bool:
+        """Whether the asked links close a ring with any link that may still be remembered."""
+        links = dict(self.__dict__.setdefault("_links", {}))
+        rings = False
+        above = request.parent
+        for key in request.keys:
+            links[request.namespace, key] = above
+            at, steps = above, 0
+            while at is not None and steps < 20:
+                rings |= at == key
+                at = links.get((request.namespace, at))
+                steps += 1
+            rings |= steps == 20
+            if request.chain:
+                above = key
+        return rings
+
+    def _check_shortage(
+        self,
+        request: calls.PutStart | calls.Allocate,
+        error: NoSpaceError,
+        outcomes: list[PutOutcome],
+    ) -> None:
+        assert int(error.fields["missing_bytes"]) > 0
+        quiet = not (self._taboos() or self.granted or self.unwiped)
+        total = sum(
+            extent_bytes(size)
+            for size, outcome in zip(self._sizes(request), outcomes, strict=True)
+            if outcome is PutOutcome.WRITE
+        )
+        if quiet and PutOutcome.FOUND not in outcomes and getattr(request, "parent", None) is None:
+            replicas = getattr(request, "replicas", 1)
+            roomy = [
+                node
+                for node in self._choosable()
+                if any(offer.size - SUPERBLOCK_BYTES >= total + 1024 for offer in node.offers)
+            ]
+            assert len(roomy) < min(replicas, len(self._choosable())) or not roomy, (
+                "nothing is in use, it would fit, and yet there is no room"
+            )
+
+    def _choosable(self) -> list[ModelNode]:
+        return [
+            node
+            for node in self.nodes.values()
+            if node.state(self.now_ms) == "alive" and node.usable_at_ms <= self.now_ms
+        ]
+
+    def _take_grants(
+        self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
+    ) -> None:
+        assert grants.epoch == EPOCH
+        assert grants.deadline_ms == RULES.put_deadline_ms
+        places = list(zip(grants.segments, grants.offsets, strict=True))
+        write = [i for i, outcome in enumerate(grants.outcomes) if outcome == PutOutcome.WRITE]
+        assert len(grants.tokens) == len(write)
+        assert len(places) == len(write) * grants.replicas
+        sizes = self._sizes(request)
+        largest = max((extent_bytes(sizes[index]) for index in write), default=0)
+        if write:
+            holders = [
+                node
+                for node in self._choosable()
+                if any(offer.size - SUPERBLOCK_BYTES >= largest for offer in node.offers)
+            ]
+            assert grants.replicas == min(getattr(request, "replicas", 1), len(holders))
+        for row, index in enumerate(write):
+            token = grants.tokens[row]
+            assert token not in self.granted
+            assert token not in self.old_tokens
+            its = places[row * grants.replicas : (row + 1) * grants.replicas]
+            nodes = [self._node_of(segment_id) for segment_id, _ in its]
+            assert len({node.name for node in nodes}) == len(its), "two replicas on one node"
+            for (segment_id, offset), node in zip(its, nodes, strict=True):
+                assert node in self._choosable()
+                self._check_may_be_given(segment_id, offset, extent_bytes(sizes[index]))
+            deadline_ms = self.now_ms + RULES.put_deadline_ms
+            granted = Granted(None, None, sizes[index], its, deadline_ms)
+            if isinstance(request, calls.PutStart):
+                granted.name = name = (request.namespace, request.keys[index])
+                above = request.keys[index - 1] if request.chain and index else request.parent
+                granted.parent = self.objects[name].parent if name in self.objects else above
+                self.__dict__.setdefault("_links", {})[name] = granted.parent
+            self.granted[token] = granted
+
+    def _check_may_be_given(self, segment_id: int, offset: int, length: int) -> None:
+        assert offset >= SUPERBLOCK_BYTES
+        assert offset % 1024 == 0
+        for taboo in self._taboos():
+            if taboo.where in (segment_id, self.uuids[segment_id]):
+                overlap = offset < taboo.end and taboo.start < offset + length
+                assert not overlap, f"given out, but {taboo}"
+        for ((its_segment, its_offset), _), its_length in self.unwiped.items():
+            overlap = offset < its_offset + its_length and its_offset < offset + length
+            assert its_segment != segment_id or not overlap, "given out before it was wiped"
+
+    def _taboos(self) -> list[Taboo]:
+        self.taboos = [taboo for taboo in self.taboos if taboo.until_ms > self.now_ms]
+        return self.taboos
+
+    def _promise(self, stored: Stored) -> None:
+        for segment_id, offset in stored.places:
+            end = offset + extent_bytes(stored.size)
+            until_ms = self.now_ms + RULES.lease_ms
+            self.taboos.append(
+                Taboo(self.uuids[segment_id], offset, end, until_ms, "readers have a lease")
+            )
+
+    def _quarantine(self, granted: Granted, until_ms: int) -> None:
+        for segment_id, offset in granted.places:
+            end = offset + extent_bytes(granted.size)
+            self.taboos.append(Taboo(segment_id, offset, end, until_ms, "a write may land"))
+
+    def _node_of(self, segment_id: int) -> ModelNode:
+        (node,) = (node for node in self.nodes.values() if segment_id in node.ids)
+        return node
+
+    def _alive(self, places: Iterable[Place]) -> list[Place]:
+        alive = {id_ for node in self.nodes.values() for id_ in node.ids}
+        return [place for place in places if place[0] in alive]
+
+    def _tokens(self, data: st.DataObject) -> list[int]:
+        tokens = st.sampled_from([*self.granted, *self.old_tokens[-3:], 10_000])
+        return data.draw(st.lists(tokens, min_size=1, max_size=8))
+
+    def _valid(self, epoch: int, token: int) -> Granted | None:
+        granted = self.granted.get(token) if epoch == EPOCH else None
+        return granted if granted is not None and self.now_ms <= granted.deadline_ms else None
+
+    epochs = st.sampled_from([EPOCH, EPOCH, EPOCH, EPOCH - 1])
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), epoch=epochs, everything=st.booleans())
+    def put_end(self, data: st.DataObject, epoch: int, everything: bool) -> None:
+        tokens = list(self.granted) if everything else self._tokens(data)
+        expected = []
+        replaced: set[tuple[Place, Version]] = set()
+        for token in tokens:
+            granted = self._valid(epoch, token)
+            if granted is None or granted.name is None:
+                expected.append(PutOutcome.REFUSED)
+                continue
+            self._forget_token(token)
+            places = self._alive(granted.places)
+            if not places:
+                expected.append(PutOutcome.REFUSED)
+                continue
+            expected.append(PutOutcome.STORED)
+            replaced |= self._bury(granted.name)
+            self.objects[granted.name] = Stored(
+                Version(EPOCH, token), granted.size, places, granted.parent
+            )
+        result = self.state.put_end(self.now_ms, calls.PutEnd(epoch, tokens))
+        reply = self._reply_now_or_later(result, replaced)
+        if reply is not None:
+            assert isinstance(reply, calls.PutEnded)
+            assert list(reply.outcomes) == expected
+        self._see()
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), epoch=epochs, settled=st.booleans())
+    def put_revoke(self, data: st.DataObject, epoch: int, settled: bool) -> None:
+        tokens = self._tokens(data)
+        revoked = 0
+        for token in tokens:
+            granted = self._valid(epoch, token)
+            if granted is not None:
+                revoked += 1
+                self._forget_token(token)
+                if not settled:
+                    self._quarantine(granted, granted.deadline_ms + RULES.quarantine_ms)
+        reply = self.state.put_revoke(self.now_ms, calls.PutRevoke(epoch, tokens, settled))
+        assert reply == calls.Revoked(revoked)
+        self._see()
+
+    @precondition(lambda self: any(granted.name is None for granted in self.granted.values()))
+    @rule(
+        data=st.data(),
+        epoch=epochs,
+        namespace=namespaces,
+        key=keys,
+        parent=st.none() | keys,
+        size=st.sampled_from(SIZES),
+        overwrite=st.booleans(),
+    )
+    def commit(
+        self,
+        data: st.DataObject,
+        epoch: int,
+        namespace: Namespace,
+        key: Key,
+        parent: Key | None,
+        size: int,
+        overwrite: bool,
+    ) -> None:
+        allocations = [token for token, granted in self.granted.items() if granted.name is None]
+        token = data.draw(st.sampled_from([*allocations, *allocations, *self.granted, 10_000]))
+        name = namespace, key
+        request = calls.Commit(epoch, token, namespace, key, parent, size, overwrite)
+        granted = self._valid(epoch, token)
+        refused = granted is None or granted.name is not None or size > granted.size
+        outcome = self._outcome(name, overwrite)
+        try:
+            result = self.state.commit(self.now_ms, request)
+        except InvalidArgumentError:
+            assert not refused
+            links = calls.PutStart(namespace, [key], [0], parent, True, 1, False, 0, "")
+            assert parent == key or self._could_ring(links)
+            self._see()
+            return
+        if refused or granted is None:
+            assert result == calls.Committed(PutOutcome.REFUSED)
+            self._see()
+            return
+        self._forget_token(token)
+        places = self._alive(granted.places)
+        if not places or outcome is not PutOutcome.WRITE:
+            self._quarantine(granted, granted.deadline_ms + RULES.quarantine_ms)
+            assert result == calls.Committed(outcome if places else PutOutcome.REFUSED)
+            self._see()
+            return
+        above = self.objects[name].parent if name in self.objects else parent
+        self.__dict__.setdefault("_links", {})[name] = above
+        replaced = self._bury(name)
+        self.objects[name] = Stored(Version(EPOCH, token), size, places, above)
+        reply = self._reply_now_or_later(result, replaced)
+        assert reply in (None, calls.Committed(PutOutcome.STORED))
+        self._see()
+
+    def _forget_token(self, token: int) -> None:
+        del self.granted[token]
+        self.old_tokens.append(token)
+
+    # --- getting -----------------------------------------------------------------------------
+
+    @rule(
+        asked=st.lists(namespaces, min_size=1, max_size=2), batch=key_lists, places=st.booleans()
+    )
+    def match(self, asked: list[Namespace], batch: list[Key], places: bool) -> None:
+        request = calls.MatchPrefix(asked, batch, places)
+        reply = self.state.match_prefix(self.now_ms, request)
+        assert (reply.epoch, reply.lease_ms) == (EPOCH, RULES.lease_ms)
+        for namespace, found in zip(asked, reply.matches, strict=True):
+            expected = 0
+            while expected < len(batch) and self._reachable((namespace, batch[expected])):
+                expected += 1
+            names = [(namespace, key) for key in batch]
+            if places or self._is_chain(names[:expected]):
+                assert found.matched == expected
+            else:
+                continue
+            for name in names[:expected]:
+                self._promise(self.objects[name])
+            if places:
+                self._check_placements(names[:expected], found.placements)
+            written = [any(g.name == name for g in self.granted.values()) for name in names]
+            following = [*written[expected:], False]
+            assert found.being_written == following.index(False)
+        self._see()
+
+    def _reachable(self, name: Name) -> bool:
+        at: Name | None = name
+        while at is not None:
+            if at not in self.objects:
+                return False
+            parent = self.objects[at].parent
+            at = None if parent is None else (name[0], parent)
+        return True
+
+    def _is_chain(self, names: list[Name]) -> bool:
+        return all(
+            self.objects[name].parent == above[1]
+            for above, name in zip(names, names[1:], strict=False)
+        )
+
+    @rule(namespace=namespaces, batch=st.lists(keys, max_size=6))
+    def lookup(self, namespace: Namespace, batch: list[Key]) -> None:
+        reply = self.state.lookup(self.now_ms, calls.Lookup(namespace, batch))
+        names = [(namespace, key) for key in batch]
+        self._check_placements(names, reply.placements)
+        for name in names:
+            if name in self.objects:
+                self._promise(self.objects[name])
+        presence = self.state.exists(self.now_ms, calls.Exists(namespace, batch)).presence
+        written = {granted.name for granted in self.granted.values()}
+        for name, known in zip(names, presence, strict=True):
+            if name in self.objects:
+                assert known == Presence.COMPLETE
+            else:
+                expected = Presence.BEING_WRITTEN if name in written else Presence.ABSENT
+                assert known == expected
+        self._see()
+
+    def _check_placements(self, names: list[Name], found: Placements) -> None:
+        at = 0
+        assert len(found.segments) == len(found.offsets) == sum(found.replicas)
+        for row, name in enumerate(names):
+            stored = self.objects.get(name)
+            count = found.replicas[row]
+            places = list(zip(found.segments, found.offsets, strict=True))[at : at + count]
+            at += count
+            if stored is None:
+                assert count == 0
+                continue
+            assert found.sizes[row] == stored.size
+            assert Version(found.epochs[row], found.counters[row]) == stored.version
+            assert sorted(places) == sorted(stored.places)
+            states = [self._node_of(segment).state(self.now_ms) for segment, _ in places]
+            assert states == sorted(states, key=lambda state: state != "alive")
+
+    @rule(namespace=namespaces, batch=st.lists(keys, max_size=4), old=st.booleans(), data=st.data())
+    def renew(
+        self, namespace: Namespace, batch: list[Key], old: bool, data: st.DataObject
+    ) -> None:
+        stored = [self.objects.get((namespace, key)) for key in batch]
+        versions = [s.version if s is not None and not old else Version(EPOCH, 0) for s in stored]
+        tokens = self._tokens(data)
+        epoch = data.draw(self.epochs)
+        reply = self.state.renew(
+            self.now_ms,
+            calls.Renew(
+                namespace,
+                batch,
+                [version.epoch for version in versions],
+                [version.counter for version in versions],
+                epoch,
+                tokens,
+            ),
+        )
+        assert [bool(held) for held in reply.keys_held] == [s and not old for s in map(bool, stored)]
+        for its in stored:
+            if its is not None and not old:
+                self._promise(its)
+        for token, held in zip(tokens, reply.tokens_held, strict=True):
+            granted = self._valid(epoch, token)
+            alive = granted is not None and self._alive(granted.places) == granted.places
+            assert held == alive
+            if alive and granted is not None:
+                granted.deadline_ms = self.now_ms + RULES.put_deadline_ms
+        self._see()
+
+    # --- removing ----------------------------------------------------------------------------
+
+    @rule(namespace=namespaces, batch=st.lists(keys, min_size=1, max_size=3))
+    def remove(self, namespace: Namespace, batch: list[Key]) -> None:
+        removed, items = [], set()
+        for key in batch:
+            removed.append((namespace, key) in self.objects)
+            items |= self._bury((namespace, key))
+        result = self.state.remove(self.now_ms, calls.Remove(namespace, batch))
+        reply = self._reply_now_or_later(result, items)
+        if reply is not None:
+            assert isinstance(reply, calls.Removed)
+            assert [bool(one) for one in reply.removed] == removed
+        self._see()
+
+    @rule(namespace=st.sampled_from(["", "a", "b"]), limit=st.integers(1, 5))
+    def clear(self, namespace: str, limit: int) -> None:
+        before = set(self.objects)
+        result = self.state.clear(self.now_ms, calls.Clear(namespace, limit))
+        gone = {name for name in before if self._actual(name) is None}
+        assert len(gone) <= limit
+        assert all(namespace in ("", name[0]) for name in gone)
+        items: set[tuple[Place, Version]] = set()
+        for name in gone:
+            items |= self._bury(name)
+        self._reply_now_or_later(result, items)
+        self._see()
+
+    def _bury(self, name: Name) -> set[tuple[Place, Version]]:
+        stored = self.objects.pop(name, None)
+        if stored is None:
+            return set()
+        items = {(place, stored.version) for place in stored.places}
+        self.unwiped.update((item, extent_bytes(stored.size)) for item in items)
+        return items
+
+    def _reply_now_or_later(
+        self, result: calls.Reply | Later, items: set[tuple[Place, Version]]
+    ) -> calls.Reply | None:
+        if not isinstance(result, Later):
+            assert not items, "acknowledged before it was wiped"
+            return result
+        assert items, "what is there to wait for?"
+        self._new_ticket(result.ticket)
+        self.removals[result.ticket] = set(items)
+        return None
+
+    # --- time --------------------------------------------------------------------------------
+
+    @rule(by=st.integers(1, 40), beat=st.booleans())
+    def let_time_pass(self, by: int, beat: bool) -> None:
+        self.now_ms += by
+        if beat:
+            for node in self.nodes.values():
+                if node.session is not None and node.state(self.now_ms) != "dead":
+                    self._hear(node, calls.NodeBeat(1))
+                    node.heard_ms = self.now_ms
+        self._see()
+
+    @rule()
+    def let_all_promises_end(self) -> None:
+        for _ in range(10):
+            self.let_time_pass(24, True)
+            self.tick()
+
+    @rule()
+    def tick(self) -> None:
+        self.state.tick(self.now_ms)
+        self._bury_dead()
+        for token, granted in list(self.granted.items()):
+            if granted.deadline_ms < self.now_ms:
+                self._forget_token(token)
+                self._quarantine(granted, self.now_ms + RULES.quarantine_ms)
+        self._see(may_evict=True)
+        for waiting in self.waiting.values():
+            assert waiting.deadline_ms > self.now_ms, "not answered in time"
+        next_ms = self.state.next_tick_ms(self.now_ms)
+        assert next_ms is None or next_ms > self.now_ms, "nothing is due, and yet it asks"
+        assert next_ms is not None or not (self.granted or self.waiting or self.nodes)
+
+    @rule()
+    def tick_when_asked(self) -> None:
+        next_ms = self.state.next_tick_ms(self.now_ms)
+        if next_ms is not None:
+            self.now_ms = max(self.now_ms, next_ms)
+            self.tick()
+
+    @rule()
+    def work_until_done(self) -> None:
+        for _ in range(200):
+            if not self.state.has_work:
+                break
+            self.state.work(self.now_ms)
+            self._see(may_evict=True)
+        else:
+            raise AssertionError("the background work does not end")
+        status = self.state.status(self.now_ms, calls.Status())
+        if not self.granted:  # lost blocks right above a put under way are counted until it ends
+            counts = {row.name: (row.objects, row.size) for row in status.namespaces}
+            for namespace in NAMESPACES:
+                sizes = [s.size for name, s in self.objects.items() if name[0] == namespace]
+                assert counts.get(namespace, (0, 0)) == (len(sizes), sum(sizes))
+        assert [n.name for n in status.nodes] == sorted(self.nodes)
+        for row in status.nodes:
+            assert row.state == self.nodes[row.name].state(self.now_ms)
+
+    @rule(namespace=st.sampled_from(["", "a", "b"]), limit=st.integers(1, 6))
+    def list_all(self, namespace: str, limit: int) -> None:
+        found: dict[Name, str] = {}
+        cursor = 0
+        while True:
+            request = calls.ListObjects(namespace, b"", cursor, limit)
+            page = self.state.list_objects(self.now_ms, request)
+            assert len(page.objects) <= limit
+            for row in page.objects:
+                assert (row.namespace, row.key) not in found
+                found[Namespace(row.namespace), row.key] = row.state
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        written = {g.name for g in self.granted.values() if g.name is not None}
+        everything = {*self.objects, *written}
+        assert set(found) == {name for name in everything if namespace in ("", name[0])}
+        for name, state in found.items():
+            if name in self.objects:
+                assert state == ("complete" if self._reachable(name) else "detached")
+                assert self._stat(name).placements.replicas == [len(self.objects[name].places)]
+            else:
+                assert state == "being_written"
+
+    def _stat(self, name: Name) -> calls.ObjectDetail:
+        return self.state.stat_object(self.now_ms, calls.StatObject(*name))
+
+    # --- what the state says and does ----------------------------------------------------------
+
+    def _new_ticket(self, ticket: int) -> None:
+        assert ticket not in self.tickets, "a ticket was given twice"
+        self.tickets.add(ticket)
+
+    def _see(self, *, may_evict: bool = False) -> None:
+        """Take note of the effects, and of what was evicted."""
+        sessions = {node.session: node for node in self.nodes.values() if node.session is not None}
+        for effect in self.state.take_effects():
+            match effect:
+                case Answer(ticket, result):
+                    self._see_answer(ticket, result)
+                case Send(session, message):
+                    if isinstance(message, calls.MasterWipe):
+                        node = sessions[session]
+                        items = self._of_order(node, message)
+                        assert all(item in self.unwiped for item in items)
+                        node.orders.append(message)
+                    else:
+                        assert isinstance(message, calls.MasterBeat)
+                case Hangup(session, error):
+                    assert session not in sessions
+                    assert session in self.old_sessions
+                    assert isinstance(error, KVStoreError)
+                case Notice(event, fields):
+                    assert event
+                    assert all(isinstance(value, (str, int)) for value in fields.values())
+        for ticket, items in self.removals.items():
+            assert items, f"ticket {ticket} was not answered, although all is wiped"
+        self._see_gone(may_evict=may_evict)
+
+    def _see_answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
+        if ticket in self.removals:
+            assert not self.removals.pop(ticket), "acknowledged before it was wiped"
+            assert isinstance(result, (calls.Removed, calls.Cleared, calls.PutEnded, calls.Committed))
+            return
+        waited = self.waiting.pop(ticket)  # once only
+        request = waited.request
+        if isinstance(result, KVStoreError):
+            if isinstance(result, NoSpaceError):
+                assert self.now_ms >= waited.deadline_ms, "refused too early"
+                assert int(result.fields["missing_bytes"]) > 0
+            else:
+                assert isinstance(result, (BusyError, InvalidArgumentError))
+            return
+        assert isinstance(result, calls.Grants)
+        before = self._outcomes(request)
+        self._see_gone(may_evict=True)
+        after = self._outcomes(request)  # one that was served before may have evicted some
+        for got, first, then in zip(result.outcomes, before, after, strict=True):
+            assert got in (first, then)
+        self._take_grants(request, result)
+
+    def _actual(self, name: Name) -> Stored | None:
+        """The object as the state has it."""
+        record = self.state.forest.get(*name)
+        if record is None or not record.complete:
+            return None
+        places = [(s.segment_id, offset) for s, offset in record.extents() if s.alive]
+        parent = None if record.parent is None else record.parent.key
+        return Stored(Version(record.epoch, record.counter), record.size, places, parent)
+
+    def _see_gone(self, *, may_evict: bool) -> None:
+        """Every object is as the model has it, but for what was evicted, which was allowed."""
+        granted_before = [granted for granted in self.granted.values() if granted.name is not None]
+        gone = []
+        for name, stored in self.objects.items():
+            actual = self._actual(name)
+            if actual is None or actual.version != stored.version:
+                gone.append(name)
+            else:
+                actual.places.sort()
+                stored.places.sort()
+                assert actual == stored
+        assert may_evict or not gone, "lost"
+        lost = [self.objects.pop(name) for name in gone]
+        for stored in lost:
+            for segment_id, offset in stored.places:
+                for taboo in self._taboos():
+                    leased = taboo.where == self.uuids[segment_id] and taboo.start <= offset
+                    assert not (leased and offset < taboo.end), "evicted, but leased"
+        for namespace, key in gone:
+            for name, stored in self.objects.items():
+                assert name[0] != namespace or stored.parent != key, "evicted, but no leaf"
+            for granted in granted_before:
+                assert granted.name is not None
+                above = granted.name[0], granted.parent
+                assert above != (namespace, key), "evicted, but somebody writes its child"
+
+    @invariant()
+    def state_is_sound(self) -> None:
+        self.state.check_invariants()
+        assert not self.state.effects
+        recorded = {r.namespace + r.key.decode() for r in self.state.forest.records() if r.complete}
+        assert recorded == {name[0] + name[1].decode() for name in self.objects}
+
+
+MasterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+test_master_state = MasterMachine.TestCase
+
+
+def test_protocol_of_another_release_is_refused() -> None:
+    state = MasterState(epoch=EPOCH, rules=RULES)
+    offer = calls.SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 1, True)
+    join = calls.NodeJoin("n", "h", PROTOCOL_VERSION + 1, 0, [offer])
+    try:
+        state.node_joined(0, 1, join)
+    except ProtocolError:
+        state.check_invariants()
+        return
+    raise AssertionError("accepted")
