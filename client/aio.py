@@ -65,7 +65,7 @@ class AsyncClient:
         self._operations = self._session.operations
         self._closed = False
         try:
-            self._session.contribute()
+            self._session.contribute(self._renewing.join)
         except BaseException:
             self._close_threads()
             raise

@@ -47,6 +47,8 @@ class Target:
     """Of what was read; None: a miss."""
     data: Bytes1D | None = None
     """What was read, where the memory was made here."""
+    wrong: int = 0
+    """Reads that brought other bytes."""
 
 
 def locate(
@@ -89,13 +91,18 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         reads: list[_Read] = []
         for target, known in zip(todo, placed, strict=True):
             if known is not None:
-                # A refreshed placement lists replicas that failed last, so the first is right;
-                # one whose bytes were wrong is only avoided by counting on.
-                replica = known.replicas[attempt % len(known.replicas)] if fresh else None
-                reads.append(_Read(context, target, known, replica or known.replicas[0]))
+                # Replicas on nodes that failed are listed last, so the first is right; one whose
+                # bytes were wrong is only avoided by counting on.
+                replica = known.replicas[target.wrong % len(known.replicas)]
+                reads.append(_Read(context, target, known, replica))
         if not reads:
             return
         transfers = _by_segment(reads)
+        if not attempt:
+            failover = context.clock() + context.failover_s
+            for transfer, its_reads in transfers:
+                if all(read.has_alternative for read in its_reads):
+                    transfer.deadline = failover
         errors = yield [transfer for transfer, _ in transfers]
         assert isinstance(errors, list)
         failed = []
@@ -157,8 +164,17 @@ class _Read:
     def segment(self) -> SegmentInfo:
         return self._replica.segment
 
+    @property
+    def has_alternative(self) -> bool:
+        return len(self._placed.replicas) > 1
+
     def finish(self, context: Context, namespace: Namespace) -> bool:
         """Whether the target has the right bytes now."""
+        done = self._finish(context, namespace)
+        self.target.wrong += not done
+        return done
+
+    def _finish(self, context: Context, namespace: Namespace) -> bool:
         placed, target = self._placed, self.target
         header = unpack(self._head, self.segment.seed, self._replica.offset)
         if header is None or not is_of(header, namespace, target.key, placed):
@@ -212,8 +228,9 @@ def _exactly(target: Target, size: int) -> list[memoryview]:
     for view in target.views:
         if not size:
             break
-        views.append(view[:size] if len(view) > size else view)
-        size -= len(views[-1])
+        if len(view):  # an empty buffer has no memory to fill
+            views.append(view[:size] if len(view) > size else view)
+            size -= len(views[-1])
     return views
 
 

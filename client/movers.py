@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.steps import Transfer
-from kvstore.errors import KVStoreError, NodeUnreachableError
+from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError, SegmentGoneError
 from kvstore.transport.base import Transport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
@@ -35,16 +35,28 @@ class Movers:
         if len(transfers) == 1:
             return [self._move_one(transfers[0], deadline)]
         pool = self._threads()
-        under_way: list[Future[KVStoreError | None]] = [
-            pool.submit(self._move_one, transfer, deadline) for transfer in transfers
-        ]
+        try:
+            under_way: list[Future[KVStoreError | None]] = [
+                pool.submit(self._move_one, transfer, deadline) for transfer in transfers
+            ]
+        except RuntimeError:  # shut down
+            raise ClosedError("the client is closed") from None
         return [future.result() for future in under_way]
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """The segment's own memory, or None where it is not in this address space."""
+        """The segment's own memory, or None where it is not in this address space.
+
+        Raises:
+            SegmentGoneError: it was unmounted, or mounted anew.
+            InvalidRangeError
+        """
         for transport in self._transports:
             if transport.reaches(segment):
-                memory = transport.view(segment, offset, length)
+                try:
+                    memory = transport.view(segment, offset, length)
+                except SegmentGoneError:
+                    transport.forget(segment)
+                    raise
                 if memory is not None:
                     return memory
         return None

@@ -35,8 +35,10 @@ from kvstore.client.views import Granted, Named, Views
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     InvalidArgumentError,
+    InvalidRangeError,
     NodeUnreachableError,
     ReservationLostError,
+    SegmentGoneError,
 )
 from kvstore.limits import (
     NAMESPACES_MAX,
@@ -161,7 +163,10 @@ class Operations:
         replica = Replica(granted.segment, granted.offset)
         place = (granted.epoch, granted.token, replica)
         until = self.context.clock() + lease.seconds_left
-        outcome = yield from putting.commit(self.context, item, place, options, until)
+        try:
+            outcome = yield from putting.commit(self.context, item, place, options, until)
+        except SegmentGoneError:  # its node has joined another master, or left
+            raise lost from None
         if outcome is PutOutcome.REFUSED:
             raise lost
         named = Named(options.namespace, item.key, granted.epoch, granted.token)
@@ -255,7 +260,11 @@ class Operations:
         """A value over the segment; None: something else stands there; or ``_Elsewhere``."""
         for replica in placed.replicas:
             length = HEADER_BYTES + placed.size
-            memory = self.movers.view(replica.segment, replica.offset, length)
+            try:
+                memory = self.movers.view(replica.segment, replica.offset, length)
+            except (SegmentGoneError, InvalidRangeError):
+                self.context.segments.forget(replica.segment)
+                return None
             if memory is None:
                 continue
             header = unpack(memory[:HEADER_BYTES], replica.segment.seed, replica.offset)

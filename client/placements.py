@@ -96,9 +96,15 @@ class SegmentTable:
     def get(self, segment_id: int) -> SegmentInfo | None:
         return self._known.get(segment_id)
 
-    def failed(self, segment: SegmentInfo) -> None:
-        """Reads or writes there failed: avoid it for a while, and ask about it anew."""
+    def forget(self, segment: SegmentInfo) -> bool:
+        """Ask about it anew; whether it was of this epoch."""
+        if self._known.get(segment.segment_id) is not segment:
+            return False
         self._known.pop(segment.segment_id, None)
+        return True
+
+    def failed(self, segment: SegmentInfo) -> None:
+        """Reads or writes there failed: avoid it for a while."""
         self._failed[segment.uuid] = self._clock() + AVOID_SECONDS
 
     def avoided(self, segment: SegmentInfo) -> bool:

@@ -156,12 +156,16 @@ def _put_once(
     if not written:
         return outcomes
     tokens = [grants.tokens[number] for number in written]
-    try:
-        ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEnded)
-    except UnavailableError as error:
-        # Nobody knows whether it is complete. Asking again finds it, or a new master's grant.
-        log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), error)
-        ended = calls.PutEnded([PutOutcome.REFUSED] * len(tokens))
+    ended = calls.PutEnded([PutOutcome.REFUSED] * len(tokens))
+    for _ in range(2):
+        try:
+            ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEnded)
+            break
+        except UnavailableError as error:
+            # Nobody knows whether it is complete. If it is not, asking once more completes it; if
+            # it is, or the master is another, that is refused, and then asking for a new grant
+            # finds the object, or writes it again.
+            log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), error)
     for number, outcome in zip(written, ended.outcomes, strict=True):
         outcomes[granted[number]] = PutOutcome(outcome)
     for index in granted:

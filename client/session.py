@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvstore.children import Child, start_node
@@ -62,13 +62,19 @@ class Session:
             lease_margin_s=margin_s,
             verify_payload=config.verify == "payload",
             counters={},
+            failover_s=config.timeout_ms / 3000,
         )
         self.operations = Operations(config, self.context, self.movers, self.views)
         self.children: list[Child] = []
 
-    def contribute(self) -> None:
-        """Start the node that serves ``config.memory``, if there is to be one. Blocks."""
+    def contribute(self, join: Callable[[float], object]) -> None:
+        """Start the node that serves ``config.memory``, if there is to be one. Blocks.
+
+        ``join`` the master by a deadline comes first: where there is none, that is told before
+        any memory is taken.
+        """
         if self.config.memory:
+            join(time.monotonic() + self.config.timeout_ms / 1000)
             node = start_node(master=self.config.master, memory=self.config.memory)
             self.children.append(node)
 

@@ -18,7 +18,13 @@ from typing import NamedTuple, TypeVar
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
 from kvstore.client.placements import Placed, PlacementCache, SegmentTable
-from kvstore.errors import InvalidRangeError, KVStoreError, UnavailableError
+from kvstore.errors import (
+    DeadlineExceededError,
+    InvalidRangeError,
+    KVStoreError,
+    SegmentGoneError,
+    UnavailableError,
+)
 from kvstore.transport.base import Move
 
 log = logging.getLogger("kvstore.client")
@@ -38,7 +44,7 @@ class Transfer:
     moves: list[Move]
     write: bool
     deadline: float | None = None
-    """``time.monotonic()`` by which a write must have stopped; None: the call's own."""
+    """``time.monotonic()`` by which it must have stopped; None: the call's own."""
 
 
 class Pause(NamedTuple):
@@ -63,6 +69,8 @@ class Context:
     verify_payload: bool
     counters: dict[str, int]
     """Events by name; see ``count``."""
+    failover_s: float = 3.0
+    """How long the first replica may take where there is a second one."""
 
     def count(self, name: str, number: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + number
@@ -92,17 +100,24 @@ def learn(
 
 
 def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> Flow[None]:
-    """Moves on a segment failed: say so, and go on elsewhere.
+    """Moves on a segment failed: go on elsewhere, and say so where the master may not know.
 
     Raises:
         KVStoreError: ``error`` itself, when going elsewhere cannot help.
     """
     if not isinstance(error, UnavailableError | InvalidRangeError):
         raise error
+    of_this_epoch = context.segments.forget(segment)
+    context.count("failed_transfers")
+    if isinstance(error, SegmentGoneError):
+        return  # the node has left or joined anew: the master knows better than we
     if not context.segments.avoided(segment):
         log.warning("node_failed node=%s address=%s error=%s", segment.node, segment.address, error)
     context.segments.failed(segment)
-    context.count("failed_transfers")
+    # A deadline that passed says as much of the deadline as of the node, whose silence the master
+    # hears for itself; and another master's numbers name other segments.
+    if isinstance(error, DeadlineExceededError) or not of_this_epoch:
+        return
     try:
         yield from ask(calls.ReportFailure([segment.segment_id]), calls.Reported)
     except KVStoreError as unreported:

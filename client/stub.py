@@ -271,8 +271,10 @@ class MasterStub:
         self, connection: _LaneConnection, call: Call[Any, Any], payload: bytes, deadline: float
     ) -> bytes:
         """The reply's bytes. The connection goes back to the pool, or is closed."""
+        # Threads that poll take turns at the interpreter's lock: one of them may, several lose.
+        alone = len(self._connections) - len(self._idle) <= 1
         try:
-            _, kind, _, data = connection.exchange(call.wire_name, payload, deadline)
+            _, kind, _, data = connection.exchange(call.wire_name, payload, deadline, spin=alone)
         except TimeoutError:
             self._drop(connection)
             raise late(self._link, call.name) from None
@@ -347,7 +349,7 @@ class _LaneConnection:
         """
         try:
             self._send(hello(token), until)
-            _, kind, _, data = self._receive(until)
+            _, kind, _, data = self._receive(until, spin=False)
         except (TimeoutError, CarrierBrokenError) as error:
             raise LaneUnreachableError(f"no greeting: {error}", silent=True) from None
         except ProtocolError as error:
@@ -358,7 +360,7 @@ class _LaneConnection:
                 raise TokenRefusedError(refusal.message)
             raise LaneUnreachableError(refusal.message)
 
-    def exchange(self, name: bytes, payload: bytes, deadline: float) -> Frame:
+    def exchange(self, name: bytes, payload: bytes, deadline: float, *, spin: bool) -> Frame:
         """The answer to one call, a REPLY or an ERROR.
 
         Raises:
@@ -366,7 +368,7 @@ class _LaneConnection:
         """
         call_id = self._call_id = self._call_id + 1
         self._send(frame(call_id, CALL, name, payload), deadline)
-        received = self._receive(deadline)
+        received = self._receive(deadline, spin=spin)
         if received[0] != call_id or received[1] not in (REPLY, ERROR):
             if received[1] == ERROR:
                 raise CarrierBrokenError(decode_error(received[3]).message, sent=True)
@@ -403,9 +405,9 @@ class _LaneConnection:
             except OSError as error:
                 raise CarrierBrokenError(_reason(error), sent=False) from None
 
-    def _receive(self, deadline: float) -> Frame:
+    def _receive(self, deadline: float, *, spin: bool) -> Frame:
         reader, sock = self._reader, self._sock
-        spinning = self._spin_s > 0 and self._gauge.pays()
+        spinning = spin and self._spin_s > 0 and self._gauge.pays()
         spin_until = time.perf_counter() + self._spin_s if spinning else 0.0
         while True:
             try:

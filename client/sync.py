@@ -79,7 +79,7 @@ class Client:
         self._operations = self._session.operations
         self._closed = threading.Event()
         try:
-            self._session.contribute()
+            self._session.contribute(self._stub.join)
         except BaseException:
             self.close()
             raise

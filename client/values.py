@@ -297,10 +297,8 @@ def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
     dtype = getattr(module, described.dtype, None)
     if not isinstance(dtype, module.dtype):
         raise UnsupportedValueError(f"this torch has no dtype {described.dtype}")
-    if not data.size:
-        tensor: torch.Tensor = module.empty(described.shape, dtype=dtype)
-        return tensor
-    tensor = module.from_numpy(data).view(dtype).reshape(described.shape)
+    flat = module.from_numpy(data) if data.size else module.empty(0, dtype=module.uint8)
+    tensor: torch.Tensor = flat.view(dtype).reshape(described.shape)
     return tensor
 
 

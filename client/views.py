@@ -10,11 +10,12 @@ gap so far.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from kvstore.client.values import Value
 
 log = logging.getLogger("kvstore.client")
+
+RENEW_PAUSE_S: Final = 0.01
+"""Between two attempts to renew one lease, at least; those due so soon are renewed together."""
+
+RENEW_KEYS_MAX: Final = 4_096
+"""In one call: well below the bound of a batch, and no long one for the master."""
 
 Ask = Callable[[calls.Request, float], calls.Reply]
 """The request and the seconds it may take; raises KVStoreError."""
@@ -57,12 +64,16 @@ class Granted(NamedTuple):
 class Lease:
     """The promise that some memory of the pool keeps its bytes. Any thread may look at it."""
 
-    def __init__(self, held: Named | Granted, until: float) -> None:
+    def __init__(self, held: Named | Granted, until: float, size: int) -> None:
         self.what = held
+        self.size = size
+        """Bytes of memory, from the address that it is known by."""
         self._until = until
         self._kept = True
         self.holders = 1
         """Arrays over this memory; 0: let go."""
+        self.renew_at = 0.0
+        self.plan_renewal()
 
     @property
     def held(self) -> bool:
@@ -79,11 +90,19 @@ class Lease:
     def extend(self, until: float) -> None:
         if self.held:
             self._until = max(self._until, until)
+            self.plan_renewal()
+
+    def plan_renewal(self) -> None:
+        """When a third of what is left is over: so a renewal that fails is tried again, sooner
+        each time, and several times before the end."""
+        now = time.monotonic()
+        self.renew_at = now + max((self._until - now) / 3, RENEW_PAUSE_S)
 
     def become(self, named: Named, until: float) -> None:
         """The allocation was put: it is an object now."""
         self.what = named
         self._until = until
+        self.plan_renewal()
 
     def __repr__(self) -> str:
         return f"<Lease held={self.held} seconds_left={self.seconds_left:.1f} of {self.what}>"
@@ -100,6 +119,7 @@ class Views:
         self._leases: dict[int, Lease] = {}  # by address of the first payload byte
         self._dropped: list[Granted] = []  # allocations that died unput, to be revoked
         self._changed = threading.Event()
+        self._wake_at = math.inf
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -112,25 +132,26 @@ class Views:
                 lease.holders += 1
                 lease.extend(until)
             else:
-                lease = self._leases[address] = Lease(held, until)
+                lease = self._leases[address] = Lease(held, until, array.nbytes)
             weakref.finalize(array, self._let_go, address, lease).atexit = False
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(
                     target=self._renew_forever, name="kvstore-renew", daemon=True
                 )
                 self._thread.start()
-        self._changed.set()
+            if lease.renew_at < self._wake_at:
+                self._changed.set()
         return lease
 
     def of(self, value: Value | memoryview) -> Lease | None:
         """The lease under the memory that ``value`` starts in, None: it is not of this pool."""
         address = _address(value)
         lease = self._leases.get(address)
-        if lease is not None:
-            return lease
-        with self._lock:
-            below = max((start for start in self._leases if start <= address), default=None)
-            return None if below is None else self._leases[below]
+        if lease is None:
+            for start, other in list(self._leases.items()):
+                if start <= address < start + other.size:
+                    return other
+        return lease
 
     def allocation(self, data: memoryview) -> Lease | None:
         """The allocation whose memory starts with ``data``, if it is one that was not put yet."""
@@ -161,18 +182,20 @@ class Views:
 
     def _renew_forever(self) -> None:
         while not self._closing.is_set():
-            leases = list(self._leases.values())
-            left = [lease.seconds_left for lease in leases if lease.held]
-            pause = min(left, default=3600.0) / 3
-            self._changed.wait(max(pause, 0.01))
+            with self._lock:  # whoever adds one that is due sooner sees the time, and wakes us
+                leases = list(self._leases.values())
+                self._wake_at = min(
+                    (lease.renew_at for lease in leases if lease.held), default=math.inf
+                )
+            pause = min(self._wake_at - time.monotonic(), threading.TIMEOUT_MAX)
+            if pause > 0:
+                self._changed.wait(pause)
             self._changed.clear()
             if self._closing.is_set():
                 return
             self._revoke_dropped()
-            due = [
-                lease for lease in leases if lease.held and lease.seconds_left <= pause * 2 + 0.05
-            ]
-            self._renew(due)
+            soon = time.monotonic() + RENEW_PAUSE_S
+            self._renew([lease for lease in leases if lease.renew_at <= soon and lease.held])
 
     def _renew(self, due: list[Lease]) -> None:
         named: dict[Namespace, list[tuple[Lease, Named]]] = {}
@@ -183,20 +206,24 @@ class Views:
                 named.setdefault(what.namespace, []).append((lease, what))
             else:
                 granted.setdefault(what.epoch, []).append((lease, what))
-        for namespace, objects in named.items():
-            request = calls.Renew(
-                namespace,
-                [what.key for _, what in objects],
-                [what.epoch for _, what in objects],
-                [what.counter for _, what in objects],
-                0,
-                (),
-            )
-            self._renew_batch(request, [lease for lease, _ in objects])
-        for epoch, allocations in granted.items():
-            tokens = [what.token for _, what in allocations]
-            request = calls.Renew(DEFAULT_NAMESPACE, (), (), (), epoch, tokens)
-            self._renew_batch(request, [lease for lease, _ in allocations])
+        for namespace, all_objects in named.items():
+            for start in range(0, len(all_objects), RENEW_KEYS_MAX):
+                objects = all_objects[start : start + RENEW_KEYS_MAX]
+                request = calls.Renew(
+                    namespace,
+                    [what.key for _, what in objects],
+                    [what.epoch for _, what in objects],
+                    [what.counter for _, what in objects],
+                    0,
+                    (),
+                )
+                self._renew_batch(request, [lease for lease, _ in objects])
+        for epoch, all_granted in granted.items():
+            for start in range(0, len(all_granted), RENEW_KEYS_MAX):
+                allocations = all_granted[start : start + RENEW_KEYS_MAX]
+                tokens = [what.token for _, what in allocations]
+                request = calls.Renew(DEFAULT_NAMESPACE, (), (), (), epoch, tokens)
+                self._renew_batch(request, [lease for lease, _ in allocations])
 
     def _renew_batch(self, request: calls.Renew, leases: list[Lease]) -> None:
         asked = time.monotonic()
@@ -205,6 +232,8 @@ class Views:
             renewed = self._ask(request, max(0.05, patience / 2))
         except KVStoreError as error:
             log.warning("lease_renewal_failed leases=%d error=%s", len(leases), error)
+            for lease in leases:
+                lease.plan_renewal()
             return
         assert isinstance(renewed, calls.Renewed)
         held = (*renewed.keys_held, *renewed.tokens_held)
@@ -212,8 +241,10 @@ class Views:
         for lease, still in zip(leases, held, strict=True):
             if still:
                 lease.extend(asked + promised_ms / 1000 - self._margin_s)
-            # Otherwise (removed, evicted by a new master) the bytes stay until the last promise
-            # ends, and ``held`` turns false then.
+            else:
+                # Removed, or a new master that does not know it: the bytes stay until the last
+                # promise ends, and ``held`` turns false then.
+                lease.plan_renewal()
 
     def _revoke_dropped(self) -> None:
         while self._dropped:

@@ -19,7 +19,10 @@ from typing import Any, Final, Self
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
 
 START_TIMEOUT_S: Final = 60.0
-"""For memory to be reserved (some 2 GiB a second) and a master to be joined."""
+"""For a master to be joined, and for little memory to be reserved."""
+
+RESERVE_BYTES_PER_S: Final = 256 << 20
+"""Memory is reserved at some 2 GiB a second; on a busy host more slowly."""
 
 STOP_TIMEOUT_S: Final = 10.0
 LINE_BYTES_MAX: Final = 1 << 16

@@ -63,7 +63,7 @@ def main() -> int:
         return 0
     stale = differing()
     for path in stale:
-        print(f"{path} is not what proto/ says: run python proto/generate.py", file=sys.stderr)
+        sys.stderr.write(f"{path} is not what proto/ says: run python proto/generate.py\n")
     return 1 if stale else 0
 
 

@@ -63,7 +63,8 @@ class NodeAgent:
         Args:
             name: unique among the master's nodes.
             host: ``kvstore.host.host_id()``.
-            master: ``host:port``.
+            master: ``host:port``; or several places where it may be, separated by commas, which
+                are tried in turn.
             segment: owned by the caller, who closes it after ``run``.
             server: serves ``segment``; the caller's, too.
             address: where clients find ``server``.
@@ -72,7 +73,7 @@ class NodeAgent:
         """
         self._name = name
         self._host = host
-        self._master = master
+        self._masters = master.split(",")
         self._segment = segment
         self._server = server
         self._address = address
@@ -99,7 +100,7 @@ class NodeAgent:
         while not self._stopping.is_set():
             started = time.monotonic()
             try:
-                await self._session()
+                await self._session(self._masters[failures % len(self._masters)])
             except SegmentGoneError as error:
                 log.info("node_not_resumed node=%s reason=%s", self._name, error.message)
                 self._epoch = 0
@@ -121,7 +122,7 @@ class NodeAgent:
         self._server.fence()
         log.info("node_fenced node=%s generation=%d", self._name, self._segment.generation)
 
-    async def _session(self) -> None:
+    async def _session(self, master: str) -> None:
         """One stream, from join to its end.
 
         Raises:
@@ -129,7 +130,7 @@ class NodeAgent:
             KVStoreError: the stream broke, or we were refused.
         """
         segment = self._segment
-        async with NodeStream(self._master) as link:
+        async with NodeStream(master) as link:
             offer = SegmentOffer(
                 size=segment.size,
                 uuid=segment.uuid,

@@ -32,7 +32,7 @@ _AFTER_LENGTH = HEAD_BYTES - 4
 _LENGTH = struct.Struct("<I")
 _VERSION = struct.Struct("<I")
 
-BUFFER_BYTES = 64 << 10
+BUFFER_BYTES = 32 << 10
 """What a reader starts with: nearly every frame fits, and one ``recv`` empties a busy socket."""
 
 GROWTH_BYTES = 1 << 20

@@ -289,9 +289,9 @@ class Pool:
                 while extent is None:
                     gone = eviction.next(allowed)
                     if gone is None:
+                        largest = max(segment.allocator.largest_free for segment in allowed)
                         for done, its_length in zip(taken, lengths, strict=False):
                             self.free(done, its_length)
-                        largest = max(segment.allocator.largest_free for segment in allowed)
                         return Shortage(length - largest, eviction.goes_on)
                     emptied = [segment for segment, _ in gone if segment in allowed]
                     extent = self._allocate_free(emptied, length)

@@ -401,6 +401,7 @@ def test_a_stopped_master_costs_no_more_than_the_deadline(carrier: str) -> None:
     command = [sys.executable, "-c", STOPPABLE, carrier]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout is not None
         try:
             caller = SyncCaller(process.stdout.readline().strip())
             with contextlib.closing(caller):

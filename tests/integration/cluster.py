@@ -196,6 +196,7 @@ class Cluster:
         self.nodes: list[Node] = []
         self._servers: list[Server] = []
         self._clients: list[Client] = []
+        self._asker: Client | None = None
         self.lane_port = 0
 
     # --- the processes ------------------------------------------------------------------------
@@ -218,6 +219,9 @@ class Cluster:
         ready = server.line(r"listening on \S*?:(\d+) \(gRPC\) and port (\d+) \(lane\)")
         self.settings["port"] = int(ready[1])
         self.settings["lane_port"] = self.lane_port = int(ready[2])
+        if self._asker is None:
+            self._asker = Client(self.address, timeout_ms=5_000)
+        self._asker.exists("connect now")
         return server
 
     def node(self, **settings: Any) -> Node:
@@ -252,8 +256,12 @@ class Cluster:
         return client
 
     def status(self) -> ClusterStatus:
-        with Client(self.address, timeout_ms=5_000) as client:
-            return client.status()
+        assert self._asker is not None, "start a master first"
+        return self._asker.status()
+
+    def clear(self) -> None:
+        assert self._asker is not None, "start a master first"
+        self._asker.clear()
 
     def state_of(self, node: Node) -> str:
         """As the master sees it; gone when it does not know it."""
@@ -278,6 +286,7 @@ class Cluster:
         try:
             self.check()
             self.close_clients()
+            self._stop_asking()
             running = [server for server in self._servers if server.process.poll() is None]
             for server in running:
                 server.process.terminate()
@@ -294,6 +303,7 @@ class Cluster:
     def close(self) -> None:
         """End everything by force; remove what killed nodes leave."""
         self.close_clients()
+        self._stop_asking()
         for server in self._servers:
             server.close()
         for node in self.nodes:
@@ -303,6 +313,10 @@ class Cluster:
         clients, self._clients = self._clients, []
         for client in clients:
             client.close()
+
+    def _stop_asking(self) -> None:
+        if self._asker is not None:
+            self._asker.close()
 
     def _new_log(self, kind: str) -> Path:
         return self.directory / f"{kind}-{len(self._servers)}.log"

@@ -66,7 +66,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A master and a node as they are by default, for tests that leave them as they were."""
     cluster = Cluster(tmp_path_factory.mktemp("store"))
     try:
-        cluster.start(memory="64MiB")
+        cluster.start(memory="256MiB")
         yield cluster
         cluster.finish()
     finally:
@@ -79,8 +79,7 @@ def store(shared: Cluster) -> Iterator[Cluster]:
     yield shared
     shared.check()
     shared.close_clients()
-    with Client(shared.address) as client:
-        client.clear()
+    shared.clear()
 
 
 WAYS = [

@@ -136,7 +136,9 @@ class ForestMachine(RuleBasedStateMachine):
         return True
 
     def _is_chain(self, keys: list[Key]) -> bool:
-        return all(self.parent.get(key) == above for above, key in zip(keys, keys[1:], strict=False))
+        return all(
+            self.parent.get(key) == above for above, key in zip(keys, keys[1:], strict=False)
+        )
 
     @rule(keys=ANY_KEYS)
     def match(self, keys: list[Key]) -> None:

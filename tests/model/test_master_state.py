@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore import calls
 from kvstore.calls import Placements, Presence, PutOutcome, Version
@@ -129,7 +129,9 @@ class MasterMachine(RuleBasedStateMachine):
         self.old_tokens: list[int] = []
         self.nodes: dict[str, ModelNode] = {}
         self.uuids: dict[int, bytes] = {}  # of every segment that ever was
-        self.known_uuids: dict[str, list[bytes]] = {}
+        self.offers: dict[str, list[calls.SegmentOffer]] = {}  # of every node that ever was
+        self.links: dict[Name, Key | None] = {}  # to the latest parent of every key
+        self.memories_made = 0
         self.sessions = 0
         self.old_sessions: list[int] = []
         self.taboos: list[Taboo] = []
@@ -140,29 +142,33 @@ class MasterMachine(RuleBasedStateMachine):
 
     # --- nodes -------------------------------------------------------------------------------
 
-    @rule(
-        name=st.sampled_from(NODES),
-        host=hosts,
-        units=st.lists(st.integers(2, 14), min_size=1, max_size=2),
-    )
+    memories = st.lists(st.integers(2, 14), min_size=1, max_size=2)
+
+    @initialize(units=st.lists(memories, min_size=1, max_size=3))
+    def cluster_starts(self, units: list[list[int]]) -> None:
+        for name, its_units in zip(NODES, units, strict=False):
+            self._join(name, HOSTS[name == "n1"], self._new_memory(its_units))
+
+    @rule(name=st.sampled_from(NODES), host=hosts, units=memories)
     def node_joins_with_new_memory(self, name: str, host: str, units: list[int]) -> None:
+        self._join(name, host, self._new_memory(units))
+
+    def _new_memory(self, units: list[int]) -> list[calls.SegmentOffer]:
         offers = []
         for count in units:
+            self.memories_made += 1
             size = SUPERBLOCK_BYTES + 1024 * count + (200 if count == 5 else 0)
-            uuid = b"%016d" % (len(self.uuids) + len(offers) + 1_000 * self.sessions)
+            uuid = b"%016d" % self.memories_made
             offers.append(calls.SegmentOffer(size, uuid, "", "", b"", 0, 1, True))
-        self._join(name, host, offers)
+        return offers
 
-    @precondition(lambda self: self.known_offers())
+    @precondition(lambda self: self.offers)
     @rule(data=st.data(), host=hosts)
     def node_comes_back(self, data: st.DataObject, host: str) -> None:
         """Its process was restarted: the same memory, which others may still read."""
-        name = data.draw(st.sampled_from(sorted(self.known_offers())))
-        offers = self.known_offers()[name]
+        name = data.draw(st.sampled_from(sorted(self.offers)))
+        offers = self.offers[name]
         self._join(name, host, [offer._replace(fresh=False) for offer in offers])
-
-    def known_offers(self) -> dict[str, list[calls.SegmentOffer]]:
-        return self.__dict__.setdefault("_known_offers", {})
 
     def _join(self, name: str, host: str, offers: list[calls.SegmentOffer]) -> None:
         known = self.nodes.get(name)
@@ -188,7 +194,7 @@ class MasterMachine(RuleBasedStateMachine):
         for segment_id, offer in zip(accepted.segment_ids, offers, strict=True):
             assert segment_id not in self.uuids, "a segment id was used twice"
             self.uuids[segment_id] = offer.uuid
-        self.known_offers()[name] = offers
+        self.offers[name] = offers
         self._see()
 
     @precondition(lambda self: self.nodes)
@@ -230,15 +236,24 @@ class MasterMachine(RuleBasedStateMachine):
             return
         raise AssertionError("resumed what was not there")
 
-    @precondition(lambda self: self.nodes)
-    @rule(data=st.data())
-    def node_stream_breaks(self, data: st.DataObject) -> None:
-        node = self._any_node(data)
+    def _node_stream_breaks(self, node: ModelNode) -> None:
         if node.session is not None:
             self.old_sessions.append(node.session)
             self.state.node_stream_broken(node.session)
             node.session = None
         self._see()
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data(), what=st.sampled_from(["breaks", "breaks", "reported", "leaves"]))
+    def trouble(self, data: st.DataObject, what: str) -> None:
+        node = self._any_node(data)
+        match what:
+            case "breaks":
+                self._node_stream_breaks(node)
+            case "reported":
+                self._client_reports_failure(node)
+            case "leaves":
+                self._node_leaves(node)
 
     @rule(by=st.data())
     def old_stream_is_heard(self, by: st.DataObject) -> None:
@@ -262,10 +277,7 @@ class MasterMachine(RuleBasedStateMachine):
         assert self.state.effects == [Send(node.session, calls.MasterBeat(5))]
         self._see()
 
-    @precondition(lambda self: self.nodes)
-    @rule(data=st.data())
-    def node_leaves(self, data: st.DataObject) -> None:
-        node = self._any_node(data)
+    def _node_leaves(self, node: ModelNode) -> None:
         if node.session is None:
             return
         self._hear(node, calls.NodeLeave())
@@ -294,10 +306,7 @@ class MasterMachine(RuleBasedStateMachine):
             node.orders.remove(order)
         self._see()
 
-    @precondition(lambda self: self.nodes)
-    @rule(data=st.data())
-    def client_reports_failure(self, data: st.DataObject) -> None:
-        node = self._any_node(data)
+    def _client_reports_failure(self, node: ModelNode) -> None:
         reported = self.state.report_failure(
             self.now_ms, calls.ReportFailure([node.ids[0], 999_999])
         )
@@ -330,9 +339,7 @@ class MasterMachine(RuleBasedStateMachine):
         for item in [item for item in self.unwiped if item[0][0] in node.ids]:
             self._wiped(item)
 
-    def _of_order(
-        self, node: ModelNode, order: calls.MasterWipe
-    ) -> list[tuple[Place, Version]]:
+    def _of_order(self, node: ModelNode, order: calls.MasterWipe) -> list[tuple[Place, Version]]:
         (segment_id,) = (id_ for id_ in node.ids if self.uuids[id_] == order.uuid)
         rows = zip(order.offsets, order.epochs, order.counters, strict=True)
         return [((segment_id, offset), Version(epoch, count)) for offset, epoch, count in rows]
@@ -373,6 +380,28 @@ class MasterMachine(RuleBasedStateMachine):
         )
         self._start(request)
 
+    @rule(
+        namespace=namespaces,
+        count=st.integers(1, 8),
+        size=st.sampled_from(SIZES),
+        replicas=st.sampled_from([1, 1, 2]),
+        overwrite=st.sampled_from([False, False, False, True]),
+        skip=st.sampled_from([0, 0, 0, 1, 3]),
+    )
+    def store_chain(
+        self, namespace: Namespace, count: int, size: int, replicas: int, overwrite: bool, skip: int
+    ) -> None:
+        batch = KEYS[skip : skip + count]
+        parent = KEYS[skip - 1] if skip else None
+        sizes = [size] * len(batch)
+        before = set(self.granted)
+        self._start(
+            calls.PutStart(namespace, batch, sizes, parent, True, replicas, overwrite, 0, "h0")
+        )
+        tokens = [token for token in self.granted if token not in before]
+        if tokens:
+            self._end(EPOCH, tokens)
+
     @rule(size=st.sampled_from(SIZES), wait_ms=waits, host=hosts)
     def allocate(self, size: int, wait_ms: int, host: str) -> None:
         self._start(calls.Allocate(size, wait_ms, host))
@@ -393,7 +422,9 @@ class MasterMachine(RuleBasedStateMachine):
             self._see(may_evict=True)
             return
         except ValueTooLargeError:
-            capacities = [offer.size - 4096 for node in self.nodes.values() for offer in node.offers]
+            capacities = [
+                offer.size - 4096 for node in self.nodes.values() for offer in node.offers
+            ]
             assert extent_bytes(max(self._sizes(request))) > max(capacities)
             self._see()
             return
@@ -425,9 +456,7 @@ class MasterMachine(RuleBasedStateMachine):
     def _outcomes(self, request: calls.PutStart | calls.Allocate) -> list[PutOutcome]:
         if isinstance(request, calls.Allocate):
             return [PutOutcome.WRITE]
-        return [
-            self._outcome((request.namespace, key), request.overwrite) for key in request.keys
-        ]
+        return [self._outcome((request.namespace, key), request.overwrite) for key in request.keys]
 
     def _outcome(self, name: Name, overwrite: bool) -> PutOutcome:
         if name in self.objects and not overwrite:
@@ -437,7 +466,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _could_ring(self, request: calls.PutStart) -> bool:
         """Whether the asked links close a ring with any link that may still be remembered."""
-        links = dict(self.__dict__.setdefault("_links", {}))
+        links = dict(self.links)
         rings = False
         above = request.parent
         for key in request.keys:
@@ -459,7 +488,7 @@ class MasterMachine(RuleBasedStateMachine):
         outcomes: list[PutOutcome],
     ) -> None:
         assert int(error.fields["missing_bytes"]) > 0
-        quiet = not (self._taboos() or self.granted or self.unwiped)
+        quiet = not (self.taboos or self.granted or self.unwiped)
         total = sum(
             extent_bytes(size)
             for size, outcome in zip(self._sizes(request), outcomes, strict=True)
@@ -483,9 +512,7 @@ class MasterMachine(RuleBasedStateMachine):
             if node.state(self.now_ms) == "alive" and node.usable_at_ms <= self.now_ms
         ]
 
-    def _take_grants(
-        self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
-    ) -> None:
+    def _take_grants(self, request: calls.PutStart | calls.Allocate, grants: calls.Grants) -> None:
         assert grants.epoch == EPOCH
         assert grants.deadline_ms == RULES.put_deadline_ms
         places = list(zip(grants.segments, grants.offsets, strict=True))
@@ -517,13 +544,13 @@ class MasterMachine(RuleBasedStateMachine):
                 granted.name = name = (request.namespace, request.keys[index])
                 above = request.keys[index - 1] if request.chain and index else request.parent
                 granted.parent = self.objects[name].parent if name in self.objects else above
-                self.__dict__.setdefault("_links", {})[name] = granted.parent
+                self.links[name] = granted.parent
             self.granted[token] = granted
 
     def _check_may_be_given(self, segment_id: int, offset: int, length: int) -> None:
         assert offset >= SUPERBLOCK_BYTES
         assert offset % 1024 == 0
-        for taboo in self._taboos():
+        for taboo in self._living_taboos():
             if taboo.where in (segment_id, self.uuids[segment_id]):
                 overlap = offset < taboo.end and taboo.start < offset + length
                 assert not overlap, f"given out, but {taboo}"
@@ -531,9 +558,8 @@ class MasterMachine(RuleBasedStateMachine):
             overlap = offset < its_offset + its_length and its_offset < offset + length
             assert its_segment != segment_id or not overlap, "given out before it was wiped"
 
-    def _taboos(self) -> list[Taboo]:
-        self.taboos = [taboo for taboo in self.taboos if taboo.until_ms > self.now_ms]
-        return self.taboos
+    def _living_taboos(self) -> list[Taboo]:
+        return [taboo for taboo in self.taboos if taboo.until_ms > self.now_ms]
 
     def _promise(self, stored: Stored) -> None:
         for segment_id, offset in stored.places:
@@ -569,7 +595,9 @@ class MasterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.granted)
     @rule(data=st.data(), epoch=epochs, everything=st.booleans())
     def put_end(self, data: st.DataObject, epoch: int, everything: bool) -> None:
-        tokens = list(self.granted) if everything else self._tokens(data)
+        self._end(epoch, list(self.granted) if everything else self._tokens(data))
+
+    def _end(self, epoch: int, tokens: list[int]) -> None:
         expected = []
         replaced: set[tuple[Place, Version]] = set()
         for token in tokens:
@@ -657,7 +685,7 @@ class MasterMachine(RuleBasedStateMachine):
             self._see()
             return
         above = self.objects[name].parent if name in self.objects else parent
-        self.__dict__.setdefault("_links", {})[name] = above
+        self.links[name] = above
         replaced = self._bury(name)
         self.objects[name] = Stored(Version(EPOCH, token), size, places, above)
         reply = self._reply_now_or_later(result, replaced)
@@ -670,9 +698,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     # --- getting -----------------------------------------------------------------------------
 
-    @rule(
-        asked=st.lists(namespaces, min_size=1, max_size=2), batch=key_lists, places=st.booleans()
-    )
+    @rule(asked=st.lists(namespaces, min_size=1, max_size=2), batch=key_lists, places=st.booleans())
     def match(self, asked: list[Namespace], batch: list[Key], places: bool) -> None:
         request = calls.MatchPrefix(asked, batch, places)
         reply = self.state.match_prefix(self.now_ms, request)
@@ -746,9 +772,7 @@ class MasterMachine(RuleBasedStateMachine):
             assert states == sorted(states, key=lambda state: state != "alive")
 
     @rule(namespace=namespaces, batch=st.lists(keys, max_size=4), old=st.booleans(), data=st.data())
-    def renew(
-        self, namespace: Namespace, batch: list[Key], old: bool, data: st.DataObject
-    ) -> None:
+    def renew(self, namespace: Namespace, batch: list[Key], old: bool, data: st.DataObject) -> None:
         stored = [self.objects.get((namespace, key)) for key in batch]
         versions = [s.version if s is not None and not old else Version(EPOCH, 0) for s in stored]
         tokens = self._tokens(data)
@@ -764,7 +788,9 @@ class MasterMachine(RuleBasedStateMachine):
                 tokens,
             ),
         )
-        assert [bool(held) for held in reply.keys_held] == [s and not old for s in map(bool, stored)]
+        assert [bool(held) for held in reply.keys_held] == [
+            s and not old for s in map(bool, stored)
+        ]
         for its in stored:
             if its is not None and not old:
                 self._promise(its)
@@ -825,7 +851,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     # --- time --------------------------------------------------------------------------------
 
-    @rule(by=st.integers(1, 40), beat=st.booleans())
+    @rule(by=st.integers(1, 40), beat=st.sampled_from([True, True, True, True, False]))
     def let_time_pass(self, by: int, beat: bool) -> None:
         self.now_ms += by
         if beat:
@@ -835,15 +861,16 @@ class MasterMachine(RuleBasedStateMachine):
                     node.heard_ms = self.now_ms
         self._see()
 
-    @rule()
-    def let_all_promises_end(self) -> None:
-        for _ in range(10):
+    @rule(rounds=st.integers(1, 12))
+    def let_promises_end(self, rounds: int) -> None:
+        for _ in range(rounds):
             self.let_time_pass(24, True)
             self.tick()
 
     @rule()
     def tick(self) -> None:
         self.state.tick(self.now_ms)
+        self.taboos = self._living_taboos()
         self._bury_dead()
         for token, granted in list(self.granted.items()):
             if granted.deadline_ms < self.now_ms:
@@ -944,7 +971,9 @@ class MasterMachine(RuleBasedStateMachine):
     def _see_answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         if ticket in self.removals:
             assert not self.removals.pop(ticket), "acknowledged before it was wiped"
-            assert isinstance(result, (calls.Removed, calls.Cleared, calls.PutEnded, calls.Committed))
+            assert isinstance(
+                result, (calls.Removed, calls.Cleared, calls.PutEnded, calls.Committed)
+            )
             return
         waited = self.waiting.pop(ticket)  # once only
         request = waited.request
@@ -988,7 +1017,7 @@ class MasterMachine(RuleBasedStateMachine):
         lost = [self.objects.pop(name) for name in gone]
         for stored in lost:
             for segment_id, offset in stored.places:
-                for taboo in self._taboos():
+                for taboo in self._living_taboos():
                     leased = taboo.where == self.uuids[segment_id] and taboo.start <= offset
                     assert not (leased and offset < taboo.end), "evicted, but leased"
         for namespace, key in gone:

@@ -1,0 +1,94 @@
+"""What the simulator looks at inside ``MasterState``: the one place that knows its private parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvstore.calls import Version
+from kvstore.limits import Key, Namespace
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.records import Segment
+from kvstore.memory.header import extent_bytes
+
+Name = tuple[Namespace, Key]
+
+
+class Complete(NamedTuple):
+    """One complete object, as the master has it."""
+
+    version: Version
+    size: int
+    extents: list[tuple[Segment, int]]
+
+
+def complete_objects(state: MasterState) -> dict[Name, Version]:
+    return {
+        (record.namespace, record.key): Version(record.epoch, record.counter)
+        for record in state.forest.records()
+        if record.complete
+    }
+
+
+def extents_of(state: MasterState, name: Name) -> list[tuple[Segment, int]]:
+    record = state.forest.get(*name)
+    return [] if record is None else record.extents()
+
+
+def mounted(state: MasterState, uuid: bytes) -> Segment | None:
+    for segment in state.pool.segments.values():
+        if segment.offer.uuid == uuid:
+            return segment
+    return None
+
+
+def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int]]:
+    """(token, segment, offset, length) of every grant that can still end."""
+    for put in state._pending:
+        for segment, offset in put.extents:
+            yield put.token, segment, offset, put.length
+
+
+def owner_of(
+    state: MasterState, segment: Segment, start: int, length: int, version: Version
+) -> str:
+    """Whose bytes these are: "writer" when they are of the put of ``version``."""
+    stop = start + length
+    for token, its_segment, offset, size in pending_extents(state):
+        if its_segment is segment and offset < stop and start < offset + size:
+            mine = version == (state.epoch, token) and offset <= start and stop <= offset + size
+            return "writer" if mine else f"put {token}"
+    for its_segment, offset, size in state._pending.ranges():
+        if its_segment is segment and offset < stop and start < offset + size:
+            return "quarantine"
+    for its_segment, offset, size in state._graves.ranges():
+        if its_segment is segment and offset < stop and start < offset + size:
+            return "grave"
+    for record in state.forest.records():
+        for its_segment, offset in record.extents():
+            if its_segment is segment and offset < stop and start < offset + extent_bytes(
+                record.size
+            ):
+                return f"object {record.key!r} {record.epoch}.{record.counter}"
+    return "free"
+
+
+def leftovers(state: MasterState) -> dict[str, int]:
+    """What must be nothing once everybody has been still for long enough."""
+    objects = sum(
+        extent_bytes(record.size)
+        for record in state.forest.records()
+        for segment, _ in record.extents()
+        if segment.alive
+    )
+    segments = state.pool.segments.values()
+    used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
+    return {
+        "pending_puts": len(state._pending),
+        "waiting_puts": len(state._waiting),
+        "quarantined_or_buried": sum(
+            1 for _ in (*state._pending.ranges(), *state._graves.ranges())
+        ),
+        "sweeps": len(state._sweeps),
+        "lost_bytes": used - objects,
+    }

@@ -1,0 +1,211 @@
+"""The simulated master: ``MasterState`` behind streams, with the rules of ``MasterService``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from kvstore import calls
+from kvstore.errors import KVStoreError, PermissionDeniedError, ProtocolError
+from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
+from kvstore.master.state.master_state import MasterState
+from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
+from kvstore.wire.node_messages import decode_node_message, encode_master_message
+from kvstore.wire.status import encode_error
+from tests.simulation.network import BrokenStreamError, End
+from tests.simulation.oracle import Oracle
+from tests.simulation.scheduler import MS, Future, Process
+
+TICK_US = 10 * MS
+
+_STEPS = {
+    kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    for kind in (
+        *(calls.MatchPrefix, calls.Lookup, calls.Exists, calls.PutStart, calls.PutEnd),
+        *(calls.PutRevoke, calls.Allocate, calls.Commit, calls.Renew, calls.Remove, calls.Clear),
+        *(calls.DescribeSegments, calls.ReportFailure, calls.Status, calls.ListObjects),
+        calls.StatObject,
+    )
+}
+"""Request and method of the state."""
+
+
+class Master:
+    """One master process. A restart is another one, with an empty state and a higher epoch."""
+
+    def __init__(
+        self, process: Process, oracle: Oracle, new_state: Callable[[int], MasterState],
+        clock: tuple[int, float], lane_token: bytes,
+    ) -> None:  # fmt: skip
+        """``clock``: what its monotonic clock shows now (ms), and how fast it runs."""
+        self.process = process
+        self.oracle = oracle
+        self.lane_token = lane_token
+        self._offset_ms, self._rate = clock
+        self._started_us = process.scheduler.now_us
+        self.state = new_state(self._offset_ms)
+        self._answers: dict[int, Future[Any]] = {}
+        self._sessions: dict[int, End] = {}
+        self._next_session = 0
+        self._working = False
+        oracle.master_started(self.state)
+        process.spawn("tick", self._tick_forever())
+
+    @property
+    def now_ms(self) -> int:
+        elapsed_us = self.process.scheduler.now_us - self._started_us
+        return self._offset_ms + int(elapsed_us * self._rate) // 1000
+
+    def accept(self, port: str, end: End) -> None:
+        serve = self._serve_node if port == "node" else self._serve_call
+        self.process.spawn(port, serve(port, end))
+
+    # --- calls --------------------------------------------------------------------------------
+
+    async def _serve_call(self, port: str, end: End) -> None:
+        try:
+            call_id, wire_name, payload, token = await end.receive()
+        except BrokenStreamError:
+            return
+        if token is not None and token != self.lane_token:
+            error = PermissionDeniedError("join again", join=1)
+            self._send(end, ("refused" if port == "lane" else "error", encode_error(error)))
+            return
+        call = BY_WIRE_NAME[wire_name]
+        try:
+            reply = self._answer_to(call_id, decode_request(call, payload), end)
+            if isinstance(reply, Future):
+                reply = await reply
+                if reply is None:
+                    return  # cancelled: nobody is there any more
+            if isinstance(reply, KVStoreError):
+                raise reply
+        except KVStoreError as error:
+            self._send(end, ("error", encode_error(error)))
+        else:
+            self._send(end, ("reply", encode_reply(call, reply)))
+
+    def _answer_to(self, call_id: int, request: calls.Request, end: End) -> Any:
+        if isinstance(request, calls.Join):
+            rules = self.state.rules
+            return calls.Joined(
+                self.state.epoch, 1, "", self.lane_token, rules.lease_ms, rules.put_deadline_ms, ""
+            )
+        self.oracle.processing(self.state, self.now_ms, call_id, request)
+        try:
+            reply = getattr(self.state, _STEPS[type(request)])(self.now_ms, request)
+        except KVStoreError:
+            self.oracle.master_stepped(self.state, self.now_ms, request, None)
+            raise
+        else:
+            self.oracle.master_stepped(self.state, self.now_ms, request, reply)
+            if not isinstance(reply, Later):
+                return reply
+            answer: Future[Any] = Future()
+            self._answers[reply.ticket] = answer
+            end.on_end = lambda: self._caller_gone(reply.ticket)
+            return answer
+        finally:
+            self._settle()
+
+    def _caller_gone(self, ticket: int) -> None:
+        answer = self._answers.pop(ticket, None)
+        if answer is not None:
+            answer.set(None)
+            self.state.cancel(ticket)
+            self._stepped()
+            self._settle()
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    async def _serve_node(self, port: str, end: End) -> None:
+        del port
+        try:
+            join = decode_node_message(await end.receive())
+        except BrokenStreamError:
+            return
+        assert isinstance(join, calls.NodeJoin)
+        self._next_session += 1
+        session = self._next_session
+        try:
+            accepted = self.state.node_joined(self.now_ms, session, join)
+        except KVStoreError as error:
+            self._send(end, ("error", encode_error(error)))
+            end.close()
+            return
+        else:
+            self._sessions[session] = end
+            self._send(end, ("message", encode_master_message(accepted)))
+        finally:
+            self._stepped()
+            self._settle()
+        try:
+            while True:
+                message = decode_node_message(await end.receive())
+                self.state.node_said(self.now_ms, session, message)
+                self._stepped()
+                self._settle()
+        except BrokenStreamError:
+            pass
+        except ProtocolError as error:
+            self._send(end, ("error", encode_error(error)))
+        del self._sessions[session]
+        end.close()
+        self.state.node_stream_broken(session)
+        self._stepped()
+        self._settle()
+
+    # --- effects and time ---------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        while self.state.effects:
+            for effect in self.state.take_effects():
+                self._carry_out(effect)
+        if self.state.has_work and not self._working:
+            self._working = True
+            self.process.after(0, "master/work", self._work)
+
+    def _carry_out(self, effect: Answer | Send | Hangup | Notice) -> None:
+        match effect:
+            case Answer(ticket, result):
+                answer = self._answers.pop(ticket, None)
+                if answer is not None:
+                    self.oracle.answered(self.state, self.now_ms, result)
+                    answer.set(result)
+                elif isinstance(result, calls.Grants) and result.tokens:
+                    revoke = calls.PutRevoke(result.epoch, result.tokens, True)
+                    self.state.put_revoke(self.now_ms, revoke)
+                    self._stepped()
+            case Send(session, message):
+                if session in self._sessions:
+                    self._send(self._sessions[session], ("message", encode_master_message(message)))
+            case Hangup(session, error):
+                if session in self._sessions:
+                    self._send(self._sessions[session], ("error", encode_error(error)))
+                    self._sessions[session].close()
+            case Notice(event, fields):
+                self.oracle.note(f"master {event} {fields}")
+
+    def _work(self) -> None:
+        self._working = False
+        self.state.work(self.now_ms)
+        self._stepped()
+        self._settle()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await self.process.sleep(TICK_US)
+            self.state.tick(self.now_ms)
+            self._stepped()
+            self._settle()
+
+    def _stepped(self) -> None:
+        self.oracle.master_stepped(self.state, self.now_ms, None, None)
+
+    @staticmethod
+    def _send(end: End, message: Any) -> None:
+        try:
+            end.send(message)
+        except BrokenStreamError:
+            pass  # its own task finds out

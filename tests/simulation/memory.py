@@ -1,0 +1,51 @@
+"""A segment as simulated processes have it: real bytes, a real superblock, nothing of the system.
+
+Like shared memory it outlives the process that made it: whoever has it mapped still reads and
+writes it, until the last one lets go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, cast
+
+from kvstore.memory.header import GENERATION_OFFSET, Superblock, pack_superblock
+from kvstore.memory.segment import Segment
+
+
+class Memory:
+    """One mounted segment's bytes."""
+
+    def __init__(self, node: str, host: str, size: int, random: Random) -> None:
+        self.node = node
+        self.host = host
+        self.size = size
+        self.uuid = random.randbytes(16)
+        self.seed = random.getrandbits(64)
+        self.token = random.randbytes(16)
+        self.shm_name = f"kvstore.{node}"
+        self.linked = True
+        """Whether ``/dev/shm`` still has it under that name."""
+        self.memory = memoryview(bytearray(random.randbytes(size)))  # nobody zeroes a pool
+        packed = pack_superblock(Superblock(self.uuid, node, size, self.seed, 1))
+        self.memory[: len(packed)] = packed
+        self._generation = self.memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
+
+    @property
+    def generation(self) -> int:
+        return self._generation[0]
+
+    def bump_generation(self) -> None:
+        self._generation[0] += 1
+
+    def close(self) -> None:
+        """As a node that stops cleanly does."""
+        self._generation[0] = 0
+        self.linked = False
+
+    def wipe(
+        self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]
+    ) -> None:
+        """The production rule, which needs nothing of the system."""
+        Segment.wipe(cast(Any, self), offsets, epochs, counters)

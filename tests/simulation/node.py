@@ -1,0 +1,182 @@
+"""The simulated node: the rules of ``kvstore.node.agent`` and of the data server, in virtual time."""
+
+from __future__ import annotations
+
+from kvstore.calls import (
+    MasterAccepted,
+    MasterBeat,
+    MasterMessage,
+    MasterWipe,
+    NodeBeat,
+    NodeJoin,
+    NodeLeave,
+    NodeWiped,
+    SegmentOffer,
+)
+from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.wire.node_messages import decode_master_message, encode_node_message
+from kvstore.wire.status import decode_error
+from tests.simulation.memory import Memory
+from tests.simulation.network import BrokenStreamError, End, Network
+from tests.simulation.oracle import Oracle
+from tests.simulation.scheduler import MS, SECOND, Process, Task, TimedOutError
+
+BACKOFF_US = (10 * MS, 20 * MS, 40 * MS, 100 * MS, 200 * MS)
+JOIN_TIMEOUT_US = SECOND
+PIECE_US = (5, 200)
+"""Between two pieces of a read that the data server sends."""
+
+
+class Node:
+    """One node process. A restart is another one, with another segment of the same name."""
+
+    fences = True
+    wipes = True
+
+    def __init__(
+        self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int
+    ) -> None:
+        self.process = process
+        self.memory = memory
+        self.name = memory.node
+        self._network = network
+        self._oracle = oracle
+        self._piece_bytes = piece_bytes
+        self._epoch = 0
+        self._fresh = True
+        self._connections: dict[Task[None], End] = {}
+        self._link: End | None = None
+        process.spawn("agent", self._run())
+
+    def accept(self, port: str, end: End) -> None:
+        assert port == "data"
+        task = self.process.spawn("data", self._serve(end))
+        if not task.ended:
+            self._connections[task] = end
+            self._connections = {t: e for t, e in self._connections.items() if not t.ended}
+
+    def leave(self) -> None:
+        """A clean stop."""
+        if self._link is not None:
+            try:
+                self._link.send(encode_node_message(NodeLeave()))
+            except BrokenStreamError:
+                pass
+        self.memory.close()
+        self.process.kill()
+
+    # --- the agent ----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            started_us = self.process.scheduler.now_us
+            try:
+                await self._session()
+            except SegmentGoneError:
+                self._epoch = 0
+                self._fence()
+                continue
+            except KVStoreError as error:
+                self._oracle.note(f"{self.name} session ended: {error.message}")
+            except (BrokenStreamError, TimedOutError) as error:
+                self._oracle.note(f"{self.name} session ended: {type(error).__name__}")
+            lasted_us = self.process.scheduler.now_us - started_us
+            failures = failures + 1 if lasted_us < SECOND // 5 else 1
+            await self.process.sleep(BACKOFF_US[min(failures, len(BACKOFF_US)) - 1])
+
+    def _fence(self) -> None:
+        if self.fences:
+            self.memory.bump_generation()
+            connections, self._connections = self._connections, {}
+            for task, end in connections.items():
+                task.cancel()
+                end.close()
+        self._oracle.note(f"{self.name} fenced generation={self.memory.generation}")
+
+    async def _session(self) -> None:
+        memory = self.memory
+        link = self._network.connect(self.process, "master", "node")
+        self._link = link
+        beating: Task[None] | None = None
+        try:
+            offer = SegmentOffer(
+                size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
+                address=f"{self.name}:1", token=memory.token, seed=memory.seed,
+                generation=memory.generation, fresh=self._fresh,
+            )  # fmt: skip
+            join = NodeJoin(self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer])
+            link.send(encode_node_message(join))
+            accepted = self._decoded(await link.receive(JOIN_TIMEOUT_US))
+            assert isinstance(accepted, MasterAccepted)
+            resumed = self._epoch == accepted.epoch
+            self._epoch = accepted.epoch
+            self._fresh = False
+            self._oracle.note(f"{self.name} joined epoch={accepted.epoch} resumed={resumed}")
+            beating = self.process.spawn("beat", self._beat(link, accepted.beat_ms))
+            while True:
+                message = self._decoded(await link.receive(accepted.dead_ms * MS))
+                if isinstance(message, MasterWipe):
+                    self._wipe(message)
+                    link.send(encode_node_message(NodeWiped(message.order)))
+                else:
+                    assert isinstance(message, MasterBeat)
+        except TimedOutError:
+            raise UnavailableError("the master has been silent") from None
+        finally:
+            link.close()
+            if beating is not None:
+                beating.cancel()
+
+    def _wipe(self, message: MasterWipe) -> None:
+        if message.uuid == self.memory.uuid and self.wipes:
+            self.memory.wipe(message.offsets, message.epochs, message.counters)
+            self._oracle.wiped(self.memory, message)
+
+    async def _beat(self, link: End, beat_ms: int) -> None:
+        number = 0
+        while True:
+            number += 1
+            try:
+                link.send(encode_node_message(NodeBeat(number)))
+            except BrokenStreamError:
+                return
+            await self.process.sleep(beat_ms * MS)
+
+    @staticmethod
+    def _decoded(tagged: tuple[str, bytes]) -> MasterMessage:
+        """A message; raises the error that the master ends the stream with."""
+        kind, data = tagged
+        if kind == "error":
+            raise decode_error(data)
+        return decode_master_message(data)
+
+    # --- the data server ----------------------------------------------------------------------
+
+    async def _serve(self, end: End) -> None:
+        """One request: (uuid, generation, "write", count), then (offset, bytes) pieces; or
+        (uuid, generation, "read", ranges), answered piece by piece."""
+        memory = self.memory
+        try:
+            uuid, generation, kind, what, version = await end.receive()
+            if uuid != memory.uuid or generation != memory.generation:
+                end.send("gone")
+                return
+            if kind == "write":
+                for _ in range(what):
+                    offset, data, version = await end.receive()
+                    if generation != memory.generation:
+                        end.send("gone")
+                        return
+                    self._oracle.write(memory, offset, data, version)
+                end.send("ok")
+                return
+            for offset, length in what:
+                for start in range(offset, offset + length, self._piece_bytes):
+                    size = min(self._piece_bytes, offset + length - start)
+                    end.send(bytes(memory.memory[start : start + size]))
+                    random = self.process.scheduler.random
+                    await self.process.sleep(random.randint(*PIECE_US))
+        except BrokenStreamError:
+            return

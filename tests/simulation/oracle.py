@@ -1,0 +1,411 @@
+"""What must be true, whatever happens: it watches everybody and forgives nothing.
+
+It sees what no part of a real cluster sees at once: the master's state after each step, every byte
+that lands in a segment, every promise that a client believes in, by that client's own clock. Its
+rules, each with the place where it is checked:
+
+* ``MasterState.check_invariants`` holds, and no object vanishes from the master without a reason:
+  removed, replaced, evicted (and counted) or on a dead segment (``master_stepped``).
+* Nothing is evicted while a lease on it lives (``master_stepped``).
+* No extent is granted over bytes that some client still believes to be leased (``_granted``).
+* A write lands only in what its own put was granted, or in quarantine (``write``).
+* Bytes under a view that is held do not change (``check_views``).
+* A get returns exactly what the put of that version wrote, for that key (``read``).
+* What a removal or an overwriting put has replaced is not returned by a get that starts after the
+  acknowledgement (``acknowledged``, ``read``).
+* A put that is acknowledged was complete at the master (``acknowledged``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore import calls
+from kvstore.calls import MasterWipe, PutOutcome, Version
+from kvstore.limits import Key, Namespace
+from kvstore.master.state.effects import Later
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.records import Segment
+from kvstore.memory.header import HEADER_BYTES, Header, extent_bytes, unpack
+from tests.simulation import inside
+from tests.simulation.inside import Name
+from tests.simulation.memory import Memory
+from tests.simulation.scheduler import Scheduler
+
+
+class SimulationError(AssertionError):
+    """A rule was broken. ``about``: words to search the story for."""
+
+    def __init__(self, rule: str, message: str, about: Iterable[object] = ()) -> None:
+        super().__init__(f"[{rule}] {message}")
+        self.rule = rule
+        self.about = [str(each) for each in about]
+
+
+class Believed(NamedTuple):
+    """Bytes that a client believes to be promised at this moment."""
+
+    client: str
+    what: str
+    uuid: bytes
+    generation: int
+    offset: int
+    length: int
+    version: Version
+
+
+class View(NamedTuple):
+    """A view that is held: its bytes, and what they were at the beginning."""
+
+    client: str
+    version: Version
+    data: memoryview
+    snapshot: bytes
+    offset: int
+
+
+class Watched(Protocol):
+    """What the oracle asks of a client."""
+
+    def believed(self) -> Iterator[Believed]: ...
+    def views_on(self, uuid: bytes) -> Iterator[View]: ...
+
+
+@dataclass(slots=True)
+class _Call:
+    """A request that the master has processed and whose answer is on its way."""
+
+    request: calls.Request
+    doomed: list[Version]
+    """What must not be read any more once it is acknowledged."""
+
+
+class Oracle:
+    """See the module. ``waived``: rules whose violations are counted instead of raised."""
+
+    def __init__(self, scheduler: Scheduler, *, waived: frozenset[str] = frozenset()) -> None:
+        self.clients: dict[str, Watched] = {}
+        self.waived = waived
+        self.waivers: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
+        self._scheduler = scheduler
+        self._contents: dict[tuple[Namespace, Key, int], bytes] = {}
+        self._written: dict[Version, tuple[Name, int]] = {}
+        self._history: dict[Name, list[Version]] = {}
+        """Versions that were complete, in their order."""
+        self._stored: set[Version] = set()
+        self._gone: dict[Version, int] = {}
+        """When it was acknowledged that this version is no more."""
+        self._calls: dict[int, _Call] = {}
+        self._now_complete: dict[Name, Version] = {}
+        self._places: dict[Version, list[tuple[Segment, int]]] = {}
+        self._promised: dict[Version, int] = {}
+        """Until when the master has leased a version (its own ms)."""
+        self._evicted = 0
+        self._last_token = 0
+        self._state: MasterState | None = None
+
+    def note(self, text: str) -> None:
+        self._scheduler.note(text)
+
+    def count(self, what: str, number: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + number
+
+    def broken(self, rule: str, message: str, *about: object) -> None:
+        """A rule was broken, which ends the run, unless that is a known issue."""
+        self.note(f"BROKEN [{rule}] {message}")
+        if rule not in self.waived:
+            raise SimulationError(rule, message, about)
+        self.waivers[rule] = self.waivers.get(rule, 0) + 1
+
+    # --- the master ---------------------------------------------------------------------------
+
+    def master_started(self, state: MasterState) -> None:
+        self._state = state
+        self._now_complete = {}
+        self._promised = {}
+        self._evicted = self._last_token = 0
+        self._calls = {}
+
+    def master_died(self) -> None:
+        self._state = None
+
+    def processing(
+        self, state: MasterState, now_ms: int, call_id: int, request: calls.Request
+    ) -> None:
+        """Just before the state sees a request."""
+        del now_ms
+        names: list[Name] = []
+        match request:
+            case calls.Remove(namespace, keys):
+                names = [(namespace, key) for key in keys]
+            case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
+                # Who replaces what it found has asked to: only an overwriting put gets a grant.
+                for put in (state._pending.get(token) for token in tokens):
+                    if put is not None and put.record is not None and put.record.complete:
+                        names.append((put.record.namespace, put.record.key))
+            case calls.Commit() if request.overwrite:
+                names = [(request.namespace, request.key)]
+            case _:
+                pass
+        doomed = [
+            version
+            for name in names
+            for version in self._history.get(name, ())
+            if version.epoch == state.epoch
+        ]
+        self._calls[call_id] = _Call(request, doomed)
+
+    def master_stepped(
+        self,
+        state: MasterState,
+        now_ms: int,
+        request: calls.Request | None,
+        reply: calls.Reply | Later | None,
+    ) -> None:
+        """After each step of the state."""
+        try:
+            state.check_invariants()
+        except AssertionError as error:
+            self.broken("invariants", f"after {request!r:.200}: {error}")
+        complete = inside.complete_objects(state)
+        if complete != self._now_complete:
+            self._compare(state, now_ms, request, complete)
+        self._evicted = state.counters["evicted_objects"]
+        if reply is not None and not isinstance(reply, Later):
+            self._promises(state, now_ms, request, reply)
+        self._granted(state)
+
+    def answered(self, state: MasterState, now_ms: int, result: object) -> None:
+        """A reply that had to wait is sent now."""
+        del state, now_ms
+        if isinstance(result, calls.Grants):
+            self.count("waited_grants")
+
+    def _compare(
+        self,
+        state: MasterState,
+        now_ms: int,
+        request: calls.Request | None,
+        complete: dict[Name, Version],
+    ) -> None:
+        evicted: list[tuple[Name, Version]] = []
+        for name, version in self._now_complete.items():
+            new = complete.get(name)
+            if new == version:
+                continue
+            if new is not None:
+                if not isinstance(request, calls.PutEnd | calls.Commit):
+                    self.broken("vanished", f"{name} {version} became {new}", name[1])
+            elif _removes(request, name):
+                self.note(f"removed {_show(name)} {_v(version)}")
+            elif not any(segment.alive for segment, _ in self._places[version]):
+                self.note(f"lost {_show(name)} {_v(version)}")
+                self.count("lost")
+            else:
+                evicted.append((name, version))
+        for name, version in evicted:
+            until_ms = self._promised.get(version, 0)
+            self.note(f"evicted {_show(name)} {_v(version)}")
+            if until_ms > now_ms:
+                self.broken(
+                    "evicted_leased",
+                    f"{_show(name)} {_v(version)} is leased for {until_ms - now_ms} ms more",
+                    name[1],
+                )
+        counted = state.counters["evicted_objects"] - self._evicted
+        if counted != len(evicted):
+            self.broken(
+                "vanished", f"{len(evicted)} objects vanished, {counted} evictions: {evicted}"
+            )
+        self.count("evicted", len(evicted))
+        for name, version in complete.items():
+            if self._now_complete.get(name) != version:
+                self._history.setdefault(name, []).append(version)
+                self._stored.add(version)
+                self._places[version] = inside.extents_of(state, name)
+                self.note(f"complete {_show(name)} {_v(version)}")
+        self._now_complete = complete
+
+    def _promises(
+        self, state: MasterState, now_ms: int, request: calls.Request | None, reply: calls.Reply
+    ) -> None:
+        """What this reply tells a client to be leased."""
+        names: list[Name] = []
+        match request, reply:
+            case calls.Lookup(namespace, keys), calls.Found():
+                found = zip(keys, reply.placements.replicas, strict=True)
+                names = [(namespace, key) for key, replicas in found if replicas]
+            case calls.MatchPrefix(namespaces, keys), calls.Matched():
+                for namespace, match in zip(namespaces, reply.matches, strict=True):
+                    names += [(namespace, key) for key in keys[: match.matched]]
+                    self.count("matched", match.matched)
+            case calls.Renew(namespace, keys), calls.Renewed():
+                held = zip(keys, reply.keys_held, strict=True)
+                names = [(namespace, key) for key, is_held in held if is_held]
+            case _:
+                return
+        for name in names:
+            version = self._now_complete.get(name)
+            if version is None:
+                self.broken("promise", f"{_show(name)} is promised and not complete", name[1])
+            else:
+                self._promised[version] = now_ms + state.rules.lease_ms
+
+    def _granted(self, state: MasterState) -> None:
+        """New grants must not lie on what somebody believes to be leased."""
+        newest = self._last_token
+        believed: list[Believed] | None = None
+        for token, segment, offset, length in inside.pending_extents(state):
+            if token <= self._last_token:
+                continue
+            newest = max(newest, token)
+            if believed is None:
+                believed = [each for c in self.clients.values() for each in c.believed()]
+            for promise in believed:
+                if (
+                    promise.uuid == segment.offer.uuid
+                    and promise.offset < offset + length
+                    and offset < promise.offset + promise.length
+                    and promise.version != (state.epoch, token)
+                ):
+                    self.broken(
+                        f"granted_{promise.what}",
+                        f"put {token} gets {segment} [{offset}, {offset + length}), where "
+                        f"{promise.client} believes in {_v(promise.version)} "
+                        f"[{promise.offset}, {promise.offset + promise.length})",
+                        _v(promise.version), token,
+                    )  # fmt: skip
+        self._last_token = newest
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def putting(self, namespace: Namespace, key: Key, data: bytes) -> None:
+        """A client begins to put these bytes under this key."""
+        self._contents[namespace, key, xxh3_64_intdigest(data)] = data
+
+    def sealed(self, header: Header) -> None:
+        """A client has made this header."""
+        name = (header.namespace, header.key)
+        self._written[Version(header.epoch, header.counter)] = (name, header.payload_checksum)
+
+    def write(
+        self, memory: Memory, offset: int, data: bytes | memoryview, version: Version,
+        *, by_hand: bool = False,
+    ) -> None:  # fmt: skip
+        """Bytes land in a segment. ``by_hand``: a program computes into its allocation."""
+        memory.memory[offset : offset + len(data)] = data
+        state = self._state
+        segment = None if state is None else inside.mounted(state, memory.uuid)
+        if state is None or segment is None:
+            return
+        owner = inside.owner_of(state, segment, offset, len(data), version)
+        if owner not in ("writer", "quarantine"):
+            rule = "allocation_outlived" if by_hand else "late_write"
+            if version.epoch != state.epoch:
+                rule = "allocation_outlived" if by_hand else "old_epoch_write"
+            self.broken(
+                rule,
+                f"a write of {_v(version)} lands in {segment} "
+                f"[{offset}, {offset + len(data)}), which is: {owner}",
+                _v(version), owner,
+            )  # fmt: skip
+        self.check_views(memory)
+
+    def wiped(self, memory: Memory, order: MasterWipe) -> None:
+        self.note(f"{memory.node} wiped {order.offsets} {order.epochs} {order.counters}")
+        self.check_views(memory)
+
+    def check_views(self, memory: Memory) -> None:
+        for client in self.clients.values():
+            for view in client.views_on(memory.uuid):
+                self.check_view(view)
+
+    def check_view(self, view: View) -> None:
+        if view.data != view.snapshot:
+            self.broken(
+                "view_changed",
+                f"{view.client}'s view of {_v(view.version)} at {view.offset} has other bytes",
+                _v(view.version),
+            )
+
+    # --- what clients are told ----------------------------------------------------------------
+
+    def acknowledged(self, call_id: int, reply: calls.Reply) -> None:
+        """A reply has reached its client."""
+        call = self._calls.pop(call_id, None)
+        if call is None:
+            return
+        match call.request, reply:
+            case calls.PutEnd(epoch, tokens), calls.PutEnded(outcomes):
+                for token, outcome in zip(tokens, outcomes, strict=True):
+                    if outcome == PutOutcome.STORED:
+                        self._was_stored(Version(epoch, token))
+            case calls.Commit(epoch, token), calls.Committed(PutOutcome.STORED):
+                self._was_stored(Version(epoch, token))
+            case calls.Remove(), calls.Removed():
+                pass
+            case _:
+                return
+        for version in call.doomed:
+            self._gone.setdefault(version, self._scheduler.now_us)
+
+    def _was_stored(self, version: Version) -> None:
+        if version not in self._stored:
+            self.broken("not_stored", f"{_v(version)} was acknowledged and never complete")
+
+    def read(
+        self, client: str, namespace: Namespace, header: Header, data: Any, started_us: int
+    ) -> None:
+        """A get, or a view, of a key returned these bytes; it began at ``started_us``."""
+        version = Version(header.epoch, header.counter)
+        name = (namespace, header.key)
+        self.count("reads")
+        written = self._written.get(version)
+        if written is None or written[0] != name:
+            self.broken("foreign", f"{client} got {_v(version)} for {_show(name)}, not {written}")
+            return
+        expected = self._contents.get((*name, written[1]))
+        if expected is None or bytes(data) != expected:
+            self.broken(
+                "wrong_bytes", f"{client} got other bytes for {_show(name)} {_v(version)}", name[1]
+            )
+        gone_us = self._gone.get(version)
+        if gone_us is not None and gone_us < started_us:
+            dead = not all(segment.alive for segment, _ in self._places.get(version, ()))
+            self.broken(
+                "removed_read_from_dead" if dead else "removed_read",
+                f"{client} got {_show(name)} {_v(version)} at a get that began "
+                f"{started_us - gone_us} us after its removal was acknowledged",
+                name[1],
+            )
+
+
+def _removes(request: calls.Request | None, name: Name) -> bool:
+    match request:
+        case calls.Remove(namespace, keys):
+            return name[0] == namespace and name[1] in keys
+        case calls.Clear(namespace):
+            return not namespace or namespace == name[0]
+        case _:
+            return False
+
+
+def _v(version: Version) -> str:
+    return f"v{version[0]}.{version[1]}"
+
+
+def _show(name: Name) -> str:
+    return f"{name[0]}/{name[1].decode()}"
+
+
+def span(payload_size: int) -> int:
+    """What a lease on an object promises: header and payload."""
+    return HEADER_BYTES + payload_size
+
+
+__all__ = ["Believed", "Oracle", "SimulationError", "View", "extent_bytes", "span", "unpack"]
