@@ -15,7 +15,7 @@ from kvstore.client.placements import PlacementCache, SegmentTable
 from kvstore.client.steps import Context
 from kvstore.client.views import Ask, Views
 from kvstore.config import ClientConfig, load
-from kvstore.host import host_id
+from kvstore.host import address_towards, host_id
 
 
 class ClientStats(NamedTuple):
@@ -75,7 +75,10 @@ class Session:
         """
         if self.config.memory:
             join(time.monotonic() + self.config.timeout_ms / 1000)
-            node = start_node(master=self.config.master, memory=self.config.memory)
+            master = self.config.master
+            node = start_node(
+                master=master, memory=self.config.memory, host=address_towards(master)
+            )
             self.children.append(node)
 
     def stats(self, epoch: int) -> ClientStats:

@@ -88,8 +88,8 @@ class Lease:
         return max(0.0, self._until - time.monotonic()) if self.held else 0.0
 
     def extend(self, until: float) -> None:
-        if self.held:
-            self._until = max(self._until, until)
+        if self.held and until > self._until:
+            self._until = until
             self.plan_renewal()
 
     def plan_renewal(self) -> None:

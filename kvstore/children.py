@@ -115,14 +115,20 @@ def start_node(*, master: str, memory: int, host: str = "127.0.0.1", name: str =
     return Child.start(
         "kvstore.cli.node", "--master", master, "--memory", str(memory), "--host", host,
         "--name", name,
+        timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 
 
 def start_master(*, memory: int) -> Child:
     """A whole store of ``memory`` bytes on loopback; its gRPC port is ``said["port"]``."""
     return Child.start(
-        "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1"
-    )
+        "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
+        timeout_s=_start_timeout_s(memory),
+    )  # fmt: skip
+
+
+def _start_timeout_s(memory: int) -> float:
+    return START_TIMEOUT_S + memory / RESERVE_BYTES_PER_S
 
 
 class ParentLink:

@@ -1,4 +1,4 @@
-"""Which processes may see the same shared memory.
+"""What of this host matters to others: its shared memory, and its address.
 
 ``host_id()`` is what a node announces and a client compares before it tries to map a segment. It is
 a hint that saves a futile attempt, not a proof: whether a segment is really there is settled by the
@@ -8,9 +8,12 @@ uuid in its superblock (``kvstore.memory.segment.Mapping``).
 from __future__ import annotations
 
 import os
+import socket
 import uuid
 from functools import cache
 
+from kvstore.config import split_address
+from kvstore.errors import StartupError
 from kvstore.memory.segment import SHM_DIRECTORY
 
 
@@ -28,3 +31,24 @@ def host_id() -> str:
         return f"{boot}-{os.stat(SHM_DIRECTORY).st_dev:x}"
     except OSError:
         return f"unknown-{uuid.uuid4()}"
+
+
+def address_towards(masters: str) -> str:
+    """Our own address on the way to the first of ``host:port,...``: what clients beside that master
+    can most likely reach; a loopback address where the master is on this host.
+
+    Raises:
+        StartupError: there is no way to it.
+    """
+    host, port = split_address(masters.partition(",")[0])
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # of a datagram socket: sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StartupError(
+            f"there is no way from here to the master at {host}: {error}",
+            advice="Check its address, and this host's routes and name service.",
+            master=masters,
+        ) from error

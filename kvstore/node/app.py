@@ -17,7 +17,7 @@ from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
 from kvstore.config import NodeConfig, join_address, split_address
 from kvstore.errors import KVStoreError, NodeNameTakenError
-from kvstore.host import host_id
+from kvstore.host import address_towards, host_id
 from kvstore.memory.segment import Segment, free_node_name
 from kvstore.node.agent import NodeAgent
 from kvstore.transport.tcp_server import DataServer
@@ -130,18 +130,8 @@ def _advertised(config: NodeConfig, port: int) -> str:
         return join_address(host, given or port)
     host = config.host
     if host in EVERY_INTERFACE:
-        host = _address_towards(config.master)
+        host = address_towards(config.master)
     return join_address(host, port)
-
-
-def _address_towards(master: str) -> str:
-    """Our own address on the way to the master: what clients beside it can most likely reach."""
-    family, kind, _, _, target = socket.getaddrinfo(*split_address(master), type=socket.SOCK_DGRAM)[
-        0
-    ]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # of a datagram socket: sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _interrupt(number: int, frame: object) -> None:

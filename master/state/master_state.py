@@ -391,23 +391,10 @@ class MasterState:
                 advice="Finish or revoke some first.",
                 pending_puts=len(self._pending),
             )
-        largest = extent_bytes(max(sizes))
-        usable = [
-            segment
-            for segment in self.membership.alive_segments(now_ms)
-            if segment.usable_at_ms <= now_ms and segment.capacity >= largest
-        ]
-        if not usable:
-            return Shortage(sum(map(extent_bytes, sizes)))
-        if replicas > 1:
-            replicas = min(replicas, len({segment.node.name for segment in usable}))
+        alive = self.membership.alive_segments(now_ms)
+        usable = [segment for segment in alive if segment.usable_at_ms <= now_ms]
         return self.pool.allocate(
-            sizes,
-            replicas=replicas,
-            usable=usable,
-            near=near if near in usable else None,
-            host=host,
-            now_ms=now_ms,
+            sizes, replicas=replicas, usable=usable, near=near, host=host, now_ms=now_ms
         )
 
     def _new_put(
@@ -530,7 +517,8 @@ class MasterState:
             tables = list(self.forest.namespaces.values())
         complete = (record for table in tables for record in table if record.segment is not None)
         chosen = list(islice(complete, max(1, request.limit)))
-        gone = [self._hide(record) for record in chosen]
+        # A lost one may have gone along with another before its turn.
+        gone = [self._hide(record) for record in chosen if record.segment is not None]
         self.counters["removed_objects"] += len(gone)
         remaining = sum(table.objects for table in tables)
         return self._bury(now_ms, gone, calls.Cleared(len(gone), remaining))

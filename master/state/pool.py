@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kvstore.master.state.eviction import EvictionPolicy
 from kvstore.master.state.forest import Forest
@@ -22,6 +23,9 @@ EVICTIONS_PER_STEP = 512
 
 _REMARKS_PER_LOOK = 64
 """Candidates marked as detached that may turn out to be whole again in one look at a segment."""
+
+_ANCESTORS_PER_LOOK = 256
+"""Blocks of a chain that are looked at before it is said that none lies where room is needed."""
 
 _SIZES_MAX = 4_096
 """Sizes whose integer objects are shared among records: most objects have one of few sizes."""
@@ -221,32 +225,42 @@ class Pool:
         host: str,
         now_ms: int,
     ) -> list[list[Extent]] | Shortage:
-        """Extents for payloads of ``sizes`` bytes, each on ``replicas`` distinct nodes; all or
-        none. Evicts what is not leased where it must.
+        """Extents for payloads of ``sizes`` bytes; all or none. Evicts what is not leased where it
+        must.
 
-        ``usable`` are the segments to choose from, and ``near`` is one of them; ``replicas`` must
-        not exceed their nodes.
+        Args:
+            sizes: at least one.
+            replicas: each on so many distinct nodes, or on as many as have a segment that could
+                hold the largest.
+            usable: the segments to choose from, and to evict from.
+            near: the first choice, if it is one of them.
+            host: whose segments are the second choice.
+            now_ms: leases that end later protect their objects.
         """
         lengths = [extent_bytes(size) for size in sizes]
-        together = self._allocate_together(lengths, replicas, usable, near, host)
-        if together is not None:
+        longest, total = max(lengths), sum(lengths)
+        roomy = [segment for segment in usable if segment.capacity >= longest]
+        near = near if near in roomy else None
+        if replicas > 1:
+            replicas = min(replicas, len({segment.node for segment in roomy}))
+        together = self._allocate_together(lengths, replicas, roomy, near, host)
+        if together:
             return together
-        total = sum(lengths)
         capacities: Counter[Node] = Counter()
-        for segment in usable:
+        for segment in roomy:
             capacities[segment.node] += segment.capacity
         room = sum(min(capacity, total) for capacity in capacities.values())
-        if room < total * replicas:  # never; nothing is evicted for it
+        if not roomy or room < total * replicas:  # never; nothing is evicted for it
             return Shortage(total * replicas - room)
-        order = list(preferred(usable, near=near, host=host))
+        order = list(preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
-        eviction = _Eviction(self, order, now_ms)
+        eviction = _Eviction(self, usable, now_ms)
         while missing > 0:
-            gone = eviction.next(order)
-            if gone is None:
+            freed = eviction.next(order)
+            if freed is None:
                 return Shortage(missing, eviction.goes_on)
-            missing -= sum(length for segment, length in gone if segment in eviction)
-        together = self._allocate_together(lengths, replicas, usable, near, host)
+            missing -= sum(length for segment, length in freed if segment.capacity >= longest)
+        together = self._allocate_together(lengths, replicas, roomy, near, host)
         return together or self._allocate_apart(lengths, replicas, order, eviction)
 
     def _allocate_together(
@@ -258,7 +272,7 @@ class Pool:
         host: str,
     ) -> list[list[Extent]] | None:
         """One free range per replica for the whole batch: one node serves it, one search finds
-        it. None when there is no such range; nothing is taken then."""
+        it. None when there is no such range, or no segment; nothing is taken then."""
         total = sum(lengths)
         runs: list[Extent] = []
         for _ in range(replicas):
@@ -287,13 +301,13 @@ class Pool:
                 allowed = list(_without(order, extents)) if extents else order
                 extent = self._allocate_free(allowed, length)
                 while extent is None:
-                    gone = eviction.next(allowed)
-                    if gone is None:
+                    freed = eviction.next(allowed)
+                    if freed is None:
                         largest = max(segment.allocator.largest_free for segment in allowed)
                         for done, its_length in zip(taken, lengths, strict=False):
                             self.free(done, its_length)
                         return Shortage(length - largest, eviction.goes_on)
-                    emptied = [segment for segment, _ in gone if segment in allowed]
+                    emptied = [segment for segment, _ in freed if segment in allowed]
                     extent = self._allocate_free(emptied, length)
                 extents.append(extent)
         return taken
@@ -348,36 +362,35 @@ class _Eviction:
         """The next to go of each; looked up again when that may have changed."""
         self._budget = EVICTIONS_PER_STEP
 
-    def __contains__(self, segment: Segment) -> bool:
-        return segment in self._heads
-
     @property
     def goes_on(self) -> bool:
         """After ``next`` found none: whether another step may find one."""
         return not self._budget or any(s.candidates.unfinished for s in self._heads)
 
     def next(self, order: list[Segment]) -> list[tuple[Segment, int]] | None:
-        """Evict the oldest candidate of these segments; the ranges' lengths that it leaves free,
-        by segment, or None: all are leased, or the budget is spent."""
+        """Evict the oldest candidate of these segments, or one of other segments that keeps bytes
+        on these; the lengths that it leaves free, by segment, or None: there is none that is not
+        leased, or the budget is spent."""
         if not self._budget:
             return None
         heads = self._heads
-        victim = min(
-            (head for segment in order if (head := heads[segment]) is not None),
-            key=_ticket,
-            default=None,
-        )
-        if victim is None:
-            return None
+        victims = [head for segment in order if (head := heads[segment]) is not None]
+        if not victims:
+            wanted = set(order)
+            others = (head for head in heads.values() if head is not None)
+            victims = [head for head in others if _keeps_bytes_on(wanted, head)]
+            if not victims:
+                return None
+        victim = min(victims, key=attrgetter("ticket"))
         self._budget -= 1
         length = extent_bytes(victim.size)
-        gone = [(segment, length) for segment, _ in victim.extents() if segment.alive]
+        freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
         home = victim.segment
         parent = self._pool.evict(victim)
         for changed in (home, None if parent is None else parent.segment):
             if changed is not None and changed in heads:
                 heads[changed] = self._head(changed)
-        return gone
+        return freed
 
     def _head(self, segment: Segment) -> ObjectRecord | None:
         candidates, forest = segment.candidates, self._pool.forest
@@ -390,8 +403,16 @@ class _Eviction:
         return candidates.peek(self._now_ms)
 
 
-def _ticket(record: ObjectRecord) -> int:
-    return record.ticket
+def _keeps_bytes_on(segments: set[Segment], leaf: ObjectRecord) -> bool:
+    """Whether a replica of it, or one of its nearest ancestors, lies there."""
+    at: ObjectRecord | None = leaf
+    for _ in range(_ANCESTORS_PER_LOOK):
+        if at is None:
+            break
+        if any(segment in segments for segment, _ in at.extents()):
+            return True
+        at = at.parent
+    return False
 
 
 def _without(order: Iterable[Segment], taken: list[Extent]) -> Iterator[Segment]:

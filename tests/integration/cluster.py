@@ -1,8 +1,9 @@
 """A store of real processes for tests: started on free ports, watched, ended whatever happened.
 
-A test that uses it says what is to be there (``master``, ``node``), breaks it (``kill``, ``freeze``)
-and asks through real clients (``client``). At the end ``finish`` finds out whether the master still
-serves, whether every process stops when it is told to, and whether any of them logged a traceback.
+A test that uses it says what is to be there (``master``, ``node``), breaks it (``kill``,
+``freeze``) and asks through real clients (``client``). At the end ``finish`` finds out whether the
+master still serves, whether every process stops when it is told to, and whether any of them logged
+a traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -187,11 +188,22 @@ class Node(Server):
 class Cluster:
     """See the module. Settings of the master are given once and kept over its restarts."""
 
-    def __init__(self, directory: Path, *, prefix: Sequence[str] = (), **settings: Any) -> None:
-        """``prefix``: what the commands of all processes begin with."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            directory: for logs.
+            settings: of the master.
+            prefix: what the commands of all processes begin with.
+        """
         self.directory = directory
         self.prefix = list(prefix)
-        self.settings = {"host": "127.0.0.1", "port": 0} | settings
+        self.settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0} | dict(settings or {})
         self.master_server: Server | None = None
         self.nodes: list[Node] = []
         self._servers: list[Server] = []

@@ -53,7 +53,7 @@ def either_client(kind: str, address: str, **settings: Any) -> Iterator[Any]:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Of this test alone, with promises that end within seconds. Nothing is started yet."""
-    cluster = Cluster(tmp_path, **SHORT)
+    cluster = Cluster(tmp_path, settings=SHORT)
     try:
         yield cluster
         cluster.finish()

@@ -11,7 +11,6 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import BufferMismatchError, UnsupportedValueError
-from tests.integration.cluster import Cluster
 
 torch = pytest.importorskip("torch")
 
@@ -199,10 +198,10 @@ def test_everything_that_holds_bytes(verbs: Any) -> None:
         "bytes": b"abc",
         "bytearray": bytearray(b"abc"),
         "memoryview": memoryview(b"abc"),
-        "memoryview of numbers": memoryview(array),
-        "memoryview with gaps": memoryview(array)[::2],
-        "memoryview of big-endian numbers": memoryview(np.arange(3, dtype=">i4")),
-        "memoryview without dimensions": memoryview(np.array(7, np.int32)),
+        "memoryview of numbers": array.data,
+        "memoryview with gaps": array.data[::2],
+        "memoryview of big-endian numbers": np.arange(3, dtype=">i4").data,
+        "memoryview without dimensions": np.array(7, np.int32).data,
         "nothing": b"",
         "nothing, as a view": memoryview(b""),
         "a megabyte": some_bytes(1 << 20).tobytes(),
@@ -266,7 +265,7 @@ def test_chains(verbs: Any) -> None:
     found = verbs.stat(keys[35])
     assert found.detail.parent == keys[34].encode()
     assert found.header.parent == keys[34].encode()
-    assert found.detail.row.depth == 36 or found.detail.row.depth == 35
+    assert found.detail.row.depth == 35
     assert verbs.remove(keys[10])
     assert verbs.match_prefix(keys) == 10
     assert verbs.put(keys[10], values[10], parent=keys[9]) is STORED
@@ -285,7 +284,7 @@ def test_get_into_fills_what_it_is_given(verbs: Any) -> None:
         True, False, True,
     ]  # fmt: skip
     assert torch.equal(tensor, torch.from_numpy(array))
-    assert (left, right) == (b"0123", b"456789..")
+    assert (bytes(left), bytes(right)) == (b"0123", b"456789..")
     pieces = [torch.zeros(5), torch.zeros(0), torch.zeros(7)]
     assert verbs.get_into(["array"], [pieces]) == [True]
     assert torch.equal(torch.cat(pieces), torch.from_numpy(array))
@@ -327,7 +326,7 @@ def test_asking_and_removing(verbs: Any) -> None:
     seen: list[tuple[int, int]] = []
     assert verbs.clear(progress=lambda *numbers: seen.append(numbers)) == 1
     assert seen[-1] == (1, 0)
-    assert verbs.list_objects() == [] or list(verbs.list_objects()) == []
+    assert list(verbs.list_objects()) == []
     assert verbs.stats().epoch > 0
 
 
@@ -350,17 +349,3 @@ def test_a_namespace_that_nobody_wrote_is_a_miss(verbs: Any) -> None:
     assert not verbs.remove("k", namespace="nobody")
     assert verbs.clear("nobody") == 0
     assert list(verbs.list_objects(namespace="nobody")) == []
-
-
-def test_getting_again_under_a_lease_asks_nobody(store: Cluster) -> None:
-    with store.client() as client:
-        client.put("k", b"x" * 1000)
-        client.get("k")
-        before = {name: number for name, number in client.status().counters}
-        for _ in range(50):
-            assert client.get("k") == b"x" * 1000
-        after = {name: number for name, number in client.status().counters}
-        assert client.stats().placements == 1
-        assert {k: v for k, v in after.items() if "lookup" in k.lower()} == {
-            k: v for k, v in before.items() if "lookup" in k.lower()
-        }

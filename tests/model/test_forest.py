@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -136,9 +138,7 @@ class ForestMachine(RuleBasedStateMachine):
         return True
 
     def _is_chain(self, keys: list[Key]) -> bool:
-        return all(
-            self.parent.get(key) == above for above, key in zip(keys, keys[1:], strict=False)
-        )
+        return all(self.parent.get(key) == above for above, key in pairwise(keys))
 
     @rule(keys=ANY_KEYS)
     def match(self, keys: list[Key]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -137,6 +138,8 @@ class MasterMachine(RuleBasedStateMachine):
         self.taboos: list[Taboo] = []
         self.unwiped: dict[tuple[Place, Version], int] = {}  # and the length
         self.removals: dict[int, set[tuple[Place, Version]]] = {}  # by ticket
+        self.put_ms = -RULES.lease_ms
+        """When a put last leased what it found, or its parent, while it waits or writes."""
         self.waiting: dict[int, Waiting] = {}
         self.tickets: set[int] = set()  # all that were ever given
 
@@ -260,8 +263,8 @@ class MasterMachine(RuleBasedStateMachine):
         if not self.old_sessions:
             return
         session = by.draw(st.sampled_from(self.old_sessions))
-        what = by.draw(st.sampled_from([calls.NodeBeat(1), calls.NodeWiped(1), calls.NodeLeave()]))
-        self.state.node_said(self.now_ms, session, what)
+        said: list[calls.NodeMessage] = [calls.NodeBeat(1), calls.NodeWiped(1), calls.NodeLeave()]
+        self.state.node_said(self.now_ms, session, by.draw(st.sampled_from(said)))
         self.state.node_stream_broken(session)
         assert not self.state.effects
         self._see()
@@ -436,8 +439,12 @@ class MasterMachine(RuleBasedStateMachine):
             assert not busy
             assert request.wait_ms == 0
             self._check_shortage(request, error, outcomes)
+            if PutOutcome.FOUND in outcomes or getattr(request, "parent", None) is not None:
+                self.put_ms = self.now_ms
             self._see(may_evict=True)
             return
+        if PutOutcome.FOUND in outcomes or getattr(request, "parent", None) is not None:
+            self.put_ms = self.now_ms
         if isinstance(result, Later):
             self._new_ticket(result.ticket)
             assert len(self.waiting) < RULES.waiting_puts_max
@@ -466,20 +473,24 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _could_ring(self, request: calls.PutStart) -> bool:
         """Whether the asked links close a ring with any link that may still be remembered."""
-        links = dict(self.links)
-        rings = False
+        links = {
+            (key, parent)
+            for (namespace, key), parent in self.links.items()
+            if namespace == request.namespace and parent is not None
+        }
         above = request.parent
         for key in request.keys:
-            links[request.namespace, key] = above
-            at, steps = above, 0
-            while at is not None and steps < 20:
-                rings |= at == key
-                at = links.get((request.namespace, at))
-                steps += 1
-            rings |= steps == 20
+            if above is not None:
+                links.add((key, above))
             if request.chain:
                 above = key
-        return rings
+        for key in KEYS:
+            seen = {parent for child, parent in links if child == key}
+            for _ in KEYS:
+                seen |= {parent for child, parent in links if child in seen}
+            if key in seen:
+                return True
+        return False
 
     def _check_shortage(
         self,
@@ -494,6 +505,11 @@ class MasterMachine(RuleBasedStateMachine):
             for size, outcome in zip(self._sizes(request), outcomes, strict=True)
             if outcome is PutOutcome.WRITE
         )
+        longest = max(map(extent_bytes, self._sizes(request)))
+        offers = [offer for node in self.nodes.values() for offer in node.offers]
+        quiet &= all(offer.size - SUPERBLOCK_BYTES >= longest for offer in offers)
+        quiet &= len(self._choosable()) == len(self.nodes)
+        quiet &= self.now_ms >= self.put_ms + RULES.lease_ms
         if quiet and PutOutcome.FOUND not in outcomes and getattr(request, "parent", None) is None:
             replicas = getattr(request, "replicas", 1)
             roomy = [
@@ -731,10 +747,7 @@ class MasterMachine(RuleBasedStateMachine):
         return True
 
     def _is_chain(self, names: list[Name]) -> bool:
-        return all(
-            self.objects[name].parent == above[1]
-            for above, name in zip(names, names[1:], strict=False)
-        )
+        return all(self.objects[name].parent == above[1] for above, name in pairwise(names))
 
     @rule(namespace=namespaces, batch=st.lists(keys, max_size=6))
     def lookup(self, namespace: Namespace, batch: list[Key]) -> None:
@@ -964,8 +977,10 @@ class MasterMachine(RuleBasedStateMachine):
                 case Notice(event, fields):
                     assert event
                     assert all(isinstance(value, (str, int)) for value in fields.values())
-        for ticket, items in self.removals.items():
-            assert items, f"ticket {ticket} was not answered, although all is wiped"
+        if self.waiting:
+            self.put_ms = self.now_ms
+        for ticket, unwiped in self.removals.items():
+            assert unwiped, f"ticket {ticket} was not answered, although all is wiped"
         self._see_gone(may_evict=may_evict)
 
     def _see_answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:

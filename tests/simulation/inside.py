@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
+from collections.abc import Iterator, Sequence
 from kvstore.calls import Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.master_state import MasterState
@@ -12,14 +10,6 @@ from kvstore.master.state.records import Segment
 from kvstore.memory.header import extent_bytes
 
 Name = tuple[Namespace, Key]
-
-
-class Complete(NamedTuple):
-    """One complete object, as the master has it."""
-
-    version: Version
-    size: int
-    extents: list[tuple[Segment, int]]
 
 
 def complete_objects(state: MasterState) -> dict[Name, Version]:
@@ -47,6 +37,14 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int
     for put in state._pending:
         for segment, offset in put.extents:
             yield put.token, segment, offset, put.length
+
+
+def replaced_by(state: MasterState, tokens: Sequence[int]) -> Iterator[Name]:
+    """The complete objects that these puts overwrite if they end now."""
+    for token in tokens:
+        put = state._pending.get(token)
+        if put is not None and put.record is not None and put.record.complete:
+            yield put.record.namespace, put.record.key
 
 
 def owner_of(

@@ -196,8 +196,10 @@ class Master:
     async def _tick_forever(self) -> None:
         while True:
             await self.process.sleep(TICK_US)
+            due_ms = self.state.next_tick_ms(self.now_ms)
             self.state.tick(self.now_ms)
-            self._stepped()
+            if due_ms is not None and due_ms <= self.now_ms:  # else it had nothing to do
+                self._stepped()
             self._settle()
 
     def _stepped(self) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
 
@@ -30,7 +30,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import Segment
-from kvstore.memory.header import HEADER_BYTES, Header, extent_bytes, unpack
+from kvstore.memory.header import Header
 from tests.simulation import inside
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
@@ -145,9 +145,7 @@ class Oracle:
                 names = [(namespace, key) for key in keys]
             case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
-                for put in (state._pending.get(token) for token in tokens):
-                    if put is not None and put.record is not None and put.record.complete:
-                        names.append((put.record.namespace, put.record.key))
+                names = list(inside.replaced_by(state, tokens))
             case calls.Commit() if request.overwrite:
                 names = [(request.namespace, request.key)]
             case _:
@@ -359,18 +357,16 @@ class Oracle:
             self.broken("not_stored", f"{_v(version)} was acknowledged and never complete")
 
     def read(
-        self, client: str, namespace: Namespace, header: Header, data: Any, started_us: int
+        self, client: str, name: Name, version: Version, data: bytes, started_us: int
     ) -> None:
         """A get, or a view, of a key returned these bytes; it began at ``started_us``."""
-        version = Version(header.epoch, header.counter)
-        name = (namespace, header.key)
         self.count("reads")
         written = self._written.get(version)
         if written is None or written[0] != name:
             self.broken("foreign", f"{client} got {_v(version)} for {_show(name)}, not {written}")
             return
         expected = self._contents.get((*name, written[1]))
-        if expected is None or bytes(data) != expected:
+        if expected is None or data != expected:
             self.broken(
                 "wrong_bytes", f"{client} got other bytes for {_show(name)} {_v(version)}", name[1]
             )
@@ -401,11 +397,3 @@ def _v(version: Version) -> str:
 
 def _show(name: Name) -> str:
     return f"{name[0]}/{name[1].decode()}"
-
-
-def span(payload_size: int) -> int:
-    """What a lease on an object promises: header and payload."""
-    return HEADER_BYTES + payload_size
-
-
-__all__ = ["Believed", "Oracle", "SimulationError", "View", "extent_bytes", "span", "unpack"]

@@ -70,14 +70,14 @@ class Scheduler:
                 continue
             self.now_us = when_us
             self.steps += 1
-            self._digest.update(f"{when_us} {event.label}\n")
+            self._digest.update(f"{when_us} {event.label}\n".encode())
             event.action()
             return True
         return False
 
     def note(self, text: str) -> None:
         """One line of the story. It is part of the digest, so determinism covers it."""
-        self._digest.update(text)
+        self._digest.update(text.encode())
         self.story.append((self.steps, self.now_us, text))
 
     @property
@@ -116,12 +116,17 @@ class Future(Generic[ResultT]):
         else:
             self._then.append(action)
 
-    def __await__(self) -> Generator[Future[Any], None, ResultT]:
-        if not self.done:
-            yield self
+    def result(self) -> ResultT:
+        """Of one that is done; raises its error."""
+        assert self.done
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set, perhaps to None
+
+    def __await__(self) -> Generator[Future[Any], None, ResultT]:
+        if not self.done:
+            yield self
+        return self.result()
 
     def _finish(self) -> None:
         self.done = True

@@ -1,0 +1,364 @@
+"""Memory of the pool in a program's hands: zero-copy views, allocations, contributed segments."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import PutOutcome
+from kvstore.errors import (
+    KVStoreError,
+    MasterUnreachableError,
+    NodeUnreachableError,
+    ReservationLostError,
+)
+from tests.integration.cluster import (
+    ROOT,
+    SHORT,
+    Cluster,
+    children_of,
+    entry,
+    free_port,
+    is_running,
+    until,
+)
+from tests.integration.conftest import either_client
+
+STORED = PutOutcome.STORED
+LEASE_S = SHORT["lease_ms"] / 1000
+
+
+@pytest.fixture(params=["sync", "async"])
+def verbs(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Any]:
+    """A client of a store of one node."""
+    cluster.start()
+    with either_client(request.param, cluster.address) as client:
+        yield client
+
+
+def held_for(lease: Any, seconds: float) -> bool:
+    """Whether it is held for all of this time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not lease.held:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- views -------------------------------------------------------------------------------------
+
+
+def test_a_view_is_the_pools_own_memory_and_cannot_be_written(verbs: Any) -> None:
+    array = np.arange(1000, dtype=np.float32)
+    verbs.put_many([("array", array), ("bytes", b"abc")])
+    views = [verbs.get("array", copy=False) for _ in range(3)]
+    assert len({view.ctypes.data for view in views}) == 1
+    assert (views[0] == array).all()
+    assert not views[0].flags.writeable
+    assert verbs.get("array").ctypes.data != views[0].ctypes.data
+    bytes_view = verbs.get("bytes", copy=False)
+    assert isinstance(bytes_view, memoryview)
+    assert bytes_view.readonly
+    assert bytes_view == b"abc"
+    assert verbs.stats().views == 2
+    assert verbs.get_many(["array", "none"], copy=False)[1] is None
+
+
+def test_only_the_pools_memory_has_a_lease(verbs: Any) -> None:
+    verbs.put("k", np.zeros(1000))
+    view = verbs.get("k", copy=False)
+    assert verbs.lease(view).held
+    assert verbs.lease(view[500:]) is verbs.lease(view)
+    assert verbs.lease(verbs.get("k")) is None
+    elsewhere = [np.zeros(1000) for _ in range(20)] + [np.zeros(10_000_000)]
+    assert all(verbs.lease(each) is None for each in elsewhere)
+    assert verbs.lease(memoryview(b"abc")) is None
+
+
+def test_a_lease_is_renewed_for_as_long_as_anything_of_the_view_lives(verbs: Any) -> None:
+    verbs.put("k", np.arange(100))
+    piece = verbs.get("k", copy=False).reshape(10, 10)[3:5, 2]
+    lease = verbs.lease(piece)
+    assert held_for(lease, 3 * LEASE_S)
+    assert piece.tolist() == [32, 42]
+    assert verbs.stats().views == 1
+    del piece
+    gc.collect()
+    assert verbs.stats().views == 0
+
+
+def test_a_lease_follows_torch_tensors_too(verbs: Any) -> None:
+    torch = pytest.importorskip("torch")
+    verbs.put("k", torch.arange(100, dtype=torch.bfloat16))
+    piece = verbs.get("k", copy=False).view(10, 10).t()[2:, 1:]
+    assert verbs.stats().views == 1
+    assert verbs.lease(piece).held
+    del piece
+    gc.collect()
+    assert verbs.stats().views == 0
+
+
+def test_new_views_do_not_keep_the_old_ones_from_being_renewed(verbs: Any) -> None:
+    """Each new view wakes the thread that renews; that must not put the renewals off."""
+    verbs.put_many([(f"k{number}", b"x" * 10) for number in range(50)])
+    first = verbs.get("k0", copy=False)
+    lease = verbs.lease(first)
+    least = LEASE_S
+    deadline = time.monotonic() + 2 * LEASE_S
+    number = 0
+    while time.monotonic() < deadline:
+        number += 1
+        assert verbs.get(f"k{number % 50}", copy=False) is not None
+        least = min(least, lease.seconds_left)
+    assert lease.held
+    assert least > 0.25 * LEASE_S, "renewed only shortly before the end"
+
+
+def test_a_view_of_what_is_replaced_or_removed_keeps_its_bytes(verbs: Any) -> None:
+    old, new = np.full(5000, 1), np.full(5000, 2)
+    verbs.put_many([("replaced", old), ("removed", old)])
+    replaced, removed = verbs.get_many(["replaced", "removed"], copy=False)
+    assert verbs.put("replaced", new, overwrite=True) is STORED
+    assert verbs.remove("removed")
+    assert (verbs.get("replaced") == new).all()
+    assert (verbs.get("replaced", copy=False) == new).all()
+    assert verbs.get("removed") is None
+    assert verbs.get("removed", copy=False) is None
+    leases = [verbs.lease(view) for view in (replaced, removed)]
+    number = 0
+    while any(lease.held for lease in leases):
+        number += 1
+        verbs.put(f"other-{number}", new)  # would take the memory, were it free
+        whole = (replaced == 1).all() and (removed == 1).all()
+        assert whole or not all(lease.held for lease in leases)
+        assert number < 10_000
+
+
+def test_without_a_master_a_promise_ends_and_says_so(cluster: Cluster) -> None:
+    cluster.start()
+    client = cluster.client(timeout_ms=1_000)
+    client.put("k", np.arange(10))
+    view = client.get("k", copy=False)
+    lease = client.lease(view)
+    assert isinstance(view, np.ndarray)
+    assert lease is not None
+    assert cluster.master_server is not None
+    cluster.master_server.kill()
+    killed = time.monotonic()
+    until(lambda: not lease.held, within_s=LEASE_S + 0.5)
+    assert time.monotonic() - killed < LEASE_S + 0.2
+    assert lease.seconds_left == 0
+    assert view.tolist() == list(range(10))  # nobody has used the memory for something else yet
+    cluster.master()
+    until(lambda: cluster.status().nodes)
+    assert not lease.held
+
+
+def test_a_view_can_be_read_after_its_client_is_closed(cluster: Cluster) -> None:
+    cluster.start()
+    client = cluster.client()
+    client.put("k", np.arange(10))
+    view = client.get("k", copy=False)
+    assert isinstance(view, np.ndarray)
+    client.close()
+    assert view.tolist() == list(range(10))
+
+
+def test_a_view_of_a_node_that_has_left_is_a_miss(verbs: Any, cluster: Cluster) -> None:
+    verbs.put("k", np.arange(10))
+    view = verbs.get("k", copy=False)
+    assert cluster.nodes[0].terminate() == 0
+    assert verbs.get("k", copy=False) is None
+    assert verbs.get("k") is None
+    assert view.tolist() == list(range(10))
+
+
+def test_over_tcp_a_view_is_a_copy(cluster: Cluster) -> None:
+    cluster.start()
+    client = cluster.client(transports=("tcp",))
+    client.put("k", np.arange(10))
+    view = client.get("k", copy=False)
+    assert isinstance(view, np.ndarray)
+    assert view.tolist() == list(range(10))
+    assert client.lease(view) is None
+
+
+# --- allocations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_what_is_computed_into_the_pool_is_put_without_moving_a_byte(
+    verbs: Any, cluster: Cluster, kind: Any
+) -> None:
+    if kind == "torch":
+        pytest.importorskip("torch")
+    array = verbs.allocate((100, 10), "float32", kind=kind)
+    array[:] = 7
+    assert not verbs.exists("k")
+    assert verbs.put("k", array) is STORED
+    other = cluster.client()
+    assert (other.get("k") == array).all()
+    seen = other.get("k", copy=False)
+    array[0, 0] = 8  # forbidden; done here to see that it is one and the same memory
+    assert seen is not None
+    assert float(seen[0, 0]) == 8  # type: ignore[arg-type, call-overload]
+
+
+def test_an_allocation_outlives_the_put_deadline(verbs: Any, cluster: Cluster) -> None:
+    array = verbs.allocate(1000, kind="numpy")
+    lease = verbs.lease(array)
+    array[:] = 5
+    assert held_for(lease, 2.5 * SHORT["put_deadline_ms"] / 1000)
+    assert verbs.put("k", array) is STORED
+    assert held_for(lease, 1.5 * LEASE_S)  # now as a view of the object
+    assert (cluster.client().get("k") == array).all()
+
+
+def test_a_dropped_allocation_gives_its_memory_back(verbs: Any, cluster: Cluster) -> None:
+    verbs.put("k", b"x")
+    before = cluster.used_bytes()
+    array = verbs.allocate(1 << 20, kind="numpy")
+    piece = array[10:]
+    assert cluster.used_bytes() > before
+    del array
+    gc.collect()
+    assert cluster.used_bytes() > before
+    del piece
+    gc.collect()
+    until(lambda: cluster.used_bytes() == before)
+
+
+def test_allocations_that_come_too_late_or_are_smaller_or_empty(verbs: Any) -> None:
+    verbs.put("there", b"first")
+    array = verbs.allocate(100, kind="numpy")
+    array[:] = 1
+    assert verbs.put("there", array) is PutOutcome.FOUND
+    assert (array == 1).all()
+    part = verbs.allocate(4096, kind="numpy")
+    part[:] = 2
+    assert verbs.put("part", part[:100]) is STORED
+    assert verbs.get("part").tolist() == [2] * 100
+    assert verbs.put("empty", verbs.allocate(0, kind="numpy")) is STORED
+    assert verbs.get("empty").size == 0
+    part = verbs.allocate((4, 4), "int16", kind="numpy")
+    part[:] = np.arange(16).reshape(4, 4)
+    assert verbs.put("transposed", part.T) is STORED  # by copying it
+    assert verbs.get("transposed").tolist() == part.T.tolist()
+    assert verbs.put_many([("in a batch", part)]) == [STORED]  # by copying it
+    assert verbs.get("in a batch").tolist() == part.tolist()
+
+
+def test_an_allocation_of_a_master_that_is_gone_is_lost(cluster: Cluster) -> None:
+    cluster.start()
+    client = cluster.client()
+    array = client.allocate(100, kind="numpy")
+    assert isinstance(array, np.ndarray)
+    array[:] = 1
+    assert cluster.master_server is not None
+    cluster.master_server.kill()
+    cluster.master()
+    with pytest.raises(ReservationLostError) as caught:
+        client.put("k", array)
+    assert caught.value.advice
+    until(lambda: cluster.status().nodes)
+    fresh = np.ones(100)
+    assert client.put("k", fresh, wait_ms=5_000) is STORED
+
+
+def test_without_a_segment_of_this_host_nothing_can_be_computed_into(cluster: Cluster) -> None:
+    cluster.start()
+    client = cluster.client(transports=("tcp",))
+    before = cluster.used_bytes()
+    with pytest.raises(NodeUnreachableError, match="remote memory") as caught:
+        client.allocate(1000, kind="numpy")
+    assert caught.value.advice
+    assert cluster.used_bytes() == before
+
+
+# --- contributing memory -----------------------------------------------------------------------
+
+
+def test_a_client_contributes_a_segment(cluster: Cluster) -> None:
+    cluster.master()
+    client = cluster.client(memory="64MiB")
+    (node,) = cluster.status().nodes
+    assert node.segments[0].size == 64 << 20
+    client.put("k", b"x" * 1000)
+    assert cluster.client(transports=("tcp",)).get("k") == b"x" * 1000
+    child = client._session.children[0].pid
+    client.close()
+    assert not is_running(child)
+    assert not entry(node.name).exists()
+    assert not cluster.status().nodes
+
+
+def test_what_a_killed_client_contributed_goes_with_it(cluster: Cluster) -> None:
+    cluster.master()
+    program = (
+        "import sys, time; from kvstore import Client\n"
+        "client = Client(sys.argv[1], memory='32MiB')\n"
+        "client.put('k', b'x'); view = client.get('k', copy=False)\n"
+        "print('ready', flush=True); time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, cluster.address], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    with process.stdout as said:
+        assert said.readline() == b"ready\n"
+        (node,) = cluster.status().nodes
+        children = children_of(process.pid)
+        assert children
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    until(lambda: not any(map(is_running, children)))
+    until(lambda: not entry(node.name).exists())
+    until(lambda: not cluster.status().nodes)
+
+
+def test_contributing_to_a_master_that_is_not_there_ends_in_time() -> None:
+    from kvstore import AsyncClient, Client
+
+    address = f"127.0.0.1:{free_port()}"
+    for kind in (Client, AsyncClient):
+        started = time.monotonic()
+        with pytest.raises(MasterUnreachableError) as caught:
+            kind(address, memory="32MiB", timeout_ms=500)
+        assert time.monotonic() - started < 5
+        assert caught.value.fields["addresses"] == address
+
+
+def test_an_embedded_store() -> None:
+    import asyncio
+
+    from kvstore import AsyncClient, Client
+
+    with Client.embedded("32MiB") as client:
+        client.put("k", b"x")
+        with Client(client.config.master) as other:
+            assert other.get("k") == b"x"
+        children = [child.pid for child in client._session.children]
+        below = [pid for child in children for pid in children_of(child)]
+        assert len(below) == 1
+    assert not any(map(is_running, children + below))
+
+    async def main() -> None:
+        async with await AsyncClient.embedded("32MiB") as client:
+            await client.put("k", b"x")
+            assert await client.get("k") == b"x"
+
+    asyncio.run(main())
+    with pytest.raises(KVStoreError) as caught:
+        Client.embedded("60TiB")
+    assert caught.value.code == "shared_memory_too_small"
+    assert caught.value.advice

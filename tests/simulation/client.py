@@ -1,0 +1,429 @@
+"""The simulated client: the production flows, carried out step by step in virtual time.
+
+What is production code here: ``Operations`` and the flows under it, ``call_flow`` (when a call is
+sent again), the encoders, the caches. What is simulated: sockets, shared memory and the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from kvstore import calls
+from kvstore.calls import SegmentInfo, Version
+from kvstore.client import stub_flow
+from kvstore.client.operations import Operations
+from kvstore.client.placements import PlacementCache, SegmentTable
+from kvstore.client.steps import Ask, Context, Flow, Pause, Transfer
+from kvstore.client.stub_flow import CarrierBrokenError, Link, call_flow
+from kvstore.client.views import Named
+from kvstore.config import ClientConfig
+from kvstore.errors import (
+    DeadlineExceededError,
+    InvalidRangeError,
+    KVStoreError,
+    NodeUnreachableError,
+    PermissionDeniedError,
+)
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.memory.header import HEADER_BYTES, unpack
+from kvstore.transport.base import Move
+from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
+from kvstore.wire.status import decode_error
+from tests.simulation.memory import Memory
+from tests.simulation.network import BrokenStreamError, Network
+from tests.simulation.oracle import Believed, Oracle, View
+from tests.simulation.scheduler import Process, TimedOutError
+from tests.simulation.views import SimLease, SimViews
+
+ResultT = TypeVar("ResultT")
+
+PIECE_US = (5, 400)
+"""Between two pieces of a transfer."""
+
+TokenRefusedError = stub_flow.TokenRefusedError
+CARRIER_ERRORS = (
+    KVStoreError, CarrierBrokenError, stub_flow.LaneUnreachableError, TokenRefusedError,
+)  # fmt: skip
+
+
+class Client:
+    """One client process; several of its operations may be under way at once."""
+
+    def __init__(
+        self, process: Process, network: Network, oracle: Oracle, *,
+        memories: Callable[[bytes], Memory | None], piece_bytes: int, rate: float,
+        config: ClientConfig, call_ids: Iterator[int],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            memories: the segment of that uuid, if it is mapped by somebody still.
+            rate: of its clock against the true one; the lease margin has to cover it.
+        """
+        self.process = process
+        self.oracle = oracle
+        self.config = config
+        self.die_after_pieces = 0
+        """Dies when it has moved so many more pieces; 0: does not."""
+        self._network = network
+        self._memories = memories
+        self._piece_bytes = piece_bytes
+        self._rate = rate
+        self._call_ids = call_ids
+        self._random = Random(process.scheduler.random.getrandbits(32))
+        self._clock_offset = self._random.uniform(0, 1000)
+        self._mapped: dict[bytes, Memory] = {}
+        self._tokens: dict[tuple[int, int], Version] = {}
+        """What was granted to us, by segment and offset."""
+        self._join = calls.Join(process.name, process.host, PROTOCOL_VERSION)
+        self._link = Link("master:1", lane=True, rng=self._random)
+        margin_s = config.lease_margin_ms / 1000
+        self.views = SimViews(self.ask_within, lease_margin_s=margin_s, clock=self.clock)
+        self.context = Context(
+            clock=self.clock,
+            host=process.host,
+            segments=SegmentTable(self.clock),
+            placements=PlacementCache(config.placements_max, self.clock),
+            lease_margin_s=margin_s,
+            verify_payload=True,
+            counters={},
+        )
+        # They have what ``Operations`` needs of the real ones.
+        self.operations = Operations(config, self.context, cast(Any, self), cast(Any, self.views))
+        oracle.clients[process.name] = self
+        process.on_death[self] = lambda: oracle.clients.pop(process.name)
+        process.spawn("renew", self._renew_forever())
+
+    def clock(self) -> float:
+        return self._clock_offset + self.process.scheduler.now_us * self._rate / 1e6
+
+    def _us(self, seconds: float) -> int:
+        """How long so many seconds of our clock take."""
+        return max(0, int(seconds * 1e6 / self._rate) + 1)
+
+    async def sleep(self, seconds: float) -> None:
+        await self.process.sleep(self._us(seconds))
+
+    # --- flows --------------------------------------------------------------------------------
+
+    async def run(self, flow: Flow[ResultT]) -> ResultT:
+        """As ``Client._run``."""
+        timeout_s = self.config.timeout_ms / 1000
+        deadline = self.clock() + timeout_s
+        try:
+            step = next(flow)
+            while True:
+                outcome: object
+                try:
+                    if isinstance(step, Ask):
+                        outcome = await self.call(step.request, deadline)
+                    elif isinstance(step, Pause):
+                        outcome = None
+                        if deadline - self.clock() <= step.seconds:
+                            raise DeadlineExceededError(f"{timeout_s:.1f} s were not enough")
+                        await self.sleep(step.seconds)
+                    else:
+                        outcome = await self._move(step, deadline)
+                except KVStoreError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as done:
+            result: ResultT = done.value
+            return result
+
+    async def ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
+        return await self.call(request, self.clock() + seconds)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    async def call(self, request: calls.Request, deadline: float) -> calls.Reply:
+        """As ``MasterStub.call``."""
+        call = CALLS[type(request)]
+        payload = encode_request(request)
+        flow = call_flow(self._link, call, deadline, self.clock)
+        call_id = 0
+        data = b""
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    if isinstance(step, stub_flow.JoinAt):
+                        await self._join_at(step, deadline)
+                        outcome = None
+                    elif isinstance(step, stub_flow.Pause):
+                        await self.sleep(step.seconds)
+                        outcome = None
+                    else:
+                        port = "lane" if isinstance(step, stub_flow.OnLane) else "grpc"
+                        call_id = next(self._call_ids)
+                        outcome = await self._exchange(port, call_id, call, payload, deadline)
+                except CARRIER_ERRORS as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as done:
+            data = done.value
+        reply = decode_reply(call, data)
+        self.oracle.acknowledged(call_id, reply)
+        if isinstance(reply, calls.Grants):
+            for index, (segment, offset) in enumerate(
+                zip(reply.segments, reply.offsets, strict=True)
+            ):
+                token = reply.tokens[index // reply.replicas]
+                self._tokens[segment, offset] = Version(reply.epoch, token)
+        return reply
+
+    async def _join_at(self, step: stub_flow.JoinAt, deadline: float) -> None:
+        if self._link.generation != step.generation:
+            return
+        until = min(deadline, self.clock() + step.timeout_s)
+        payload = encode_request(self._join)
+        last = until == deadline
+        data = await self._exchange("join", 0, CALLS[calls.Join], payload, until, last=last)
+        joined = decode_reply(CALLS[calls.Join], data)
+        assert isinstance(joined, calls.Joined)
+        self._link.accept(joined)
+
+    async def _exchange(
+        self, port: str, call_id: int, call: Call[Any, Any], payload: bytes, deadline: float,
+        *, last: bool = True,
+    ) -> bytes:  # fmt: skip
+        joined = self._link.joined
+        token = None if port == "join" or joined is None or not call.lane else joined.lane_token
+        generation = self._link.generation
+        end = self._network.connect(self.process, "master", port)
+        try:
+            end.send((call_id, call.wire_name, payload, token))
+            kind, data = await end.receive(self._us(deadline - self.clock()))
+        except TimedOutError:
+            if not last:
+                raise CarrierBrokenError("no answer in time", sent=True) from None
+            raise stub_flow.late(self._link, call.name) from None
+        except BrokenStreamError:
+            broken = CarrierBrokenError("the connection broke", sent=True)
+            broken.generation = generation if port == "lane" else None
+            raise broken from None
+        finally:
+            end.close()
+        if kind == "reply":
+            return cast(bytes, data)
+        error = decode_error(data)
+        if kind == "refused" or (
+            isinstance(error, PermissionDeniedError) and error.fields.get("join")
+        ):
+            raise TokenRefusedError(str(error))
+        raise error
+
+    # --- moving bytes -------------------------------------------------------------------------
+
+    async def _move(
+        self, transfers: Sequence[Transfer], deadline: float
+    ) -> list[KVStoreError | None]:
+        """As ``Movers.move``: all segments at the same time."""
+        tasks = [
+            self.process.spawn(f"move{index}", self._move_one(transfer, deadline))
+            for index, transfer in enumerate(transfers)
+        ]
+        return [await task.result for task in tasks]
+
+    async def _move_one(self, transfer: Transfer, deadline: float) -> KVStoreError | None:
+        if transfer.deadline is not None:
+            deadline = min(deadline, transfer.deadline)
+        segment = transfer.segment
+        try:
+            check_moves(segment, transfer.moves)
+            memory = self._mapping(segment)
+            if memory is not None:
+                await self._shm(transfer, memory, deadline)
+            elif "tcp" not in self.config.transports:
+                raise NodeUnreachableError("no transport reaches it", settled=1)
+            elif transfer.write:
+                await self._tcp_write(transfer, deadline)
+            else:
+                await self._tcp_read(transfer, deadline)
+        except KVStoreError as error:
+            self._mapped.pop(segment.uuid, None)
+            return error
+        return None
+
+    async def _shm(self, transfer: Transfer, memory: Memory, deadline: float) -> None:
+        segment = transfer.segment
+        for move, version in self._versions(transfer):
+            if transfer.write and move.prepare is not None:
+                move.prepare()
+            self._watch_header(transfer, move)
+            for offset, piece in self._pieces(move):
+                if memory.generation != segment.generation:
+                    raise segment_gone(segment)
+                if self.clock() >= deadline:
+                    raise deadline_exceeded(segment)
+                if transfer.write:
+                    self.oracle.write(memory, offset, piece, version)
+                else:
+                    piece[:] = memory.memory[offset : offset + len(piece)]
+                if move.hasher is not None:
+                    move.hasher.update(piece)
+                await self._between_pieces()
+
+    async def _tcp_write(self, transfer: Transfer, deadline: float) -> None:
+        segment = transfer.segment
+        count = sum(1 for move in transfer.moves for _ in self._pieces(move))
+        end = self._network.connect(self.process, segment.node, "data")
+        try:
+            end.send((segment.uuid, segment.generation, "write", count, None))
+            for move, version in self._versions(transfer):
+                if move.prepare is not None:
+                    move.prepare()
+                self._watch_header(transfer, move)
+                for offset, piece in self._pieces(move):
+                    if self.clock() >= deadline:
+                        raise deadline_exceeded(segment, settled=0)
+                    if move.hasher is not None:
+                        move.hasher.update(piece)
+                    end.send((offset, bytes(piece), version))
+                    await self._between_pieces()
+            status = await end.receive(self._us(deadline - self.clock()))
+            if status != "ok":
+                raise segment_gone(segment)
+        except BrokenStreamError:
+            raise NodeUnreachableError("the connection broke", settled=0) from None
+        except TimedOutError:
+            raise deadline_exceeded(segment, settled=0) from None
+        finally:
+            end.close()
+
+    async def _tcp_read(self, transfer: Transfer, deadline: float) -> None:
+        segment = transfer.segment
+        end = self._network.connect(self.process, segment.node, "data")
+        try:
+            ranges = [(move.offset, len(move.buffer)) for move in transfer.moves]
+            end.send((segment.uuid, segment.generation, "read", ranges, None))
+            for move in transfer.moves:
+                for _, piece in self._pieces(move):
+                    data = await end.receive(self._us(deadline - self.clock()))
+                    if data == "gone":
+                        raise segment_gone(segment)
+                    piece[:] = data
+                    if move.hasher is not None:
+                        move.hasher.update(piece)
+        except BrokenStreamError:
+            raise NodeUnreachableError("the connection broke", settled=1) from None
+        except TimedOutError:
+            raise deadline_exceeded(segment) from None
+        finally:
+            end.close()
+
+    def _mapping(self, segment: SegmentInfo) -> Memory | None:
+        """As ``ShmTransport``: the segment, where we have it mapped or can map it."""
+        if "shm" not in self.config.transports or segment.host != self.process.host:
+            return None
+        memory = self._mapped.get(segment.uuid)
+        if memory is None:
+            memory = self._memories(segment.uuid)
+            if memory is None or not memory.linked:
+                return None
+            self._mapped[segment.uuid] = memory
+        return memory
+
+    def _pieces(self, move: Move) -> Iterator[tuple[int, memoryview]]:
+        for start in range(0, len(move.buffer), self._piece_bytes):
+            yield move.offset + start, move.buffer[start : start + self._piece_bytes]
+
+    def _versions(self, transfer: Transfer) -> Iterator[tuple[Move, Version]]:
+        """The moves, each with the version of the grant that it belongs to."""
+        version = Version(0, 0)
+        segment_id = transfer.segment.segment_id
+        for move in transfer.moves:
+            version = self._tokens.get((segment_id, move.offset), version)
+            yield move, version
+
+    def _watch_header(self, transfer: Transfer, move: Move) -> None:
+        if transfer.write and len(move.buffer) == HEADER_BYTES:
+            header = unpack(move.buffer, transfer.segment.seed, move.offset)
+            if header is not None:
+                self.oracle.sealed(header)
+
+    async def _between_pieces(self) -> None:
+        if self.die_after_pieces:
+            self.die_after_pieces -= 1
+            if not self.die_after_pieces:
+                self.oracle.note(f"{self.process.name} dies between two pieces")
+                self.process.scheduler.after(0, "die", self.process.kill)
+        await self.process.sleep(self._random.randint(*PIECE_US))
+
+    # --- zero copy ----------------------------------------------------------------------------
+
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
+        """As ``Movers.view``."""
+        memory = self._mapping(segment)
+        if memory is None:
+            return None
+        if offset + length > memory.size:
+            raise InvalidRangeError("outside")
+        if memory.generation != segment.generation:
+            raise segment_gone(segment)
+        part = memory.memory[offset : offset + length]
+        if length:
+            address = int(np.frombuffer(part, np.uint8).ctypes.data)
+            mapped = self.views.mapped
+            mapped[address] = (segment.uuid, segment.generation, offset - HEADER_BYTES)
+            mapped[address + HEADER_BYTES] = (segment.uuid, segment.generation, offset)
+        return part
+
+    async def compute(self, lease: SimLease, data: bytes) -> bool:
+        """As a program that fills its allocation and asks now and then whether it is its own;
+        returns whether all of it was written."""
+        granted = lease.what
+        assert not isinstance(granted, Named)
+        version = Version(granted.epoch, granted.token)
+        memory = self._memories(lease.uuid)
+        assert memory is not None
+        for start in range(0, len(data), self._piece_bytes):
+            if not lease.held:
+                return False
+            offset = lease.offset + HEADER_BYTES + start
+            piece = data[start : start + self._piece_bytes]
+            self.oracle.write(memory, offset, piece, version, by_hand=True)
+            await self.sleep(self._random.choice((0.001, 0.01, 0.2)))
+        return lease.held
+
+    async def _renew_forever(self) -> None:
+        while True:
+            pause_s = self.views.pause_s()
+            await self.sleep(pause_s)
+            await self.views.renew(pause_s)
+
+    # --- what the oracle asks -----------------------------------------------------------------
+
+    def believed(self) -> Iterator[Believed]:
+        now = self.clock()
+        for placed in self.context.placements._placed.values():
+            if placed.until > now:
+                for segment, offset in placed.replicas:
+                    yield Believed(
+                        self.process.name, "leased", segment.uuid, segment.generation, offset,
+                        HEADER_BYTES + placed.size, Version(placed.epoch, placed.counter),
+                    )  # fmt: skip
+        for lease in self.views.leases.values():
+            if not lease.held:
+                continue
+            if isinstance(lease.what, Named):
+                what, version = "view", Version(lease.what.epoch, lease.what.counter)
+            else:
+                what, version = "allocation", Version(lease.what.epoch, lease.what.token)
+            yield Believed(
+                self.process.name, what, lease.uuid, lease.generation,
+                lease.offset, HEADER_BYTES + lease.array.nbytes, version,
+            )  # fmt: skip
+
+    def views_on(self, uuid: bytes) -> Iterator[View]:
+        for lease in self.views.leases.values():
+            if lease.uuid == uuid and lease.held and isinstance(lease.what, Named):
+                version = Version(lease.what.epoch, lease.what.counter)
+                data = memoryview(lease.array)  # type: ignore[arg-type]
+                yield View(self.process.name, version, data, lease.snapshot, lease.offset)

@@ -1,0 +1,162 @@
+"""What goes wrong, and when. Each seed draws its own mixture, so that some runs are all of one
+kind and others have a little of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.simulation.scheduler import MS, SECOND
+
+if TYPE_CHECKING:
+    from tests.simulation.cluster import Cluster
+
+KINDS = (
+    "break_stream", "cut_one_way", "cut_both_ways", "stall_node", "stall_node_long",
+    "stall_client", "stall_master", "kill_node", "leave_node", "kill_client",
+    "kill_client_mid_put", "restart_master", "isolate_node",
+)  # fmt: skip
+
+
+class Faults:
+    """Injects them until ``stop``, which undoes what can be undone."""
+
+    def __init__(self, cluster: Cluster, allowed: tuple[str, ...] = KINDS) -> None:
+        self._cluster = cluster
+        self._random = random = cluster.scheduler.random
+        chosen = [kind for kind in allowed if random.random() < 0.6] or list(allowed[:1])
+        self._weights = {kind: random.choice((0.3, 1, 3)) for kind in chosen}
+        if "restart_master" in self._weights:
+            self._weights["restart_master"] *= 0.3  # it empties everything
+        if "break_stream" in self._weights:
+            self._weights["break_stream"] *= 4
+        self._pause_us = random.choice((150 * MS, 400 * MS, 1_000 * MS))
+        self._stopped = False
+        if self._weights and allowed:
+            self._again()
+
+    def stop(self) -> None:
+        self._stopped = True
+        cluster = self._cluster
+        cluster.network.heal()
+        cluster.network.weather.very_slow = 0.0
+        for process in cluster.processes():
+            if process.stalled:
+                process.resume()
+        cluster.revive()
+
+    def _again(self) -> None:
+        delay_us = int(self._random.expovariate(1 / self._pause_us))
+        self._cluster.scheduler.after(delay_us, "fault", self._inject)
+
+    def _inject(self) -> None:
+        if self._stopped:
+            return
+        kinds, weights = list(self._weights), list(self._weights.values())
+        getattr(self, f"_{self._random.choices(kinds, weights)[0]}")()
+        self._again()
+
+    # --- kinds --------------------------------------------------------------------------------
+
+    def _break_stream(self) -> None:
+        cluster = self._cluster
+        open_ones = [end for end in cluster.network.streams if not (end.broken or end.closed)]
+        if open_ones:
+            end = self._random.choice(open_ones)
+            self._note(f"break {end.name}")
+            cluster.network.break_stream(end)
+
+    def _cut_one_way(self) -> None:
+        source, target = self._pair()
+        self._cut(source, target, self._duration_us())
+
+    def _cut_both_ways(self) -> None:
+        source, target = self._pair()
+        duration_us = self._duration_us()
+        self._cut(source, target, duration_us)
+        self._cut(target, source, duration_us)
+
+    def _isolate_node(self) -> None:
+        """From the master only: clients still read there."""
+        node = self._random.choice(self._cluster.nodes).name
+        duration_us = self._random.randint(SECOND // 2, 4 * SECOND)
+        self._cut("master", node, duration_us)
+        self._cut(node, "master", duration_us)
+
+    def _stall_node(self) -> None:
+        self._stall(self._random.choice(self._cluster.nodes).process.name, self._duration_us())
+
+    def _stall_node_long(self) -> None:
+        """About as long as it takes to count as dead, or longer."""
+        duration_us = self._random.randint(900 * MS, 4 * SECOND)
+        self._stall(self._random.choice(self._cluster.nodes).process.name, duration_us)
+
+    def _stall_client(self) -> None:
+        self._stall(self._random.choice(list(self._cluster.clients)), self._duration_us())
+
+    def _stall_master(self) -> None:
+        self._stall("master", self._random.randint(10 * MS, 800 * MS))
+
+    def _kill_node(self) -> None:
+        node = self._random.choice(self._cluster.nodes)
+        self._note(f"kill {node.name}")
+        node.process.kill()
+        self._cluster.later(self._duration_us(), self._cluster.revive)
+
+    def _leave_node(self) -> None:
+        node = self._random.choice(self._cluster.nodes)
+        if node.process.alive and not node.process.stalled:
+            self._note(f"{node.name} leaves")
+            node.leave()
+            self._cluster.later(self._duration_us(), self._cluster.revive)
+
+    def _kill_client(self) -> None:
+        name = self._random.choice(list(self._cluster.clients))
+        self._note(f"kill {name}")
+        self._cluster.clients[name].process.kill()
+        self._cluster.later(self._duration_us(), self._cluster.revive)
+
+    def _kill_client_mid_put(self) -> None:
+        name = self._random.choice(list(self._cluster.clients))
+        self._cluster.clients[name].die_after_pieces = self._random.randint(1, 20)
+        self._cluster.later(2 * SECOND, self._cluster.revive)
+
+    def _restart_master(self) -> None:
+        self._note("kill master")
+        self._cluster.kill_master()
+        self._cluster.later(self._duration_us(), self._cluster.revive)
+
+    # --- helpers ------------------------------------------------------------------------------
+
+    def _duration_us(self) -> int:
+        """Mostly short, now and then long enough for everything to time out."""
+        longest_us = self._random.choice((20 * MS, 300 * MS, 1_500 * MS, 4_000 * MS))
+        return self._random.randint(1 * MS, longest_us)
+
+    def _pair(self) -> tuple[str, str]:
+        """Client and master, node and master, or client and node, in some order."""
+        client = self._random.choice(list(self._cluster.clients))
+        node = self._random.choice(self._cluster.nodes).name
+        pair = self._random.choice(((client, "master"), (node, "master"), (client, node)))
+        return pair if self._random.random() < 0.5 else (pair[1], pair[0])
+
+    def _cut(self, source: str, target: str, duration_us: int) -> None:
+        self._note(f"cut {source}->{target} for {duration_us // MS} ms")
+        cluster = self._cluster
+        cluster.network.cut(source, target, cluster.scheduler.now_us + duration_us)
+
+    def _stall(self, name: str, duration_us: int) -> None:
+        process = next((p for p in self._cluster.processes() if p.name == name), None)
+        if process is None or process.stalled or not process.alive:
+            return
+        self._note(f"stall {name} for {duration_us // MS} ms")
+        process.stall()
+
+        def go_on() -> None:
+            if process.stalled:
+                self._note(f"{name} goes on")
+                process.resume()
+
+        self._cluster.later(duration_us, go_on)
+
+    def _note(self, text: str) -> None:
+        self._cluster.oracle.note(f"FAULT {text}")

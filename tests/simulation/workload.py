@@ -1,0 +1,281 @@
+"""What the simulated programs do with their clients: a bit of everything, on few keys."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from kvstore.calls import PutOutcome, Version
+from kvstore.client import getting
+from kvstore.client.getting import Target
+from kvstore.client.operations import View
+from kvstore.client.views import Granted, Named
+from kvstore.errors import KVStoreError, NoSpaceError
+from kvstore.limits import Key, Namespace
+from tests.simulation.client import Client
+from tests.simulation.views import SimLease
+
+NAMESPACES = (Namespace("a"), Namespace("b"))
+FLAT_KEYS = 10
+CHAINS = 4
+CHAIN_KEYS = 8
+SHARED_KEYS = 3
+"""Of the keys of two chains: their common prefix."""
+
+
+@dataclass(kw_only=True)
+class Mix:
+    """How often what is done, and with how much; drawn anew for each seed."""
+
+    weights: dict[str, float]
+    size_bytes_max: int
+    think_s: float
+    overwrite: float
+    replicas: float
+    hold_s: float
+
+    @classmethod
+    def draw(cls, random: Random, size_bytes_max: int) -> Mix:
+        usual = {
+            "put": 4.0, "put_chain": 3.0, "get": 5.0, "view": 1.5, "match": 3.0,
+            "exists": 0.3, "remove": 1.0, "allocate": 1.0, "clear": 0.02, "look": 0.1,
+        }  # fmt: skip
+        weights = {name: weight * random.choice((0, 0.3, 1, 1, 3)) for name, weight in usual.items()}
+        weights["put"] = max(weights["put"], 1.0)
+        weights["get"] = max(weights["get"], 1.0)
+        return cls(
+            weights=weights,
+            size_bytes_max=size_bytes_max,
+            think_s=random.choice((0.01, 0.03, 0.1)),
+            overwrite=random.choice((0.0, 0.2, 0.5)),
+            replicas=random.choice((0.0, 0.3)),
+            hold_s=random.choice((0.1, 1.0, 5.0)),
+        )
+
+
+@dataclass
+class Worker:
+    """One thread of a program: one operation after the other."""
+
+    client: Client
+    mix: Mix
+    random: Random
+    paused: Callable[[], bool]
+    busy: str = ""
+    """The operation under way."""
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    async def work(self) -> None:
+        names, weights = list(self.mix.weights), list(self.mix.weights.values())
+        while True:
+            await self.client.sleep(self.random.expovariate(1 / self.mix.think_s))
+            if self.paused():
+                continue
+            self.busy = self.random.choices(names, weights)[0]
+            do: Callable[[], Awaitable[None]] = getattr(self, f"_{self.busy}")
+            try:
+                await do()
+            except KVStoreError as error:
+                self._note(f"{self.busy}: {error.code}: {error.message}")
+                self.client.oracle.count(f"{self.busy}:{error.code}")
+            else:
+                self.client.oracle.count(self.busy)
+            self.busy = ""
+
+    # --- operations ---------------------------------------------------------------------------
+
+    async def _put(self) -> None:
+        namespace = self.random.choice(NAMESPACES)
+        keys = self._flat_keys(3)
+        parent = self._a_key() if self.random.random() < 0.2 else None
+        if parent in keys:
+            parent = None
+        items = [(key, self._payload(namespace, key)) for key in keys]
+        overwrite = self.random.random() < self.mix.overwrite
+        replicas = 2 if self.random.random() < self.mix.replicas else 1
+        self._note(f"put {_names(keys)} overwrite={overwrite} replicas={replicas}")
+        outcomes = await self.client.run(
+            self.client.operations.put_many(
+                items, namespace, parent, False, replicas, overwrite, self._wait_ms()
+            )
+        )
+        self._note(f"put {_names(keys)}: {_outcomes(outcomes)}")
+
+    async def _put_chain(self) -> None:
+        namespace = self.random.choice(NAMESPACES)
+        keys = self._chain()
+        first = self.random.choice((0, 0, 0, self.random.randrange(len(keys))))
+        parent = keys[first - 1] if first else None
+        keys = keys[first : first + self.random.randint(1, len(keys))]
+        values = [self._payload(namespace, key) for key in keys]
+        self._note(f"put_chain {_names(keys)} parent={parent!r}")
+        outcomes = await self.client.run(
+            self.client.operations.put_chain(
+                keys, values, namespace, parent, None, self._wait_ms()
+            )
+        )
+        self._note(f"put_chain {_names(keys)}: {_outcomes(outcomes)}")
+
+    async def _get(self) -> None:
+        namespace = self.random.choice(NAMESPACES)
+        keys = [self._a_key() for _ in range(self.random.randint(1, 4))]
+        await self.read(namespace, keys)
+
+    async def _match(self) -> None:
+        namespace = self.random.choice(NAMESPACES)
+        keys = self._chain()
+        matched = (await self.client.run(self.client.operations.match_prefix(keys, [namespace])))[0]
+        self._note(f"match {keys[0].decode()}..: {matched}")
+        if matched:
+            await self.read(namespace, keys[:matched])
+
+    async def _view(self) -> None:
+        namespace, key = self.random.choice(NAMESPACES), self._a_key()
+        started_us = self.client.process.scheduler.now_us
+        views: list[View | None] = await self.client.run(
+            self.client.operations.get_many([key], namespace, False, "bytes")
+        )
+        view = views[0]
+        if not isinstance(view, memoryview) or not view.nbytes:
+            return  # a miss, or a copy from another host
+        lease = self.client.views.of(view)
+        if lease is None or not isinstance(lease.what, Named):
+            return  # let go by another thread's last reference, or its own allocation
+        version = Version(lease.what.epoch, lease.what.counter)
+        name = (namespace, key)
+        self.client.oracle.read(self._who, name, version, bytes(view), started_us)
+        self._note(f"view {key.decode()} v{version.epoch}.{version.counter}")
+        await self._hold(lease)
+
+    async def _hold(self, lease: SimLease) -> None:
+        try:
+            until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
+            while lease.held and self.client.clock() < until and not self.paused():
+                await self.client.sleep(0.05)
+            if lease.held and lease.snapshot != lease.array.tobytes():
+                self.client.oracle.broken("view_changed", f"{self._who} at its end of {lease.what}")
+        finally:
+            await self.client.views.let_go(lease)
+
+    async def _exists(self) -> None:
+        keys = [self._a_key() for _ in range(3)]
+        await self.client.run(self.client.operations.exists(keys, self.random.choice(NAMESPACES)))
+
+    async def _remove(self) -> None:
+        namespace = self.random.choice(NAMESPACES)
+        keys = list(dict.fromkeys(self._a_key() for _ in range(self.random.randint(1, 2))))
+        self._note(f"remove {namespace} {_names(keys)}")
+        removed = await self.client.run(self.client.operations.remove(keys, namespace))
+        self._note(f"remove {namespace} {_names(keys)}: {removed}")
+
+    async def _clear(self) -> None:
+        await self.client.run(self.client.operations.clear_some(self.random.choice(NAMESPACES)))
+
+    async def _look(self) -> None:
+        operations = self.client.operations
+        await self.client.run(operations.status())
+        await self.client.run(operations.list_page("", b"", 0))
+        await self.client.run(operations.stat(self._a_key(), self.random.choice(NAMESPACES)))
+
+    async def _allocate(self) -> None:
+        namespace, key = self.random.choice(NAMESPACES), self._a_key()
+        data = self._payload(namespace, key, least=1)
+        array = await self.client.run(
+            self.client.operations.allocate(len(data), "uint8", "numpy", self._wait_ms())
+        )
+        lease = self.client.views.of(memoryview(array))  # type: ignore[arg-type]
+        assert lease is not None
+        assert isinstance(lease.what, Granted)
+        self._note(f"allocated {lease.what.epoch}.{lease.what.token}")
+        try:
+            if await self.client.compute(lease, data) and self.random.random() < 0.8:
+                overwrite = self.random.random() < self.mix.overwrite
+                outcome = await self.client.run(
+                    self.client.operations.put(key, array, namespace, None, None, overwrite, 0)
+                )
+                self._note(f"commit {key.decode()}: {outcome.name}")
+            if self.random.random() < 0.3:
+                await self.client.sleep(self.random.random() * self.mix.hold_s)
+        finally:
+            await self.client.views.let_go(lease)
+
+    # --- for the phase without faults ---------------------------------------------------------
+
+    async def read(self, namespace: Namespace, keys: list[Key]) -> list[bytes | None]:
+        """Get, and have the oracle look at what came."""
+        started_us = self.client.process.scheduler.now_us
+        targets = [Target(key) for key in keys]
+        await self.client.run(getting.get(self.client.context, namespace, targets))
+        values: list[bytes | None] = []
+        for target in targets:
+            if target.header is None or target.data is None:
+                values.append(None)
+                continue
+            values.append(target.data.tobytes())
+            version = Version(target.header.epoch, target.header.counter)
+            name = (namespace, target.key)
+            self.client.oracle.read(self._who, name, version, target.data.tobytes(), started_us)
+        hits = [key for key, value in zip(keys, values, strict=True) if value is not None]
+        self._note(f"get {namespace} {_names(keys)}: {_names(hits)}")
+        return values
+
+    async def must_store(self, namespace: Namespace, key: Key) -> None:
+        """Put and get, with nothing in the way: both must succeed. A full pool of leased objects
+        may say so, but not twice as long as a lease lives."""
+        data = self._payload(namespace, key)
+        for attempt in range(4):
+            try:
+                outcome = await self.client.run(
+                    self.client.operations.put(key, data, namespace, None, None, False, 1_500)
+                )
+                break
+            except NoSpaceError:
+                if attempt == 3:
+                    raise
+        if outcome is not PutOutcome.STORED:
+            self.client.oracle.broken("liveness", f"a put of {key!r} was {outcome.name}", key)
+        (found,) = await self.read(namespace, [key])
+        if found != data:
+            self.client.oracle.broken("liveness", f"{key!r} was put and is not found", key)
+
+    # --- helpers ------------------------------------------------------------------------------
+
+    @property
+    def _who(self) -> str:
+        return self.client.process.name
+
+    def _note(self, text: str) -> None:
+        self.client.oracle.note(f"{self._who} {text}")
+
+    def _payload(self, namespace: Namespace, key: Key, *, least: int = 0) -> bytes:
+        size = self.random.choice((0, 1, 100, 1024, 3000, self.mix.size_bytes_max))
+        data = self.random.randbytes(max(least, min(size, self.mix.size_bytes_max)))
+        self.client.oracle.putting(namespace, key, data)
+        return data
+
+    def _wait_ms(self) -> int:
+        return self.random.choice((0, 200, 1_500))
+
+    def _flat_keys(self, most: int) -> list[Key]:
+        count = self.random.randint(1, most)
+        return [Key(b"f%d" % number) for number in self.random.sample(range(FLAT_KEYS), count)]
+
+    def _chain(self) -> list[Key]:
+        chain = self.random.randrange(CHAINS)
+        shared = [Key(b"s%d-%d" % (chain // 2, index)) for index in range(SHARED_KEYS)]
+        own = [Key(b"c%d-%d" % (chain, index)) for index in range(SHARED_KEYS, CHAIN_KEYS)]
+        return shared + own
+
+    def _a_key(self) -> Key:
+        return self._flat_keys(1)[0] if self.random.random() < 0.6 else self._chain()[
+            self.random.randrange(CHAIN_KEYS)
+        ]
+
+
+def _names(keys: list[Key]) -> str:
+    return ",".join(key.decode() for key in keys)
+
+
+def _outcomes(outcomes: list[PutOutcome]) -> str:
+    return ",".join(outcome.name for outcome in outcomes)
