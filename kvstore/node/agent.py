@@ -26,6 +26,7 @@ from kvstore.calls import (
     NodeBeat,
     NodeJoin,
     NodeLeave,
+    NodeMessage,
     NodeWiped,
     SegmentOffer,
 )
@@ -84,6 +85,8 @@ class NodeAgent:
         self._fresh = True
         """Nobody was ever given an extent of our segment."""
         self._stopping = asyncio.Event()
+        self._sending = asyncio.Lock()
+        """A stream takes one message at a time: beats, answers and the goodbye share it."""
 
     def stop(self) -> None:
         """Let ``run`` say goodbye and return, within ``LEAVE_TIMEOUT_S``."""
@@ -173,11 +176,15 @@ class NodeAgent:
                     raise task.exception() or AssertionError
         raise UnavailableError("the master closed the stream")
 
+    async def _send(self, link: NodeStream, message: NodeMessage) -> None:
+        async with self._sending:
+            await link.send(message)
+
     async def _leave(self, link: NodeStream) -> None:
         """Say goodbye, and wait until the master has heard it."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
-                await link.send(NodeLeave())
+                await self._send(link, NodeLeave())
                 await link.done_sending()
                 while True:
                     await link.receive()
@@ -188,7 +195,7 @@ class NodeAgent:
         number = 0
         while True:
             number += 1
-            await link.send(NodeBeat(number))
+            await self._send(link, NodeBeat(number))
             await asyncio.sleep(accepted.beat_ms / 1000)
 
     async def _listen(self, link: NodeStream, silence_s: float) -> None:
@@ -206,7 +213,7 @@ class NodeAgent:
                 case MasterWipe(order, uuid, offsets, epochs, counters):
                     if uuid == self._segment.uuid:
                         self._segment.wipe(offsets, epochs, counters)
-                    await link.send(NodeWiped(order))
+                    await self._send(link, NodeWiped(order))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 

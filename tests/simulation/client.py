@@ -339,7 +339,8 @@ class Client:
         version = Version(0, 0)
         segment_id = transfer.segment.segment_id
         for move in transfer.moves:
-            version = self._tokens.get((segment_id, move.offset), version)
+            if move.hasher is None:  # a header, or its wiping: not payload
+                version = self._tokens.get((segment_id, move.offset), version)
             yield move, version
 
     def _watch_header(self, transfer: Transfer, move: Move) -> None:
