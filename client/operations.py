@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, Union
+from typing import TYPE_CHECKING, Literal, Union, cast
 
 import numpy as np
 
@@ -207,14 +207,18 @@ class Operations:
         namespace: str | None,
     ) -> Flow[list[bool]]:
         if isinstance(keys, str | bytes):
-            keys, buffers = [keys], [buffers]  # type: ignore[list-item]
-        checked = check_keys(keys, distinct=False)
-        if len(buffers) != len(checked):
-            raise InvalidArgumentError(
-                f"{len(checked)} keys and {len(buffers)} buffers",
-                advice="Give one buffer, or one list of buffers, per key.",
-            )
-        targets = [Target(key, *writable(each)) for key, each in zip(checked, buffers, strict=True)]
+            one = cast("Buffer | Sequence[Buffer]", buffers)
+            targets = [Target(check_key(keys), *writable(one))]
+        else:
+            checked = check_keys(keys, distinct=False)
+            several = cast("Sequence[Buffer | Sequence[Buffer]]", buffers)
+            if len(several) != len(checked):
+                raise InvalidArgumentError(
+                    f"{len(checked)} keys and {len(several)} buffers",
+                    advice="Give one buffer, or one list of buffers, per key.",
+                )
+            pairs = zip(checked, several, strict=True)
+            targets = [Target(key, *writable(each)) for key, each in pairs]
         yield from getting.get(self.context, self._namespace(namespace), targets)
         return [target.header is not None for target in targets]
 

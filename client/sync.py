@@ -324,7 +324,8 @@ class Client:
 
     def remove(self, key: AnyKey, *, namespace: str | None = None) -> bool:
         """Remove an object; whether there was one. When this returns nobody finds it any more,
-        also not after a restart; views of it stay whole until they end."""
+        also not after a restart. Views of it keep their bytes until their lease ends, which is not
+        renewed any more: ask ``lease(view).held``."""
         return self._run(self._operations.remove([key], namespace))[0]
 
     def remove_many(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> list[bool]:

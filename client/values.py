@@ -270,11 +270,12 @@ def described_as(
     if min(sizes, default=0) < 0:
         raise InvalidArgumentError(f"a shape has no negative sizes: {sizes}")
     if kind == "torch":
-        torch = _import_torch()
-        found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
-        if not isinstance(found, torch.dtype):
+        module = _import_torch()
+        found = dtype if isinstance(dtype, module.dtype) else getattr(module, str(dtype), None)
+        if not isinstance(found, module.dtype):
             raise UnsupportedValueError(f"torch has no dtype {dtype}")
-        return _describe("torch", _torch_name(found), sizes), math.prod(sizes) * found.itemsize
+        item = int(getattr(found, "itemsize"))  # noqa: B009 - to a checker it is an object
+        return _describe("torch", _torch_name(found), sizes), math.prod(sizes) * item
     numpy_dtype = _numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)  # type: ignore[call-overload]
     size = math.prod(sizes) * int(numpy_dtype.itemsize)
     return _describe("numpy", _numpy_name(numpy_dtype), sizes), size

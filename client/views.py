@@ -256,8 +256,9 @@ class Views:
 
 
 def _address(value: Value | memoryview) -> int:
-    if hasattr(value, "data_ptr"):
-        return int(value.data_ptr())
+    data_ptr = getattr(value, "data_ptr", None)  # a torch tensor, without importing torch
+    if data_ptr is not None:
+        return int(data_ptr())
     if isinstance(value, np.ndarray):
         return int(value.ctypes.data)
     if isinstance(value, memoryview) and value.nbytes:
