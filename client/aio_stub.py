@@ -14,6 +14,7 @@ from typing import Any, cast
 import grpc
 
 from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
     CarrierBrokenError,
@@ -28,14 +29,13 @@ from kvstore.client.stub_flow import (
     call_flow,
     grpc_failure,
     late,
-    new_channel,
 )
 from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, ProtocolError
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
-from kvstore.wire.status import decode_error
+from kvstore.wire.status import decode_error, detail_of
 
 logger = logging.getLogger("kvstore.client")
 
@@ -65,7 +65,7 @@ class AsyncMasterStub:
         self._connecting = asyncio.Lock()
         self._closed = asyncio.Event()
         self._lane: _Lane | None = None
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels = Channels()
 
     @property
     def joined(self) -> Joined | None:
@@ -127,9 +127,7 @@ class AsyncMasterStub:
         if lane is not None:
             lane.abort()
             await lane.gone.wait()
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        self._channels.close()
 
     # --- steps of a flow -----------------------------------------------------------------------
 
@@ -208,25 +206,19 @@ class AsyncMasterStub:
         if left_s <= 0:
             raise late(self._link, call.name)
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-        send = self._channel(address).unary_unary(call.path)
         metadata = self._link.metadata(call)
-        try:
-            return await _settled(send.future(payload, timeout=left_s, metadata=metadata))
-        except grpc.RpcError as error:
-            failure: Exception = grpc_failure(error, self._link, call.name, last=last)
-        except (ValueError, grpc.FutureCancelledError) as error:  # the channel was closed
-            failure = CarrierBrokenError(str(error), sent=True)
+        with self._channels.lend(address) as lent:
+            try:
+                send = lent.channel.unary_unary(call.path)
+                return await _settled(send.future(payload, timeout=left_s, metadata=metadata))
+            except grpc.RpcError as error:
+                failure: Exception = grpc_failure(error, self._link, call.name, last=last)
+                lent.in_doubt = detail_of(error) is None
+            except (ValueError, grpc.FutureCancelledError) as error:  # the channel was closed
+                failure = CarrierBrokenError(str(error), sent=True)
         # Not from within the handler: as context, gRPC's error would keep its connection open for
         # as long as the caller keeps ours.
         raise failure
-
-    def _channel(self, address: str) -> grpc.Channel:
-        if self._closed.is_set():
-            raise ClosedError("the client is closed")
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = new_channel(address)
-        return channel
 
     # --- the lane ------------------------------------------------------------------------------
 

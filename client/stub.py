@@ -17,6 +17,7 @@ from typing import Any, cast
 import grpc
 
 from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
     CarrierBrokenError,
@@ -31,7 +32,6 @@ from kvstore.client.stub_flow import (
     call_flow,
     grpc_failure,
     late,
-    new_channel,
 )
 from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
@@ -39,7 +39,7 @@ from kvstore.limits import PROTOCOL_VERSION
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.spinning import SpinGauge
-from kvstore.wire.status import decode_error
+from kvstore.wire.status import decode_error, detail_of
 
 logger = logging.getLogger("kvstore.client")
 
@@ -89,9 +89,9 @@ class MasterStub:
         self._joining = threading.Lock()
         self._closed = threading.Event()
         self._idle: deque[_LaneConnection] = deque()
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the one below
         self._connections: set[_LaneConnection] = set()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels = Channels()
 
     @property
     def joined(self) -> Joined | None:
@@ -153,14 +153,12 @@ class MasterStub:
         self._closed.set()
         with self._lock:
             connections = list(self._connections)
-            channels, self._channels = list(self._channels.values()), {}
         for connection in connections:
             connection.interrupt()
         while self._idle:
             with contextlib.suppress(IndexError):
                 self._drop(self._idle.pop())
-        for channel in channels:
-            channel.close()
+        self._channels.close()
 
     # --- steps of a flow -----------------------------------------------------------------------
 
@@ -234,25 +232,18 @@ class MasterStub:
         if left_s <= 0:
             raise late(self._link, call.name)
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-        send = self._channel(address).unary_unary(call.path)
-        try:
-            return send(payload, timeout=left_s, metadata=self._link.metadata(call))
-        except grpc.RpcError as error:
-            failure: Exception = grpc_failure(error, self._link, call.name, last=last)
-        except ValueError as error:  # a channel that was closed meanwhile
-            failure = CarrierBrokenError(str(error), sent=False)
+        with self._channels.lend(address) as lent:
+            try:
+                send = lent.channel.unary_unary(call.path)
+                return send(payload, timeout=left_s, metadata=self._link.metadata(call))
+            except grpc.RpcError as error:
+                failure: Exception = grpc_failure(error, self._link, call.name, last=last)
+                lent.in_doubt = detail_of(error) is None
+            except ValueError as error:  # a channel that was closed meanwhile
+                failure = CarrierBrokenError(str(error), sent=False)
         # Not from within the handler: as context, gRPC's error would keep its connection open for
         # as long as the caller keeps ours.
         raise failure
-
-    def _channel(self, address: str) -> grpc.Channel:
-        with self._lock:
-            if self._closed.is_set():
-                raise ClosedError("the client is closed")
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = self._channels[address] = new_channel(address)
-            return channel
 
     # --- the lane ------------------------------------------------------------------------------
 

@@ -1,0 +1,72 @@
+"""The gRPC connections of a stub: one per master, made anew when it is in doubt.
+
+A channel of gRPC connects again by itself, but it gets on with that only while a call polls it, and
+calls fail at once while it is not connected. Between two calls that fail at once nobody polls: a
+master that was back after half a second was found after ten (measured). A new channel connects
+within its first call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from kvstore.client.stub_flow import new_channel
+from kvstore.errors import ClosedError
+
+
+class Lent:
+    """A channel while calls are under way on it."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+        self.calls = 0
+        self.in_doubt = False
+        """Set by a call that got no answer: the next one gets another channel."""
+
+
+class Channels:
+    """Threads: any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_address: dict[str, Lent] = {}
+        self._retired: set[Lent] = set()
+        self._closed = False
+
+    @contextmanager
+    def lend(self, address: str) -> Iterator[Lent]:
+        """For one call. Raises ClosedError: after ``close``."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the client is closed")
+            lent = self._by_address.get(address)
+            if lent is None:
+                lent = self._by_address[address] = Lent(new_channel(address))
+            lent.calls += 1
+        try:
+            yield lent
+        finally:
+            with self._lock:
+                lent.calls -= 1
+                if lent.in_doubt and self._by_address.get(address) is lent:
+                    del self._by_address[address]
+                    self._retired.add(lent)
+                over = lent in self._retired and not lent.calls
+                if over:
+                    self._retired.discard(lent)
+            if over:
+                lent.channel.close()
+
+    def close(self) -> None:
+        """Cancels the calls under way. Idempotent."""
+        with self._lock:
+            self._closed = True
+            channels = [*self._by_address.values(), *self._retired]
+            self._by_address.clear()
+            self._retired.clear()
+        for lent in channels:
+            lent.channel.close()

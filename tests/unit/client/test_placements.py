@@ -1,0 +1,81 @@
+"""What a client remembers, and for how long it believes it."""
+
+from __future__ import annotations
+
+from kvstore.calls import Placements
+from kvstore.client.placements import AVOID_SECONDS, Placed, PlacementCache, Replica, SegmentTable
+from kvstore.limits import Key, Namespace
+from tests.unit.client.scripted import segment
+
+NS = Namespace("default")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def placed(until: float) -> Placed:
+    return Placed(5, 1, 1, (Replica(segment(), 4096),), until)
+
+
+def test_a_placement_is_believed_until_its_promise_ends_and_not_at_that_moment() -> None:
+    clock = Clock()
+    cache = PlacementCache(10, clock)
+    cache.remember(NS, Key(b"a"), placed(101.0))
+    assert cache.get(NS, Key(b"a")) is not None
+    clock.now = 101.0
+    assert cache.get(NS, Key(b"a")) is None
+    assert len(cache) == 0
+
+
+def test_namespaces_do_not_see_each_other() -> None:
+    cache = PlacementCache(10, Clock())
+    cache.remember(NS, Key(b"a"), placed(200.0))
+    assert cache.get(Namespace("other"), Key(b"a")) is None
+
+
+def test_the_cache_is_bounded_and_forgets_what_it_learned_first() -> None:
+    cache = PlacementCache(2, Clock())
+    for key in (b"a", b"b", b"a", b"c"):
+        cache.remember(NS, Key(key), placed(200.0))
+    assert [cache.get(NS, Key(key)) is not None for key in (b"a", b"b", b"c")] == [
+        True,
+        False,
+        True,
+    ]
+    nothing = PlacementCache(0, Clock())
+    nothing.remember(NS, Key(b"a"), placed(200.0))
+    assert len(nothing) == 0
+
+
+def test_ids_of_another_epoch_mean_nothing() -> None:
+    table = SegmentTable(Clock())
+    table.see_epoch(1)
+    table.learn([segment(1)])
+    assert table.unknown([1, 2, 2]) == [2]
+    table.see_epoch(2)
+    assert table.unknown([1]) == [1]
+
+
+def test_rows_leave_out_replicas_that_are_not_mounted_and_put_failed_ones_last() -> None:
+    clock = Clock()
+    table = SegmentTable(clock)
+    table.see_epoch(1)
+    table.learn([segment(1), segment(2)])
+    placements = Placements([5, 6, 0], [1, 1, 0], [1, 2, 0], [2, 1, 0], [1, 2, 9], [10, 20, 30])
+    first, second, third = table.rows(placements, 200.0)
+    assert first is not None
+    assert [replica.segment.segment_id for replica in first.replicas] == [1, 2]
+    assert (second, third) == (None, None)
+    table.failed(segment(1))
+    table.learn([segment(1)])
+    avoided = next(table.rows(placements, 200.0))
+    assert avoided is not None
+    assert [replica.segment.segment_id for replica in avoided.replicas] == [2, 1]
+    clock.now += AVOID_SECONDS
+    again = next(table.rows(placements, 200.0))
+    assert again is not None
+    assert [replica.segment.segment_id for replica in again.replicas] == [1, 2]

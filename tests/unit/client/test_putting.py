@@ -1,0 +1,165 @@
+"""The flow of put: what is written in which order, and what is asked for again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.client.putting import ATTEMPTS, Item, PutOptions, put
+from kvstore.client.steps import Transfer
+from kvstore.client.values import encode
+from kvstore.errors import (
+    MasterUnreachableError,
+    NodeUnreachableError,
+    NoSpaceError,
+    PutRefusedError,
+)
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import SUPERBLOCK_BYTES, unpack
+from tests.unit.client.scripted import World, grants, segment
+
+WRITE, FOUND, BUSY = PutOutcome.WRITE, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN
+STORED, REFUSED = PutOutcome.STORED, PutOutcome.REFUSED
+AT = SUPERBLOCK_BYTES
+
+
+def items(*keys: bytes) -> list[Item]:
+    return [Item(Key(key), encode(b"payload of " + key)) for key in keys]
+
+
+def store(world: World, *keys: bytes, **options: object) -> list[PutOutcome]:
+    chosen = PutOptions(namespace=Namespace("default"), **options)  # type: ignore[arg-type]
+    return world.run(put(world.context, items(*keys), chosen, 100))
+
+
+def ended(world: World, *replies: list[int]) -> None:
+    following = iter(replies)
+    world.answers[calls.PutEnd] = lambda request: calls.PutEnded(next(following))
+
+
+def test_only_what_was_granted_is_written_and_ended() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([FOUND, WRITE, BUSY], [(1, AT)])
+    ended(world, [STORED])
+    assert store(world, b"a", b"b", b"c") == [FOUND, STORED, BUSY]
+    header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
+    assert header is not None
+    assert (header.key, header.epoch, header.counter) == (b"b", 7, 1)
+    payload = world.memory[1][AT + 1024 : AT + 1024 + header.payload_size]
+    assert bytes(payload) == b"payload of b"
+
+
+def test_the_old_header_is_wiped_before_and_the_new_one_written_after_the_payload() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [(1, AT)])
+    ended(world, [STORED])
+    seen: list[list[tuple[int, int]]] = []
+
+    def look(transfer: Transfer) -> None:
+        seen.append([(move.offset - AT, len(move.buffer)) for move in transfer.moves])
+
+    world.on_transfer = look
+    store(world, b"a")
+    assert seen == [[(0, 64), (1024, 12), (0, 1024)]]
+
+
+def test_blocks_of_a_chain_name_the_block_before_them() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([FOUND, WRITE, WRITE], [(1, AT), (1, AT + 4096)])
+    ended(world, [STORED, STORED])
+    store(world, b"a", b"b", b"c", chain=True, parent=Key(b"root"))
+    headers = [unpack(world.memory[1][at:], world.segments[1].seed, at) for at in (AT, AT + 4096)]
+    assert [header.parent for header in headers if header] == [b"a", b"b"]
+    assert world.requests(calls.PutStart)[0].parent == b"root"
+
+
+def test_a_refused_block_is_asked_for_again_alone_with_its_parent() -> None:
+    world = World()
+    replies = iter(
+        [
+            grants([WRITE] * 3, [(1, AT), (1, AT + 4096), (1, AT + 8192)]),
+            grants([WRITE], [(1, AT + 4096)], first_token=9),
+        ]
+    )
+    world.answers[calls.PutStart] = lambda request: next(replies)
+    ended(world, [STORED, REFUSED, STORED], [STORED])
+    assert store(world, b"a", b"b", b"c", chain=True) == [STORED, STORED, STORED]
+    again = world.requests(calls.PutStart)[1]
+    assert (list(again.keys), again.parent) == ([b"b"], b"a")
+    assert world.paused
+
+
+def test_a_put_that_is_refused_again_and_again_ends_in_an_error() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [(1, AT)])
+    world.answers[calls.PutEnd] = calls.PutEnded([REFUSED])
+    with pytest.raises(PutRefusedError) as caught:
+        store(world, b"a")
+    assert caught.value.retriable
+    assert len(world.requests(calls.PutStart)) == ATTEMPTS
+
+
+@pytest.mark.parametrize("settled", [0, 1])
+def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(settled: int) -> None:
+    world = World(segment(1), segment(2))
+    replies = iter([grants([WRITE], [(1, AT)]), grants([WRITE], [(2, AT)], first_token=2)])
+    world.answers[calls.PutStart] = lambda request: next(replies)
+    world.broken[1] = NodeUnreachableError("gone", settled=settled)
+    ended(world, [STORED])
+    assert store(world, b"a") == [STORED]
+    revoke = world.requests(calls.PutRevoke)[0]
+    assert (list(revoke.tokens), revoke.settled) == ([1], bool(settled))
+    assert world.requests(calls.ReportFailure)[0].segment_ids == [1]
+
+
+def test_one_failing_replica_gives_the_whole_put_up() -> None:
+    world = World(segment(1), segment(2), segment(3))
+    replies = iter(
+        [
+            grants([WRITE], [(1, AT), (2, AT)], replicas=2),
+            grants([WRITE], [(1, AT), (3, AT)], replicas=2, first_token=2),
+        ]
+    )
+    world.answers[calls.PutStart] = lambda request: next(replies)
+    world.broken[2] = NodeUnreachableError("gone", settled=1)
+    ended(world, [STORED])
+    assert store(world, b"a", replicas=2) == [STORED]
+    assert [list(request.tokens) for request in world.requests(calls.PutEnd)] == [[2]]
+    for segment_id in (1, 3):
+        seed = world.segments[segment_id].seed
+        assert unpack(world.memory[segment_id][AT:], seed, AT) is not None
+
+
+def test_an_unanswered_end_is_settled_by_asking_again() -> None:
+    world = World()
+    replies = iter([grants([WRITE], [(1, AT)]), grants([FOUND], [])])
+    world.answers[calls.PutStart] = lambda request: next(replies)
+    world.answers[calls.PutEnd] = MasterUnreachableError("the connection broke", sent=1)
+    assert store(world, b"a") == [FOUND]
+
+
+def test_what_the_master_refuses_reaches_the_caller() -> None:
+    world = World()
+    world.answers[calls.PutStart] = NoSpaceError("full", missing_bytes=5)
+    with pytest.raises(NoSpaceError):
+        store(world, b"a")
+    assert len(world.asked) == 1
+
+
+def test_an_empty_payload_has_a_header_and_nothing_else() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [(1, AT)])
+    ended(world, [STORED])
+    options = PutOptions(namespace=Namespace("default"))
+    outcome = world.run(put(world.context, [Item(Key(b"e"), encode(b""))], options, 0))
+    header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
+    assert outcome == [STORED]
+    assert header is not None
+    assert header.payload_size == 0
+
+
+def test_nothing_to_put_asks_nobody() -> None:
+    world = World()
+    assert store(world) == []
+    assert world.asked == []
