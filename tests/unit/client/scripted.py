@@ -12,6 +12,7 @@ from kvstore.calls import Placements, SegmentInfo
 from kvstore.client.placements import PlacementCache, SegmentTable
 from kvstore.client.steps import Ask, Context, Flow, Pause, Transfer
 from kvstore.errors import KVStoreError
+from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES, Header, pack_into
 
 ResultT = TypeVar("ResultT")
@@ -101,8 +102,15 @@ class World:
         memory = memoryview(self.memory[segment_id])
         stated = xxh3_64_intdigest(payload) if checksum is None else checksum
         header = Header(
-            namespace, key, None, len(payload), EPOCH, counter, stated, b'{"kind":"bytes"}'
-        )  # type: ignore[arg-type]
+            Namespace(namespace),
+            Key(key),
+            None,
+            len(payload),
+            EPOCH,
+            counter,
+            stated,
+            b'{"kind":"bytes"}',
+        )
         pack_into(memory[offset:], header, self.segments[segment_id].seed, offset)
         memory[offset + 1024 : offset + 1024 + len(payload)] = payload
 
