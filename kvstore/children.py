@@ -136,6 +136,8 @@ class ParentLink:
 
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
+        self.waits = fd is not None
+        """Whether a parent waits to be told, and tells its user what we cannot do."""
 
     @property
     def fd(self) -> int | None:
@@ -160,6 +162,7 @@ class ParentLink:
             self._socket.close()
 
     def _send(self, what: dict[str, Any]) -> None:
+        self.waits = False
         if self._socket is not None:
             with contextlib.suppress(OSError):  # the parent is gone; its end is noticed elsewhere
                 self._socket.sendall(json.dumps(what).encode() + b"\n")

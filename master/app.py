@@ -39,14 +39,22 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
         AddressInUseError, StartupError: it could not start; nothing is left behind.
     """
     parent = ParentLink(parent_fd)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     try:
         with asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner:
             return runner.run(_serve(config, parent))
     except KVStoreError as error:
+        if not parent.waits:
+            raise
         parent.tell_error(error)
-        raise
+        return 1
     finally:
         parent.close()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """gRPC logs a traceback when a client cancels a call that is just ending."""
+    return record.exc_info is None or record.exc_info[0] is not asyncio.CancelledError
 
 
 async def _serve(config: MasterConfig, parent: ParentLink) -> int:
@@ -74,6 +82,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     service.endpoints = endpoints = await carriers.bind(
         config.host, config.port, config.lane_port_wanted
     )
+    service.counters_elsewhere = carriers.counters
     service.start()
     await carriers.start()
     cleaner = loop.create_task(_keep_collector_out())

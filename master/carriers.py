@@ -84,3 +84,18 @@ class Carriers:
     @property
     def lane_stats(self) -> LaneStats:
         return self._lane.stats
+
+    def counters(self) -> dict[str, int]:
+        """For the status: calls and errors by name, and what happened on the lane."""
+        counted = {
+            "lane_connections": self.lane_stats.accepted,
+            "lane_refused": self.lane_stats.refused,
+            "lane_stalled": self.lane_stats.stalled,
+        }
+        for name, stats in self.call_stats.items():
+            if stats.count:
+                counted[f"calls_{name}"] = stats.count
+                counted[f"call_us_{name}"] = int(stats.total_us)
+            if stats.errors:
+                counted[f"errors_{name}"] = stats.errors
+        return counted

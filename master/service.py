@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from kvstore import calls
@@ -65,8 +65,9 @@ class MasterService:
         self.state = state
         self.endpoints: Endpoints | None = None
         """Where the carriers listen, once they do; clients are told."""
-        self.longest_step_ms = 0.0
-        """Of the state, since the start: for how long the loop served nobody else."""
+        self.counters_elsewhere: Callable[[], dict[str, int]] = dict
+        """What the shell around this counts (calls, refused strangers); part of the status."""
+        self._longest_step_us = 0
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._outboxes: dict[int, Outbox] = {}
@@ -101,8 +102,21 @@ class MasterService:
             )
         finally:
             self._settle()
-            self.longest_step_ms = max(self.longest_step_ms, (time.perf_counter() - started) * 1000)
+            self._took(started)
+        if isinstance(answer, calls.ClusterStatus):
+            return answer._replace(counters=self._counters(answer.counters))
         return answer
+
+    def _took(self, started: float) -> None:
+        self._longest_step_us = max(
+            self._longest_step_us, int((time.perf_counter() - started) * 1e6)
+        )
+
+    def _counters(self, counted: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """With those of the shell: ``longest_step_us`` is for how long the loop served one call or
+        slice of work and nobody else, at most, since the start."""
+        own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
+        return sorted([*counted, *own.items()])
 
     def _joined(self, request: calls.Join) -> calls.Joined:
         if request.protocol != PROTOCOL_VERSION:
@@ -224,11 +238,13 @@ class MasterService:
         self._working = False
         started = time.perf_counter()
         self.state.work(self._clock())
-        self.longest_step_ms = max(self.longest_step_ms, (time.perf_counter() - started) * 1000)
+        self._took(started)
         self._settle()
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            started = time.perf_counter()
             self.state.tick(self._clock())
             self._settle()
+            self._took(started)

@@ -54,8 +54,10 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     except KVStoreError as error:
+        if not parent.waits:
+            raise
         parent.tell_error(error)
-        raise
+        return 1
     finally:
         parent.close()
 
