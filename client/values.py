@@ -143,6 +143,7 @@ def _encode_tensor(torch: ModuleType, tensor: torch.Tensor) -> Encoded:
 def _writable_tensor(torch: ModuleType, tensor: torch.Tensor) -> tuple[memoryview, str]:
     if (
         tensor.layout != torch.strided
+        or tensor.is_quantized
         or tensor.device.type != "cpu"
         or not tensor.is_contiguous()
         or tensor.is_conj()

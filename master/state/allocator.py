@@ -16,22 +16,27 @@ from sortedcontainers import SortedList
 class Allocator:
     """Allocates byte ranges of ``[start, end)``; lengths are multiples of the caller's choosing."""
 
-    __slots__ = ("_by_size", "_end_to_start", "_start_to_length", "end", "free_bytes", "start")
+    __slots__ = (
+        "_by_size",
+        "_end_to_start",
+        "_start_to_length",
+        "end",
+        "free_bytes",
+        "largest_free",
+        "start",
+    )
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
         self.end = end
         self.free_bytes = 0
+        self.largest_free = 0
         self._by_size: SortedList[tuple[int, int]] = SortedList()  # (length, start)
         self._start_to_length: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
         if end > start:
             self._insert(start, end - start)
             self.free_bytes = end - start
-
-    @property
-    def largest_free(self) -> int:
-        return self._by_size[-1][0] if self._by_size else 0
 
     def allocate(self, length: int) -> int | None:
         """Offset of a range of ``length`` bytes, free until now; None: there is none."""
@@ -67,6 +72,7 @@ class Allocator:
     def check_invariants(self) -> None:
         holes = self.holes()
         assert sum(length for _, length in holes) == self.free_bytes
+        assert max((length for _, length in holes), default=0) == self.largest_free
         assert sorted((length, start) for start, length in holes) == list(self._by_size)
         assert self._end_to_start == {start + length: start for start, length in holes}
         reached = self.start - 1
@@ -78,10 +84,13 @@ class Allocator:
 
     def _insert(self, start: int, length: int) -> None:
         self._by_size.add((length, start))
+        self.largest_free = max(self.largest_free, length)
         self._start_to_length[start] = length
         self._end_to_start[start + length] = start
 
     def _remove(self, start: int, length: int) -> None:
         self._by_size.remove((length, start))
+        if length == self.largest_free:
+            self.largest_free = self._by_size[-1][0] if self._by_size else 0
         del self._start_to_length[start]
         del self._end_to_start[start + length]

@@ -15,7 +15,7 @@ leaf costs nothing, and nobody visits the descendants of what comes or goes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -44,8 +44,8 @@ class Forest:
         self.namespaces: dict[str, NamespaceTable] = {}
         self.breaks = 1
         self.mends = 0
-        self.walked = 0
-        """Records looked at by ``reachable`` so far: how background work measures its slices."""
+        self.steps = 0
+        """Records walked over or forgotten so far: how background work measures its slices."""
         self._counters: Counter[str] = Counter() if counters is None else counters
 
     # --- finding ------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Forest:
             at = at.parent
         for index, seen in enumerate(walked):
             seen.checked = detached if index < cut_off else breaks
-        self.walked += len(walked)
+        self.steps += len(walked)
         return not cut_off
 
     def match(self, table: NamespaceTable, keys: Sequence[Key], *, records: bool = False) -> Match:
@@ -213,6 +213,7 @@ class Forest:
         assert record.segment is None
         assert not record.writer
         assert not record.children
+        self.steps += 1
         table = self.namespaces[record.namespace]
         table.drop(record)
         if not table.records:
@@ -225,7 +226,8 @@ class Forest:
 
     # --- checking -----------------------------------------------------------------------------
 
-    def check_invariants(self) -> None:
+    def check_invariants(self, unsettled: Collection[ObjectRecord] = ()) -> None:
+        """``unsettled``: records that may have no reason to stay any more."""
         children: dict[ObjectRecord, int] = {}
         for name, table in self.namespaces.items():
             records = list(table)
@@ -236,7 +238,8 @@ class Forest:
             for record in records:
                 assert record.namespace == name
                 assert table.get(record.key) is record
-                assert record.segment or record.writer or record.children, "a record without reason"
+                kept = record.segment or record.writer or record.children
+                assert kept or record in unsettled, "a record without reason"
                 if record.parent is not None:
                     assert record.parent.namespace == name
                     assert table.get(record.parent.key) is record.parent, "a lost parent"

@@ -273,8 +273,10 @@ class MasterState:
             until_ms = put.deadline_ms + self.rules.quarantine_ms
             self._pending.quarantine(put.extents, put.length, until_ms)
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
-        record = self.forest.ensure(request.namespace, request.key)
-        self._adopt(now_ms, record, request.parent)
+        namespace, parent = request.namespace, request.parent
+        above = None if parent is None else self.forest.ensure(namespace, parent)
+        record = self.forest.ensure(namespace, request.key)
+        self._adopt(now_ms, record, above)
         self._pending.pop(request.token)
         kept = extent_bytes(request.size)
         if kept < put.length:
@@ -355,12 +357,19 @@ class MasterState:
         if isinstance(taken, Shortage):
             return taken
         puts: list[PendingPut] = []
+        record: ObjectRecord | None = None
         for extents, index, size in zip(taken, granted, sizes, strict=True):
-            record = self.forest.ensure(request.namespace, keys[index])
             parent_key = keys[index - 1] if request.chain and index else request.parent
+            if parent_key is None:
+                above = None
+            elif record is not None and record.key is parent_key:
+                above = record
+            else:
+                above = self.forest.ensure(request.namespace, parent_key)
+            record = self.forest.ensure(request.namespace, keys[index])
             puts.append(self._new_put(now_ms, record, extents, size))
             try:
-                self._adopt(now_ms, record, parent_key)
+                self._adopt(now_ms, record, above)
             except InvalidArgumentError:
                 for given, of_size in zip(taken, sizes, strict=True):
                     self.pool.free(given, extent_bytes(of_size))
@@ -429,18 +438,16 @@ class MasterState:
         put = self._pending.get(token) if epoch == self.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 
-    def _adopt(self, now_ms: int, record: ObjectRecord, parent: Key | None) -> None:
+    def _adopt(self, now_ms: int, record: ObjectRecord, above: ObjectRecord | None) -> None:
         """Give a record that is not complete its place in the forest."""
-        if record.lost:
-            self.pool.strip(record)
-        if record.segment is not None:
-            return
-        above = None if parent is None else self.forest.ensure(record.namespace, parent)
         try:
-            self.pool.link(record, above, now_ms + self.rules.lease_ms)
+            if record.lost:
+                self.pool.strip(record)
+            if record.segment is None:
+                self.pool.link(record, above, now_ms + self.rules.lease_ms)
         finally:
             if above is not None and not above.children:
-                self.pool.settle(above)  # made for nothing: the link was refused
+                self.pool.settle(above)  # made for nothing
 
     def _store(
         self,
@@ -657,6 +664,7 @@ class MasterState:
         """Whether ``work`` should be called soon, between other calls."""
         return (
             bool(self._sweeps)
+            or bool(self.pool.unsettled)
             or self._swept_breaks != self.forest.breaks
             or (self._room_made and bool(self._waiting))
         )
@@ -666,6 +674,9 @@ class MasterState:
         if self._room_made and self._waiting:
             self._try_waiting(now_ms)
             return
+        if self.pool.unsettled:
+            self.pool.settle_next()
+            return
         if not self.has_work:
             return
         if not self._sweeps:
@@ -674,7 +685,7 @@ class MasterState:
             return
         segment, ticket = self._sweeps[0]
         if ticket is None:
-            if not self.pool.sweep_dead(segment, SWEEP_STEPS // 4):
+            if not self.pool.sweep_dead(segment, SWEEP_STEPS):
                 self._sweeps.popleft()
             return
         further = self.pool.sweep_detached(segment, ticket, SWEEP_STEPS)

@@ -6,7 +6,7 @@ its namespace, and the forest. It knows nothing of puts, leases' lengths, nodes'
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,8 +18,11 @@ from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import Extent, ObjectRecord, Segment
 from kvstore.memory.header import extent_bytes
 
-EVICTIONS_PER_STEP = 512
+EVICTIONS_PER_STEP = 256
 """An allocation that must evict more goes on in the next step of the loop: about 5 ms each."""
+
+SETTLE_STEPS = 1_000
+"""Lost blocks of one chain that are forgotten in one step: 1 to 2 ms."""
 
 _REMARKS_PER_LOOK = 64
 """Candidates marked as detached that may turn out to be whole again in one look at a segment."""
@@ -50,6 +53,8 @@ class Pool:
         """Of the largest of them."""
         self.counters: Counter[str] = Counter()
         self.forest = Forest(self.counters)
+        self.unsettled: deque[ObjectRecord] = deque()
+        """Where ``settle`` stopped on its way up, because it was long."""
         self._sizes: dict[int, int] = {}
 
     # --- objects ------------------------------------------------------------------------------
@@ -98,8 +103,8 @@ class Pool:
     def settle(self, record: ObjectRecord, *, whole: bool = False) -> ObjectRecord | None:
         """Something that kept ``record`` went: forget it, or make it a candidate, and so upward.
 
-        A parent that becomes a leaf inherits recency, because it was used when its child was, and
-        the lease, because a lease on the child promised it, too.
+        A parent inherits the recency of a child that is forgotten, because it was used with it, and
+        its lease, because that was a promise of the whole chain.
 
         Args:
             whole: a root leads to it, or a break makes the background work look soon; otherwise
@@ -108,27 +113,37 @@ class Pool:
         Returns:
             The new candidate, if there is one.
         """
-        used_ms, lease_until_ms = record.last_used_ms, record.lease_until_ms
         at: ObjectRecord | None = record
+        steps = 0
         while at is not None and not at.children:
             if at.complete:
                 if at.ticket:
                     return None
                 if at.more:
                     self._rehome(at)
-                at.last_used_ms = max(at.last_used_ms, used_ms)
-                at.lease_until_ms = max(at.lease_until_ms, lease_until_ms)
                 detached = not whole and not self.forest.reachable(at)
                 self._policy_of(at).add(at, detached=detached)
                 return at
+            if steps == SETTLE_STEPS:
+                self.unsettled.append(at)
+                return None
+            steps += 1
             if at.segment is not None:
                 self.strip(at)
             if at.writer:
                 return None
-            used_ms = max(used_ms, at.last_used_ms)
-            lease_until_ms = max(lease_until_ms, at.lease_until_ms)
+            used_ms, lease_until_ms = at.last_used_ms, at.lease_until_ms
             at = self.forest.forget(at)
+            if at is not None:
+                at.last_used_ms = max(at.last_used_ms, used_ms)
+                at.lease_until_ms = max(at.lease_until_ms, lease_until_ms)
         return None
+
+    def settle_next(self) -> None:
+        """Go on with one of ``unsettled``."""
+        record = self.unsettled.popleft()
+        if self.forest.get(record.namespace, record.key) is record:
+            self.settle(record)
 
     def hide(self, record: ObjectRecord) -> list[Extent]:
         """Take it out of every answer; returns its extents, which are still allocated."""
@@ -178,11 +193,15 @@ class Pool:
         self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)
         self.forest.breaks += 1
 
-    def sweep_dead(self, segment: Segment, count: int) -> bool:
-        """Forget up to ``count`` objects of a dead segment; False when none is left to do."""
-        for record in segment.candidates.after(0, count):
+    def sweep_dead(self, segment: Segment, steps: int) -> bool:
+        """Forget objects of a dead segment, about ``steps`` records in all; False when none of its
+        candidates is left."""
+        steps_max = self.forest.steps + steps
+        for record in segment.candidates.after(0, steps):
             if not record.ticket:
                 continue  # went along with one before
+            if self.forest.steps >= steps_max:
+                break
             if record.complete:
                 detached = segment.candidates.detached(record)
                 segment.candidates.discard(record)
@@ -201,7 +220,7 @@ class Pool:
         if not segment.alive:
             return None
         candidates = segment.candidates
-        walked_max = self.forest.walked + steps
+        steps_max = self.forest.steps + steps
         records = candidates.after(ticket, steps)
         for record in records:
             ticket = record.ticket
@@ -209,7 +228,7 @@ class Pool:
             if detached != candidates.detached(record):
                 candidates.discard(record)
                 candidates.add(record, detached=detached)
-            if self.forest.walked >= walked_max:
+            if self.forest.steps >= steps_max:
                 return ticket
         return ticket if len(records) == steps else None
 
@@ -315,8 +334,9 @@ class Pool:
     @staticmethod
     def _allocate_free(order: Iterable[Segment], length: int) -> Extent | None:
         for segment in order:
-            offset = segment.allocator.allocate(length)
-            if offset is not None:
+            if segment.allocator.largest_free >= length:
+                offset = segment.allocator.allocate(length)
+                assert offset is not None
                 return segment, offset
         return None
 
@@ -324,7 +344,7 @@ class Pool:
 
     def check_invariants(self, others: Iterable[tuple[Segment, int, int]]) -> None:
         """``others``: extents that objects do not own, as (segment, offset, length)."""
-        self.forest.check_invariants()
+        self.forest.check_invariants(self.unsettled)
         used: dict[int, list[tuple[int, int]]] = {key: [] for key in self.segments}
         leaves: dict[int, set[ObjectRecord]] = {}
         for record in self.forest.records():
@@ -385,11 +405,12 @@ class _Eviction:
         self._budget -= 1
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
-        home = victim.segment
+        changed = {victim.segment}
         parent = self._pool.evict(victim)
-        for changed in (home, None if parent is None else parent.segment):
-            if changed is not None and changed in heads:
-                heads[changed] = self._head(changed)
+        if parent is not None:
+            changed.add(parent.segment)
+        for segment in heads.keys() & changed:
+            heads[segment] = self._head(segment)
         return freed
 
     def _head(self, segment: Segment) -> ObjectRecord | None:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 LIST_ROWS_MAX = 10_000
 _POSITION_BITS = 32
-LIST_LOOKED_AT_MAX = 50_000
-"""Records that one page may look at (a prefix may match few of them): about 10 ms."""
+LIST_STEPS_MAX = 50_000
+"""Records that one page may look at: a prefix may match few of them, and to say that one is
+detached its ancestors are walked over. About 10 ms."""
 
 
 def status(state: MasterState, now_ms: int) -> calls.ClusterStatus:
@@ -46,13 +47,13 @@ def list_objects(state: MasterState, now_ms: int, request: calls.ListObjects) ->
     first, position = divmod(request.cursor, 1 << _POSITION_BITS)
     limit = max(1, min(request.limit, LIST_ROWS_MAX))
     rows: list[calls.ObjectRow] = []
-    looked_at = 0
+    steps_max = state.forest.steps + LIST_STEPS_MAX
     for index, shard in enumerate(shards[first:], first):
         for record in islice(shard.values(), position, None):
-            if len(rows) == limit or looked_at == LIST_LOOKED_AT_MAX:
+            if len(rows) == limit or state.forest.steps >= steps_max:
                 return calls.Listed(rows, index << _POSITION_BITS | position)
             position += 1
-            looked_at += 1
+            state.forest.steps += 1
             if record.key.startswith(request.prefix) and (record.complete or record.writer):
                 rows.append(_row(state, record, now_ms))
         position = 0

@@ -106,6 +106,7 @@ class Server:
         self, module: str, arguments: Sequence[str], *, log: Path, prefix: Sequence[str] = ()
     ) -> None:
         self.log = log
+        self._name = " ".join((module, *arguments))
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", module, *arguments],
@@ -138,7 +139,7 @@ class Server:
             data = os.read(fd, 1 << 16) if ready else b""
             if not data:
                 how = "it ended" if ready else f"not within {within_s} s"
-                pytest.fail(f"{self.process.args}: no line {pattern!r}, {how}\n{self.errors}")
+                pytest.fail(f"{self._name}: no line {pattern!r}, {how}\n{self.errors}")
             self._said += data
 
     def wait(self, *, within_s: float = STOP_S) -> int:
@@ -147,7 +148,7 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            pytest.fail(f"{self.process.args} did not end within {within_s} s\n{self.errors}")
+            pytest.fail(f"{self._name} did not end within {within_s} s\n{self.errors}")
 
     def terminate(self, *, within_s: float = STOP_S) -> int:
         """SIGTERM; its exit status."""
@@ -194,13 +195,16 @@ class Cluster:
         *,
         settings: Mapping[str, Any] | None = None,
         prefix: Sequence[str] = (),
+        reached_at: str = "127.0.0.1",
     ) -> None:
         """
         Args:
             directory: for logs.
             settings: of the master.
             prefix: what the commands of all processes begin with.
+            reached_at: the master's host, as we see it.
         """
+        self.reached_at = reached_at
         self.directory = directory
         self.prefix = list(prefix)
         self.settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0} | dict(settings or {})
@@ -215,7 +219,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        return f"{self.settings['host']}:{self.settings['port']}"
+        return f"{self.reached_at}:{self.settings['port']}"
 
     def start(self, nodes: int = 1, **settings: Any) -> None:
         """A master and nodes, all at once where the port is known, and wait until they serve."""

@@ -37,11 +37,21 @@ STORED = PutOutcome.STORED
 LEASE_S = SHORT["lease_ms"] / 1000
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """With promises that end within seconds."""
+    cluster = Cluster(tmp_path_factory.mktemp("store"), settings=SHORT)
+    try:
+        cluster.start()
+        yield cluster
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
 @pytest.fixture(params=["sync", "async"])
-def verbs(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Any]:
-    """A client of a store of one node."""
-    cluster.start()
-    with either_client(request.param, cluster.address) as client:
+def verbs(request: pytest.FixtureRequest, store: Cluster) -> Iterator[Any]:
+    with either_client(request.param, store.address) as client:
         yield client
 
 
@@ -69,7 +79,7 @@ def test_a_view_is_the_pools_own_memory_and_cannot_be_written(verbs: Any) -> Non
     bytes_view = verbs.get("bytes", copy=False)
     assert isinstance(bytes_view, memoryview)
     assert bytes_view.readonly
-    assert bytes_view == b"abc"
+    assert bytes(bytes_view) == b"abc"
     assert verbs.stats().views == 2
     assert verbs.get_many(["array", "none"], copy=False)[1] is None
 
@@ -89,7 +99,7 @@ def test_a_lease_is_renewed_for_as_long_as_anything_of_the_view_lives(verbs: Any
     verbs.put("k", np.arange(100))
     piece = verbs.get("k", copy=False).reshape(10, 10)[3:5, 2]
     lease = verbs.lease(piece)
-    assert held_for(lease, 3 * LEASE_S)
+    assert held_for(lease, 1.7 * LEASE_S)
     assert piece.tolist() == [32, 42]
     assert verbs.stats().views == 1
     del piece
@@ -114,7 +124,7 @@ def test_new_views_do_not_keep_the_old_ones_from_being_renewed(verbs: Any) -> No
     first = verbs.get("k0", copy=False)
     lease = verbs.lease(first)
     least = LEASE_S
-    deadline = time.monotonic() + 2 * LEASE_S
+    deadline = time.monotonic() + 1.5 * LEASE_S
     number = 0
     while time.monotonic() < deadline:
         number += 1
@@ -149,8 +159,8 @@ def test_without_a_master_a_promise_ends_and_says_so(cluster: Cluster) -> None:
     client = cluster.client(timeout_ms=1_000)
     client.put("k", np.arange(10))
     view = client.get("k", copy=False)
-    lease = client.lease(view)
     assert isinstance(view, np.ndarray)
+    lease = client.lease(view)
     assert lease is not None
     assert cluster.master_server is not None
     cluster.master_server.kill()
@@ -164,9 +174,8 @@ def test_without_a_master_a_promise_ends_and_says_so(cluster: Cluster) -> None:
     assert not lease.held
 
 
-def test_a_view_can_be_read_after_its_client_is_closed(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client()
+def test_a_view_can_be_read_after_its_client_is_closed(store: Cluster) -> None:
+    client = store.client()
     client.put("k", np.arange(10))
     view = client.get("k", copy=False)
     assert isinstance(view, np.ndarray)
@@ -174,18 +183,20 @@ def test_a_view_can_be_read_after_its_client_is_closed(cluster: Cluster) -> None
     assert view.tolist() == list(range(10))
 
 
-def test_a_view_of_a_node_that_has_left_is_a_miss(verbs: Any, cluster: Cluster) -> None:
-    verbs.put("k", np.arange(10))
-    view = verbs.get("k", copy=False)
+def test_a_view_of_a_node_that_has_left_is_a_miss(cluster: Cluster) -> None:
+    cluster.start()
+    client = cluster.client()
+    client.put("k", np.arange(10))
+    view = client.get("k", copy=False)
     assert cluster.nodes[0].terminate() == 0
-    assert verbs.get("k", copy=False) is None
-    assert verbs.get("k") is None
+    assert client.get("k", copy=False) is None
+    assert client.get("k") is None
+    assert isinstance(view, np.ndarray)
     assert view.tolist() == list(range(10))
 
 
-def test_over_tcp_a_view_is_a_copy(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client(transports=("tcp",))
+def test_over_tcp_a_view_is_a_copy(store: Cluster) -> None:
+    client = store.client(transports=("tcp",))
     client.put("k", np.arange(10))
     view = client.get("k", copy=False)
     assert isinstance(view, np.ndarray)
@@ -198,7 +209,7 @@ def test_over_tcp_a_view_is_a_copy(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_what_is_computed_into_the_pool_is_put_without_moving_a_byte(
-    verbs: Any, cluster: Cluster, kind: Any
+    verbs: Any, store: Cluster, kind: Any
 ) -> None:
     if kind == "torch":
         pytest.importorskip("torch")
@@ -206,36 +217,37 @@ def test_what_is_computed_into_the_pool_is_put_without_moving_a_byte(
     array[:] = 7
     assert not verbs.exists("k")
     assert verbs.put("k", array) is STORED
-    other = cluster.client()
+    other = store.client()
     assert (other.get("k") == array).all()
     seen = other.get("k", copy=False)
     array[0, 0] = 8  # forbidden; done here to see that it is one and the same memory
     assert seen is not None
-    assert float(seen[0, 0]) == 8  # type: ignore[arg-type, call-overload]
+    assert float(seen[0, 0]) == 8  # type: ignore[call-overload]
 
 
-def test_an_allocation_outlives_the_put_deadline(verbs: Any, cluster: Cluster) -> None:
+def test_an_allocation_outlives_the_put_deadline(verbs: Any, store: Cluster) -> None:
     array = verbs.allocate(1000, kind="numpy")
     lease = verbs.lease(array)
     array[:] = 5
-    assert held_for(lease, 2.5 * SHORT["put_deadline_ms"] / 1000)
+    assert held_for(lease, 1.5 * SHORT["put_deadline_ms"] / 1000)
     assert verbs.put("k", array) is STORED
-    assert held_for(lease, 1.5 * LEASE_S)  # now as a view of the object
-    assert (cluster.client().get("k") == array).all()
+    assert held_for(lease, 1.1 * LEASE_S)  # now as a view of the object
+    assert (store.client().get("k") == array).all()
 
 
-def test_a_dropped_allocation_gives_its_memory_back(verbs: Any, cluster: Cluster) -> None:
+def test_a_dropped_allocation_gives_its_memory_back(verbs: Any, store: Cluster) -> None:
     verbs.put("k", b"x")
-    before = cluster.used_bytes()
+    until(lambda: store.used_bytes() < 1 << 20)  # what was removed before
+    before = store.used_bytes()
     array = verbs.allocate(1 << 20, kind="numpy")
     piece = array[10:]
-    assert cluster.used_bytes() > before
+    assert store.used_bytes() > before
     del array
     gc.collect()
-    assert cluster.used_bytes() > before
+    assert store.used_bytes() > before
     del piece
     gc.collect()
-    until(lambda: cluster.used_bytes() == before)
+    until(lambda: store.used_bytes() <= before)
 
 
 def test_allocations_that_come_too_late_or_are_smaller_or_empty(verbs: Any) -> None:
@@ -275,14 +287,13 @@ def test_an_allocation_of_a_master_that_is_gone_is_lost(cluster: Cluster) -> Non
     assert client.put("k", fresh, wait_ms=5_000) is STORED
 
 
-def test_without_a_segment_of_this_host_nothing_can_be_computed_into(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client(transports=("tcp",))
-    before = cluster.used_bytes()
+def test_without_a_segment_of_this_host_nothing_can_be_computed_into(store: Cluster) -> None:
+    client = store.client(transports=("tcp",))
+    before = store.used_bytes()
     with pytest.raises(NodeUnreachableError, match="remote memory") as caught:
         client.allocate(1000, kind="numpy")
     assert caught.value.advice
-    assert cluster.used_bytes() == before
+    assert store.used_bytes() == before
 
 
 # --- contributing memory -----------------------------------------------------------------------

@@ -36,12 +36,24 @@ class ForestMachine(RuleBasedStateMachine):
         self.segments = {number: segment(number) for number in range(2)}
         self.parent: dict[Key, Key | None] = {}  # of every record
         self.on: dict[Key, int] = {}  # number of its segment, for complete ones
+        self.written: set[Key] = set()
 
     # --- what a put, a removal and a death do ------------------------------------------------
 
     @rule(key=st.sampled_from(KEYS), parent=st.none() | st.sampled_from(KEYS), on=st.integers(0, 1))
     def store(self, key: Key, parent: Key | None, on: int) -> None:
         self._store(key, parent, on)
+
+    @rule(key=st.sampled_from(KEYS), parent=st.none() | st.sampled_from(KEYS))
+    def begin(self, key: Key, parent: Key | None) -> None:
+        """A put starts: its record has a place, but no bytes yet."""
+        self._place(key, parent)
+
+    @precondition(lambda self: self.written)
+    @rule(data=st.data(), on=st.integers(0, 1), given_up=st.booleans())
+    def end(self, data: st.DataObject, on: int, given_up: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.written)))
+        self._finish(key, None if given_up else on)
 
     @rule(keys=CHAINS, on=st.integers(0, 1), backwards=st.booleans(), data=st.data())
     def store_chain(self, keys: list[Key], on: int, backwards: bool, data: st.DataObject) -> None:
@@ -57,8 +69,13 @@ class ForestMachine(RuleBasedStateMachine):
             self._store(key, parent, on)
 
     def _store(self, key: Key, parent: Key | None, on: int) -> None:
-        if key in self.on or key == parent:
-            return  # found, or refused by the caller
+        self._place(key, parent)
+        if key in self.written:
+            self._finish(key, on)
+
+    def _place(self, key: Key, parent: Key | None) -> None:
+        if key in self.on or key in self.written or key == parent:
+            return  # found, being written, or refused by the caller
         record = self.forest.ensure(NAMESPACE, key)
         if record.lost:
             self.forest.empty(record)
@@ -78,8 +95,19 @@ class ForestMachine(RuleBasedStateMachine):
             return
         assert not rings, "closed a ring"
         self.parent[key] = parent
+        record.writer = 1
+        self.written.add(key)
         if before is not None:
             self._tidy(before)
+
+    def _finish(self, key: Key, on: int | None) -> None:
+        record = self.forest.get(NAMESPACE, key)
+        assert record is not None
+        record.writer = 0
+        self.written.remove(key)
+        if on is None:
+            self._tidy(record)
+            return
         record.segment = self.segments[on]
         self.forest.fill(record, 1)
         self.on[key] = on
@@ -115,7 +143,9 @@ class ForestMachine(RuleBasedStateMachine):
         while record is not None and not record.children:
             if record.lost:
                 self.forest.empty(record)
-            if record.segment is not None or self.forest.get(NAMESPACE, record.key) is not record:
+            if record.segment is not None or record.writer:
+                return
+            if self.forest.get(NAMESPACE, record.key) is not record:
                 return
             del self.parent[record.key]
             record = self.forest.forget(record)
@@ -188,6 +218,8 @@ class ForestMachine(RuleBasedStateMachine):
         assert records.keys() == self.parent.keys()
 
     def teardown(self) -> None:
+        for key in sorted(self.written):
+            self._finish(key, None)
         for key in KEYS:  # whatever happened: everything stored anew is one whole chain
             self._store(key, KEYS[KEYS.index(key) - 1] if key != KEYS[0] else None, 0)
         table = self.forest.table(NAMESPACE)

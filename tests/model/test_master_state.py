@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,11 +24,11 @@ from kvstore.errors import (
     KVStoreError,
     NodeNameTakenError,
     NoSpaceError,
-    ProtocolError,
     SegmentGoneError,
     ValueTooLargeError,
 )
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
+from kvstore.master.state import eviction, master_state, pool, records
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MAKING_ROOM_MS, MasterRules, MasterState
@@ -145,7 +146,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     # --- nodes -------------------------------------------------------------------------------
 
-    memories = st.lists(st.integers(2, 14), min_size=1, max_size=2)
+    memories = st.lists(st.integers(3, 24), min_size=1, max_size=2)
 
     @initialize(units=st.lists(memories, min_size=1, max_size=3))
     def cluster_starts(self, units: list[list[int]]) -> None:
@@ -227,25 +228,6 @@ class MasterMachine(RuleBasedStateMachine):
         }
         assert resent == {item for item in self.unwiped if item[0][0] in node.ids}
 
-    @rule(name=st.sampled_from(NODES))
-    def stranger_resumes(self, name: str) -> None:
-        offer = calls.SegmentOffer(8192, b"x" * 16, "", "", b"", 0, 1, False)
-        join = calls.NodeJoin(name, "h0", PROTOCOL_VERSION, EPOCH, [offer])
-        self.sessions += 1
-        try:
-            self.state.node_joined(self.now_ms, self.sessions, join)
-        except SegmentGoneError:
-            self._see()
-            return
-        raise AssertionError("resumed what was not there")
-
-    def _node_stream_breaks(self, node: ModelNode) -> None:
-        if node.session is not None:
-            self.old_sessions.append(node.session)
-            self.state.node_stream_broken(node.session)
-            node.session = None
-        self._see()
-
     @precondition(lambda self: self.nodes)
     @rule(data=st.data(), what=st.sampled_from(["breaks", "breaks", "reported", "leaves"]))
     def trouble(self, data: st.DataObject, what: str) -> None:
@@ -258,15 +240,30 @@ class MasterMachine(RuleBasedStateMachine):
             case "leaves":
                 self._node_leaves(node)
 
-    @rule(by=st.data())
-    def old_stream_is_heard(self, by: st.DataObject) -> None:
-        if not self.old_sessions:
-            return
-        session = by.draw(st.sampled_from(self.old_sessions))
-        said: list[calls.NodeMessage] = [calls.NodeBeat(1), calls.NodeWiped(1), calls.NodeLeave()]
-        self.state.node_said(self.now_ms, session, by.draw(st.sampled_from(said)))
-        self.state.node_stream_broken(session)
-        assert not self.state.effects
+    def _node_stream_breaks(self, node: ModelNode) -> None:
+        if node.session is not None:
+            self.old_sessions.append(node.session)
+            self.state.node_stream_broken(node.session)
+            node.session = None
+        self._see()
+
+    @rule(name=st.sampled_from(NODES), data=st.data())
+    def strangers_speak(self, name: str, data: st.DataObject) -> None:
+        if self.old_sessions:
+            session = data.draw(st.sampled_from(self.old_sessions))
+            said: list[calls.NodeMessage] = [
+                calls.NodeBeat(1),
+                calls.NodeWiped(1),
+                calls.NodeLeave(),
+            ]
+            self.state.node_said(self.now_ms, session, data.draw(st.sampled_from(said)))
+            self.state.node_stream_broken(session)
+            assert not self.state.effects
+        offer = calls.SegmentOffer(8192, b"x" * 16, "", "", b"", 0, 1, False)
+        join = calls.NodeJoin(name, "h0", PROTOCOL_VERSION, EPOCH, [offer])
+        self.sessions += 1
+        with pytest.raises(SegmentGoneError):
+            self.state.node_joined(self.now_ms, self.sessions, join)
         self._see()
 
     @precondition(lambda self: self.nodes)
@@ -405,12 +402,37 @@ class MasterMachine(RuleBasedStateMachine):
         if tokens:
             self._end(EPOCH, tokens)
 
+    @rule(namespace=namespaces, size=st.sampled_from(SIZES))
+    def store_whole_chain(self, namespace: Namespace, size: int) -> None:
+        self.store_chain(namespace, len(KEYS), size, 1, False, 0)
+
+    @rule(namespace=namespaces)
+    def match_whole_chain(self, namespace: Namespace) -> None:
+        self.match([namespace], KEYS, True)
+
     @rule(size=st.sampled_from(SIZES), wait_ms=waits, host=hosts)
     def allocate(self, size: int, wait_ms: int, host: str) -> None:
         self._start(calls.Allocate(size, wait_ms, host))
 
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def press(self, data: st.DataObject) -> None:
+        """Ask for a whole segment: whatever nobody needs is evicted."""
+        offer = data.draw(st.sampled_from(self._any_node(data).offers))
+        units = (offer.size - SUPERBLOCK_BYTES) // 1024
+        before = set(self.granted)
+        self._start(calls.Allocate((units - 1) * 1024, 0, ""))
+        for token in self.granted.keys() - before:
+            del self.granted[token]
+            self.old_tokens.append(token)
+            revoke = calls.PutRevoke(EPOCH, [token], True)
+            assert self.state.put_revoke(self.now_ms, revoke).revoked == 1
+        self._see()
+
     def _start(self, request: calls.PutStart | calls.Allocate) -> None:
         outcomes = self._outcomes(request)
+        if PutOutcome.FOUND in outcomes or getattr(request, "parent", None) is not None:
+            self.put_ms = self.now_ms
         wanted = outcomes.count(PutOutcome.WRITE)
         busy = wanted > 0 and len(self.granted) + wanted > RULES.pending_puts_max
         try:
@@ -439,17 +461,16 @@ class MasterMachine(RuleBasedStateMachine):
             assert not busy
             assert request.wait_ms == 0
             self._check_shortage(request, error, outcomes)
-            if PutOutcome.FOUND in outcomes or getattr(request, "parent", None) is not None:
-                self.put_ms = self.now_ms
             self._see(may_evict=True)
             return
-        if PutOutcome.FOUND in outcomes or getattr(request, "parent", None) is not None:
-            self.put_ms = self.now_ms
         if isinstance(result, Later):
             self._new_ticket(result.ticket)
             assert len(self.waiting) < RULES.waiting_puts_max
-            wait_ms = min(request.wait_ms, RULES.put_wait_max_ms) or MAKING_ROOM_MS
-            self.waiting[result.ticket] = Waiting(request, self.now_ms + wait_ms)
+            wait_ms = min(request.wait_ms, RULES.put_wait_max_ms)
+            deadline_ms = self.state._waiting[-1].deadline_ms
+            allowed = {wait_ms, max(wait_ms, MAKING_ROOM_MS)} - {0}
+            assert deadline_ms - self.now_ms in allowed
+            self.waiting[result.ticket] = Waiting(request, deadline_ms)
         else:
             assert not busy
             assert list(result.outcomes) == outcomes
@@ -510,7 +531,7 @@ class MasterMachine(RuleBasedStateMachine):
         quiet &= all(offer.size - SUPERBLOCK_BYTES >= longest for offer in offers)
         quiet &= len(self._choosable()) == len(self.nodes)
         quiet &= self.now_ms >= self.put_ms + RULES.lease_ms
-        if quiet and PutOutcome.FOUND not in outcomes and getattr(request, "parent", None) is None:
+        if quiet:
             replicas = getattr(request, "replicas", 1)
             roomy = [
                 node
@@ -819,6 +840,14 @@ class MasterMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, batch=st.lists(keys, min_size=1, max_size=3))
     def remove(self, namespace: Namespace, batch: list[Key]) -> None:
+        self._remove(namespace, batch)
+
+    @rule(namespace=namespaces)
+    def remove_a_tip(self, namespace: Namespace) -> None:
+        chain = [key for key in KEYS if (namespace, key) in self.objects]
+        self._remove(namespace, chain[-1:])
+
+    def _remove(self, namespace: Namespace, batch: list[Key]) -> None:
         removed, items = [], set()
         for key in batch:
             removed.append((namespace, key) in self.objects)
@@ -905,13 +934,18 @@ class MasterMachine(RuleBasedStateMachine):
 
     @rule()
     def work_until_done(self) -> None:
-        for _ in range(200):
+        for _ in range(2_000):
             if not self.state.has_work:
                 break
             self.state.work(self.now_ms)
             self._see(may_evict=True)
         else:
             raise AssertionError("the background work does not end")
+        for record in self.state.forest.records():
+            segment = record.segment
+            if record.complete and segment is not None and not record.children:
+                assert segment.alive, "a leaf that nobody can evict"
+                assert self.state.forest.reachable(record) or segment.candidates.detached(record)
         status = self.state.status(self.now_ms, calls.Status())
         if not self.granted:  # lost blocks right above a put under way are counted until it ends
             counts = {row.name: (row.objects, row.size) for row in status.namespaces}
@@ -1051,17 +1085,30 @@ class MasterMachine(RuleBasedStateMachine):
         assert recorded == {name[0] + name[1].decode() for name in self.objects}
 
 
-MasterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
+class SlicedMachine(MasterMachine):
+    """The same with slices of work so small that everything goes on in a later one."""
+
+    slices = (
+        (pool, "EVICTIONS_PER_STEP", 1),
+        (pool, "SETTLE_STEPS", 1),
+        (pool, "_REMARKS_PER_LOOK", 1),
+        (eviction, "_MOVES_PER_PEEK", 2),
+        (master_state, "SWEEP_STEPS", 2),
+        (master_state, "SERVED_PER_STEP", 1),
+        (records, "ONE_SHARD_RECORDS", 2),
+    )
+
+    def __init__(self) -> None:
+        self.patches = pytest.MonkeyPatch()
+        for module, name, value in self.slices:
+            self.patches.setattr(module, name, value)
+        super().__init__()
+
+    def teardown(self) -> None:
+        self.patches.undo()
+
+
+MasterMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50)
+SlicedMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 test_master_state = MasterMachine.TestCase
-
-
-def test_protocol_of_another_release_is_refused() -> None:
-    state = MasterState(epoch=EPOCH, rules=RULES)
-    offer = calls.SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 1, True)
-    join = calls.NodeJoin("n", "h", PROTOCOL_VERSION + 1, 0, [offer])
-    try:
-        state.node_joined(0, 1, join)
-    except ProtocolError:
-        state.check_invariants()
-        return
-    raise AssertionError("accepted")
+test_master_state_in_small_slices = SlicedMachine.TestCase

@@ -44,7 +44,7 @@ LEASE_MARGIN_MS = 40
 CLOCK_DRIFT = 0.005
 """Of every clock, either way; two of them differ by less than the margin covers (2 %)."""
 
-HEALED_US = 9 * SECOND
+HEALED_US = 15 * SECOND
 """After the last fault: a put's deadline and its quarantine, and what nodes take to join."""
 
 QUIET_US = 3 * SECOND

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from kvstore.calls import Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.master_state import MasterState
@@ -39,12 +39,17 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int
             yield put.token, segment, offset, put.length
 
 
-def replaced_by(state: MasterState, tokens: Sequence[int]) -> Iterator[Name]:
-    """The complete objects that these puts overwrite if they end now."""
-    for token in tokens:
-        put = state._pending.get(token)
-        if put is not None and put.record is not None and put.record.complete:
-            yield put.record.namespace, put.record.key
+def replaced_by(state: MasterState, token: int) -> Name | None:
+    """The complete object that this put overwrites if it ends now."""
+    put = state._pending.get(token)
+    if put is None or put.record is None or not put.record.complete:
+        return None
+    return put.record.namespace, put.record.key
+
+
+def waiting(state: MasterState) -> int:
+    """Puts that wait for room."""
+    return len(state._waiting)
 
 
 def owner_of(

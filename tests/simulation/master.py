@@ -13,6 +13,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import encode_error
+from tests.simulation import inside
 from tests.simulation.network import BrokenStreamError, End
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import MS, Future, Process
@@ -49,7 +50,7 @@ class Master:
         self._sessions: dict[int, End] = {}
         self._next_session = 0
         self._working = False
-        oracle.master_started(self.state)
+        oracle.master_started(self.state, lambda: self.now_ms)
         process.spawn("tick", self._tick_forever())
 
     @property
@@ -198,8 +199,9 @@ class Master:
             await self.process.sleep(TICK_US)
             due_ms = self.state.next_tick_ms(self.now_ms)
             self.state.tick(self.now_ms)
-            if due_ms is not None and due_ms <= self.now_ms:  # else it had nothing to do
-                self._stepped()
+            due = due_ms is not None and due_ms <= self.now_ms
+            if due or self.state.effects or inside.waiting(self.state):
+                self._stepped()  # else it had nothing to do
             self._settle()
 
     def _stepped(self) -> None:

@@ -60,6 +60,8 @@ class End:
         self.outgoing: deque[tuple[int, Any]] = deque()
         """(sent at, message), not arrived yet."""
         self.last_arrival_us = 0
+        self.is_lost = False
+        """Nothing that is sent from now on arrives: part of what was sent before did not."""
 
     def send(self, message: Any) -> None:
         """Queue a message; like a socket's buffer, it says nothing about arrival.
@@ -161,13 +163,16 @@ class Network:
 
     def break_stream(self, near: End) -> None:
         """A random part of what is under way is lost, on both sides."""
-        for end in (near, near.peer):
+        for end in {near: None, near.peer: None}:
+            end.is_lost = True
             if end.outgoing:
                 for _ in range(self._scheduler.random.randint(0, len(end.outgoing))):
                     end.outgoing.pop()
             self._break_soon(end)
 
     def carry(self, end: End, message: Any) -> None:
+        if end.is_lost:
+            return
         end.outgoing.append((self._scheduler.now_us, message))
         random, weather = self._scheduler.random, self.weather
         chance = random.random()
@@ -197,6 +202,7 @@ class Network:
             if until_us > give_up_us:
                 if now_us >= give_up_us:
                     end.outgoing.clear()
+                    end.is_lost = True
                     self._break_soon(end)
                     if end.peer is not end:
                         self._break_soon(end.peer)
@@ -224,6 +230,7 @@ class Network:
         listener = self._listeners.get(address)
         if listener is None or not listener[0].alive:
             near.outgoing.clear()
+            near.is_lost = True
             self._break_soon(near)
             return
         process, accept = listener

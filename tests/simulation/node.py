@@ -33,6 +33,8 @@ class Node:
 
     fences = True
     wipes = True
+    fences_unanswered_joins = True
+    """Not what the agent does: see README.md, finding 1. False shows it."""
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int
@@ -45,6 +47,8 @@ class Node:
         self._piece_bytes = piece_bytes
         self._epoch = 0
         self._fresh = True
+        self._unanswered = False
+        """A join was sent, and nobody knows whether the master has accepted it."""
         self._connections: dict[Task[None], End] = {}
         self._link: End | None = None
         process.spawn("agent", self._run())
@@ -82,6 +86,9 @@ class Node:
                 self._oracle.note(f"{self.name} session ended: {error.message}")
             except (BrokenStreamError, TimedOutError) as error:
                 self._oracle.note(f"{self.name} session ended: {type(error).__name__}")
+            if self._unanswered and self.fences_unanswered_joins:
+                self._fresh = self._unanswered = False
+                self._fence()
             lasted_us = self.process.scheduler.now_us - started_us
             failures = failures + 1 if lasted_us < SECOND // 5 else 1
             await self.process.sleep(BACKOFF_US[min(failures, len(BACKOFF_US)) - 1])
@@ -108,11 +115,12 @@ class Node:
             )  # fmt: skip
             join = NodeJoin(self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer])
             link.send(encode_node_message(join))
+            self._unanswered = self._epoch == 0
             accepted = self._decoded(await link.receive(JOIN_TIMEOUT_US))
             assert isinstance(accepted, MasterAccepted)
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
-            self._fresh = False
+            self._fresh = self._unanswered = False
             self._oracle.note(f"{self.name} joined epoch={accepted.epoch} resumed={resumed}")
             beating = self.process.spawn("beat", self._beat(link, accepted.beat_ms))
             while True:

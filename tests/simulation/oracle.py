@@ -18,7 +18,7 @@ rules, each with the place where it is checked:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -80,8 +80,9 @@ class _Call:
     """A request that the master has processed and whose answer is on its way."""
 
     request: calls.Request
-    doomed: list[Version]
-    """What must not be read any more once it is acknowledged."""
+    doomed: list[list[tuple[Version, str]]]
+    """Of each key or token: what must not be read any more once it is acknowledged, and the rule
+    that is broken if it is."""
 
 
 class Oracle:
@@ -98,8 +99,8 @@ class Oracle:
         self._history: dict[Name, list[Version]] = {}
         """Versions that were complete, in their order."""
         self._stored: set[Version] = set()
-        self._gone: dict[Version, int] = {}
-        """When it was acknowledged that this version is no more."""
+        self._gone: dict[Version, tuple[int, str]] = {}
+        """When it was acknowledged that this version is no more, and the rule."""
         self._calls: dict[int, _Call] = {}
         self._now_complete: dict[Name, Version] = {}
         self._places: dict[Version, list[tuple[Segment, int]]] = {}
@@ -108,6 +109,8 @@ class Oracle:
         self._evicted = 0
         self._last_token = 0
         self._state: MasterState | None = None
+        self._now_ms: Callable[[], int] = lambda: 0
+        """The master's clock."""
 
     def note(self, text: str) -> None:
         self._scheduler.note(text)
@@ -124,8 +127,9 @@ class Oracle:
 
     # --- the master ---------------------------------------------------------------------------
 
-    def master_started(self, state: MasterState) -> None:
+    def master_started(self, state: MasterState, now_ms: Callable[[], int]) -> None:
         self._state = state
+        self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
         self._evicted = self._last_token = 0
@@ -139,24 +143,29 @@ class Oracle:
     ) -> None:
         """Just before the state sees a request."""
         del now_ms
-        names: list[Name] = []
+        names: list[Name | None] = []
         match request:
             case calls.Remove(namespace, keys):
                 names = [(namespace, key) for key in keys]
             case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
-                names = list(inside.replaced_by(state, tokens))
+                names = [inside.replaced_by(state, token) for token in tokens]
             case calls.Commit() if request.overwrite:
                 names = [(request.namespace, request.key)]
             case _:
                 pass
-        doomed = [
-            version
-            for name in names
-            for version in self._history.get(name, ())
-            if version.epoch == state.epoch
-        ]
+        doomed = [[] if name is None else self._versions_of(name, state.epoch) for name in names]
         self._calls[call_id] = _Call(request, doomed)
+
+    def _versions_of(self, name: Name, epoch: int) -> list[tuple[Version, str]]:
+        # Those before the present one were replaced or removed by somebody else, and their
+        # wiping may still be under way.
+        present = self._now_complete.get(name)
+        return [
+            (version, "removed_read" if version == present else "removed_twice_read")
+            for version in self._history.get(name, ())
+            if version.epoch == epoch
+        ]
 
     def master_stepped(
         self,
@@ -198,7 +207,7 @@ class Oracle:
                 continue
             if new is not None:
                 if not isinstance(request, calls.PutEnd | calls.Commit):
-                    self.broken("vanished", f"{name} {version} became {new}", name[1])
+                    self.broken("vanished", f"{name} {version} became {new}", name[1].decode())
             elif _removes(request, name):
                 self.note(f"removed {_show(name)} {_v(version)}")
             elif not any(segment.alive for segment, _ in self._places[version]):
@@ -213,7 +222,7 @@ class Oracle:
                 self.broken(
                     "evicted_leased",
                     f"{_show(name)} {_v(version)} is leased for {until_ms - now_ms} ms more",
-                    name[1],
+                    name[1].decode(),
                 )
         counted = state.counters["evicted_objects"] - self._evicted
         if counted != len(evicted):
@@ -250,7 +259,11 @@ class Oracle:
         for name in names:
             version = self._now_complete.get(name)
             if version is None:
-                self.broken("promise", f"{_show(name)} is promised and not complete", name[1])
+                matching = isinstance(request, calls.MatchPrefix)
+                self.broken(
+                    "match_overcounts" if matching else "promise",
+                    f"{_show(name)} is promised and not complete", name[1].decode(),
+                )  # fmt: skip
             else:
                 self._promised[version] = now_ms + state.rules.lease_ms
 
@@ -272,13 +285,26 @@ class Oracle:
                     and promise.version != (state.epoch, token)
                 ):
                     self.broken(
-                        f"granted_{promise.what}",
+                        self._kind_of(promise),
                         f"put {token} gets {segment} [{offset}, {offset + length}), where "
                         f"{promise.client} believes in {_v(promise.version)} "
                         f"[{promise.offset}, {promise.offset + promise.length})",
-                        _v(promise.version), token,
+                        _v(promise.version), str(segment),
                     )  # fmt: skip
         self._last_token = newest
+
+    def _kind_of(self, promise: Believed) -> str:
+        stored = promise.version in self._stored
+        if promise.what == "allocation":
+            return "granted_committed" if stored else "granted_allocation"
+        if promise.what == "view" and not stored:  # it was not needed, and is kept for a while
+            return "granted_allocation"
+        if promise.what == "view" and any(
+            segment.offer.uuid == promise.uuid and not segment.alive
+            for segment, _ in self._places[promise.version]
+        ):
+            return "granted_lost_replica"
+        return f"granted_{promise.what}"
 
     # --- bytes --------------------------------------------------------------------------------
 
@@ -302,9 +328,13 @@ class Oracle:
         if state is None or segment is None:
             return
         owner = inside.owner_of(state, segment, offset, len(data), version)
-        if owner not in ("writer", "quarantine"):
+        if owner == "free" and by_hand and self._now_ms() < segment.usable_at_ms:
+            self.count("written_before_usable")  # nobody is harmed, yet
+        elif owner not in ("writer", "quarantine"):
             rule = "allocation_outlived" if by_hand else "late_write"
-            if version.epoch != state.epoch:
+            if version in self._stored:
+                rule = "committed_rewritten"
+            elif version.epoch != state.epoch:
                 rule = "allocation_outlived" if by_hand else "old_epoch_write"
             self.broken(
                 rule,
@@ -326,7 +356,7 @@ class Oracle:
     def check_view(self, view: View) -> None:
         if view.data != view.snapshot:
             self.broken(
-                "view_changed",
+                "view_changed" if view.version in self._stored else "granted_allocation",
                 f"{view.client}'s view of {_v(view.version)} at {view.offset} has other bytes",
                 _v(view.version),
             )
@@ -338,10 +368,13 @@ class Oracle:
         call = self._calls.pop(call_id, None)
         if call is None:
             return
+        doomed = call.doomed
         match call.request, reply:
             case calls.PutEnd(epoch, tokens), calls.PutEnded(outcomes):
-                for token, outcome in zip(tokens, outcomes, strict=True):
-                    if outcome == PutOutcome.STORED:
+                stored = [outcome == PutOutcome.STORED for outcome in outcomes]
+                doomed = [each for each, done in zip(doomed, stored, strict=False) if done]
+                for token, done in zip(tokens, stored, strict=True):
+                    if done:
                         self._was_stored(Version(epoch, token))
             case calls.Commit(epoch, token), calls.Committed(PutOutcome.STORED):
                 self._was_stored(Version(epoch, token))
@@ -349,8 +382,9 @@ class Oracle:
                 pass
             case _:
                 return
-        for version in call.doomed:
-            self._gone.setdefault(version, self._scheduler.now_us)
+        for versions in doomed:
+            for version, rule in versions:
+                self._gone.setdefault(version, (self._scheduler.now_us, rule))
 
     def _was_stored(self, version: Version) -> None:
         if version not in self._stored:
@@ -368,16 +402,16 @@ class Oracle:
         expected = self._contents.get((*name, written[1]))
         if expected is None or data != expected:
             self.broken(
-                "wrong_bytes", f"{client} got other bytes for {_show(name)} {_v(version)}", name[1]
+                "wrong_bytes", f"{client} got other bytes for {_show(name)} {_v(version)}", name[1].decode()
             )
-        gone_us = self._gone.get(version)
-        if gone_us is not None and gone_us < started_us:
+        gone_us, rule = self._gone.get(version, (started_us, ""))
+        if gone_us < started_us:
             dead = not all(segment.alive for segment, _ in self._places.get(version, ()))
             self.broken(
-                "removed_read_from_dead" if dead else "removed_read",
+                "removed_read_from_dead" if dead else rule,
                 f"{client} got {_show(name)} {_v(version)} at a get that began "
                 f"{started_us - gone_us} us after its removal was acknowledged",
-                name[1],
+                name[1].decode(),
             )
 
 

@@ -149,14 +149,10 @@ class Worker:
         await self._hold(lease)
 
     async def _hold(self, lease: SimLease) -> None:
-        try:
-            until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
-            while lease.held and self.client.clock() < until and not self.paused():
-                await self.client.sleep(0.05)
-            if lease.held and lease.snapshot != lease.array.tobytes():
-                self.client.oracle.broken("view_changed", f"{self._who} at its end of {lease.what}")
-        finally:
-            await self.client.views.let_go(lease)
+        until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
+        while lease.held and self.client.clock() < until and not self.paused():
+            await self.client.sleep(0.05)
+        await self.client.views.let_go(lease)
 
     async def _exists(self) -> None:
         keys = [self._a_key() for _ in range(3)]
@@ -188,17 +184,27 @@ class Worker:
         assert lease is not None
         assert isinstance(lease.what, Granted)
         self._note(f"allocated {lease.what.epoch}.{lease.what.token}")
-        try:
-            if await self.client.compute(lease, data) and self.random.random() < 0.8:
-                overwrite = self.random.random() < self.mix.overwrite
-                outcome = await self.client.run(
-                    self.client.operations.put(key, array, namespace, None, None, overwrite, 0)
-                )
-                self._note(f"commit {key.decode()}: {outcome.name}")
-            if self.random.random() < 0.3:
-                await self.client.sleep(self.random.random() * self.mix.hold_s)
-        finally:
-            await self.client.views.let_go(lease)
+        whole = await self.client.compute(lease, data)
+        failed: KVStoreError | None = None
+        if whole and self.random.random() < 0.8:
+            overwrite = self.random.random() < self.mix.overwrite
+            for _ in range(self.random.choice((1, 1, 3))):
+                try:
+                    outcome = await self.client.run(
+                        self.client.operations.put(key, array, namespace, None, None, overwrite, 0)
+                    )
+                except KVStoreError as error:
+                    failed = error
+                    self._note(f"commit {key.decode()}: {error.code}")
+                else:
+                    failed = None
+                    self._note(f"commit {key.decode()}: {outcome.name}")
+                    break
+        if self.random.random() < 0.3:
+            await self.client.sleep(self.random.random() * self.mix.hold_s)
+        await self.client.views.let_go(lease)
+        if failed is not None:
+            raise failed
 
     # --- for the phase without faults ---------------------------------------------------------
 

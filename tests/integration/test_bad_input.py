@@ -1,0 +1,434 @@
+"""What is asked wrongly: a typed error with fields and advice, and everything goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import Client, PutOutcome
+from kvstore.errors import (
+    BatchTooLargeError,
+    BufferMismatchError,
+    ClosedError,
+    ConfigError,
+    DuplicateKeyError,
+    InvalidArgumentError,
+    InvalidKeyError,
+    InvalidRangeError,
+    KVStoreError,
+    MasterUnreachableError,
+    PermissionDeniedError,
+    ValueTooLargeError,
+)
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.transport.base import Move
+from kvstore.transport.tcp import TcpTransport
+from tests.integration.cluster import MASTER, NODE, ROOT, Cluster, entry, free_port, unique_name
+from tests.integration.conftest import either_client
+
+STORED = PutOutcome.STORED
+
+
+@pytest.fixture(params=["lane", "grpc", "async-lane", "async-grpc"])
+def verbs(request: pytest.FixtureRequest, store: Cluster) -> Iterator[Any]:
+    """Still useful after whatever was asked of it."""
+    *kind, carrier = request.param.split("-")
+    with either_client(kind[0] if kind else "sync", store.address, lane=carrier == "lane") as made:
+        yield made
+        made.put("still", b"here", overwrite=True)
+        assert made.get("still") == b"here"
+
+
+def told(error: KVStoreError, **fields: object) -> None:
+    """The error says what to do, and has these fields."""
+    assert error.advice
+    assert {key: error.fields.get(key) for key in fields} == fields
+
+
+# --- keys and values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [b"", "", b"x" * 257, "ä" * 129, 7, None, ["a"], bytearray(b"a")])
+def test_what_is_no_key(verbs: Any, key: Any) -> None:
+    attempts: list[Callable[[], object]] = [
+        lambda: verbs.put(key, b"x"),
+        lambda: verbs.put_many([("fine", b"x"), (key, b"x")]),
+        lambda: verbs.put_chain([key], [b"x"]),
+        lambda: verbs.put("k", b"x", parent=key if key is not None else b""),
+        lambda: verbs.get(key),
+        lambda: verbs.get(key, copy=False),
+        lambda: verbs.get_into([key], [bytearray(1)]),
+        lambda: verbs.match_prefix([key]),
+        lambda: verbs.exists(key),
+        lambda: verbs.stat(key),
+        lambda: verbs.remove(key),
+    ]
+    for attempt in attempts:
+        with pytest.raises(InvalidKeyError) as caught:
+            attempt()
+        told(caught.value)
+        if isinstance(key, str | bytes):
+            size = len(key.encode() if isinstance(key, str) else key)
+            told(caught.value, key_bytes=size)
+    assert not verbs.exists("fine")
+
+
+def test_the_longest_key_and_namespace_are_fine(verbs: Any) -> None:
+    key, namespace = b"\xff" * KEY_BYTES_MAX, "ö" * 64
+    assert verbs.put(key, b"x", namespace=namespace, parent=key[:-1] + b"p") is STORED
+    assert verbs.get(key, namespace=namespace) == b"x"
+    for wrong in ("", "ö" * 65, "\ud800"):
+        with pytest.raises(InvalidArgumentError):
+            verbs.get(key, namespace=wrong)
+
+
+def test_a_value_larger_than_any_segment(verbs: Any) -> None:
+    segment = verbs.status().nodes[0].segments[0]
+    value = np.zeros(segment.size, np.uint8)
+    attempts: list[Callable[[], object]] = [
+        lambda: verbs.put("k", value),
+        lambda: verbs.put_many([("fine", b"x"), ("k", value)]),
+        lambda: verbs.allocate(segment.size, kind="numpy"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ValueTooLargeError) as caught:
+            attempt()
+        told(caught.value, size_bytes=segment.size)
+        assert int(caught.value.fields["segment_bytes_max"]) < segment.size
+    assert not verbs.exists("fine")
+
+
+def test_a_batch_over_the_bound(verbs: Any) -> None:
+    keys = [number.to_bytes(4, "big") for number in range(BATCH_KEYS_MAX + 1)]
+    attempts: list[Callable[[], object]] = [
+        lambda: verbs.put_many((key, b"") for key in keys),
+        lambda: verbs.put_chain(keys, [b""] * len(keys)),
+        lambda: verbs.get_many(keys),
+        lambda: verbs.exists_many(keys),
+        lambda: verbs.match_prefix(keys),
+        lambda: verbs.remove_many(keys),
+        lambda: verbs.get_into(keys, [bytearray(1)] * len(keys)),
+    ]
+    for attempt in attempts:
+        with pytest.raises(BatchTooLargeError) as caught:
+            attempt()
+        told(caught.value, keys=BATCH_KEYS_MAX + 1, keys_max=BATCH_KEYS_MAX)
+    assert verbs.exists_many(keys[:-1]) == [False] * BATCH_KEYS_MAX
+
+
+def test_duplicate_keys_in_a_batch(verbs: Any) -> None:
+    attempts: list[Callable[[], object]] = [
+        lambda: verbs.put_many([("a", b"1"), ("b", b"2"), ("a", b"3")]),
+        lambda: verbs.put_chain(["a", "b", b"a"], [b""] * 3),
+    ]
+    for attempt in attempts:
+        with pytest.raises(DuplicateKeyError) as caught:
+            attempt()
+        told(caught.value, key=b"a".hex())
+    assert verbs.exists_many(["a", "b"]) == [False, False]
+    verbs.put("a", b"1")
+    assert verbs.get_many(["a", "a"]) == [b"1", b"1"]
+    assert verbs.remove_many(["a", "a"]) in ([True, False], [True, True])
+
+
+def test_chains_that_are_none(verbs: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        verbs.put_chain(["a", "b"], [b""])
+    with pytest.raises(InvalidArgumentError):
+        verbs.put("a", b"", parent="a")
+    verbs.put_chain(["a", "b", "c"], [b""] * 3)
+    verbs.remove("a")
+    with pytest.raises(InvalidArgumentError):
+        verbs.put("a", b"", parent="c")
+    assert verbs.put("a", b"") is STORED
+    assert verbs.match_prefix(["a", "b", "c"]) == 3
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 9])
+def test_replicas_out_of_range(verbs: Any, replicas: int) -> None:
+    with pytest.raises(InvalidArgumentError):
+        verbs.put("k", b"x", replicas=replicas)
+
+
+# --- buffers -----------------------------------------------------------------------------------
+
+
+def test_buffers_that_do_not_fit(verbs: Any) -> None:
+    array = np.arange(8, dtype=np.float32)
+    verbs.put("k", array)
+    small = np.zeros(7, np.float32)
+    with pytest.raises(BufferMismatchError) as caught:
+        verbs.get_into("k", small)
+    told(caught.value, size_bytes=32, buffer_bytes=28, key=b"k".hex())
+    assert not small.any()
+    with pytest.raises(BufferMismatchError) as caught:
+        verbs.get_into("k", np.zeros(8, np.int32))
+    told(caught.value, stored="float32", expected="int32")
+    with pytest.raises(BufferMismatchError):
+        verbs.get_into(["k"], [[np.zeros(4, np.float32), np.zeros(4, np.int32)]])
+    readonly = np.zeros(8, np.float32)
+    readonly.flags.writeable = False
+    wrong: list[Any] = [
+        readonly,
+        np.zeros(16, np.float32)[::2],
+        b"read-only",
+        memoryview(b"read-only"),
+        "text",
+        7,
+        None,
+    ]
+    with contextlib.suppress(ImportError):
+        import torch
+
+        wrong += [torch.zeros(16)[::2], torch.zeros(8, device="meta"), torch.eye(3).to_sparse()]
+    for buffer in wrong:
+        with pytest.raises(BufferMismatchError):
+            verbs.get_into("k", buffer)
+    for buffers in ([], [bytearray(32)] * 2):
+        with pytest.raises(InvalidArgumentError):
+            verbs.get_into(["k"], buffers)
+    assert verbs.get_into("k", np.zeros(8, np.float32)) == [True]
+    assert verbs.get_into("none", np.zeros(1, np.int8)) == [False]
+
+
+# --- ranges ------------------------------------------------------------------------------------
+
+
+def test_ranges_outside_their_segment(store: Cluster) -> None:
+    """Asked of the node's data server as somebody would who knows its token."""
+    client = store.client()
+    client.put("k", b"x" * 100)
+    stat = client.stat("k")
+    assert stat is not None
+    segment = client._session.context.segments.get(stat.detail.placements.segments[0])
+    assert segment is not None
+    liar = segment._replace(size=segment.size * 4)  # so that our own end lets it pass
+    tcp = TcpTransport()
+    memory = memoryview(bytearray(4096))
+    deadline = time.monotonic() + 5
+    for offset in (0, SUPERBLOCK_BYTES - 1, segment.size - 4095, segment.size, segment.size * 3):
+        for verb in (tcp.read, tcp.write):
+            with pytest.raises(InvalidRangeError):
+                verb(liar, [Move(offset, memory)], deadline)
+            with pytest.raises(InvalidRangeError):
+                verb(segment, [Move(offset, memory)], deadline)
+    with pytest.raises(PermissionDeniedError):
+        tcp.read(segment._replace(token=bytes(16)), [Move(SUPERBLOCK_BYTES, memory)], deadline)
+    tcp.close()
+    assert client.get("k") == b"x" * 100
+    assert store.client(transports=("tcp",)).get("k") == b"x" * 100
+
+
+# --- a master that is not there ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_master_that_is_not_there(kind: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with either_client(kind, address, timeout_ms=400) as client:
+        attempts: list[Callable[[], object]] = [
+            lambda: client.put("k", b"x"),
+            lambda: client.get("k"),
+            lambda: client.match_prefix(["k"]),
+            client.status,
+        ]
+        for attempt in attempts:
+            started = time.monotonic()
+            with pytest.raises(MasterUnreachableError) as caught:
+                attempt()
+            assert time.monotonic() - started < 2
+            told(caught.value, addresses=address)
+            assert address in str(caught.value)
+            assert "kvstore-master" in caught.value.advice
+
+
+def test_a_master_that_never_answers() -> None:
+    """Somebody else's port: it takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for kind in ("sync", "async"):
+            with either_client(kind, address, timeout_ms=500) as client:
+                started = time.monotonic()
+                with pytest.raises(KVStoreError) as caught:
+                    client.get("k")
+                assert time.monotonic() - started < 2
+                assert caught.value.retriable
+                assert caught.value.advice
+                assert address in str(caught.value)
+
+
+def test_a_closed_client_says_so(store: Cluster) -> None:
+    for kind in ("sync", "async"):
+        with either_client(kind, store.address) as client:
+            client.put("k", b"x", overwrite=True)
+            client.close()
+            with pytest.raises(ClosedError):
+                client.get("k")
+            client.close()
+
+
+# --- processes that cannot start ---------------------------------------------------------------
+
+
+def refused(cluster: Cluster, module: str, settings: dict[str, Any], *says: str) -> None:
+    """The command ends with 1, says this in one line, and leaves nothing behind."""
+    server = cluster.launch(module, settings)
+    assert server.wait() == 1
+    server.close()
+    (message,) = [line for line in server.errors.splitlines() if line.startswith("kvstore-")]
+    for word in says:
+        assert word in message
+    assert "Traceback" not in server.errors
+    name = settings.get("name")
+    if name is not None and name not in {node.name for node in cluster.nodes}:
+        assert not entry(name).exists()
+
+
+def test_a_port_in_use(store: Cluster) -> None:
+    port = store.settings["port"]
+    refused(store, MASTER, {"port": port}, f"{port} is in use", "another port")
+    refused(store, MASTER, {"port": 0, "lane_port": store.lane_port}, "in use")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        node = {"master": store.address, "name": unique_name(), "memory": "8MiB"}
+        refused(store, NODE, node | {"port": port}, str(port), "in use")
+
+
+def test_shared_memory_that_is_too_small(store: Cluster) -> None:
+    node = {"master": store.address, "name": unique_name()}
+    refused(store, NODE, node | {"memory": "60TiB"}, "/dev/shm", "MiB left", "Ask for less")
+    refused(store, MASTER, {"port": 0, "memory": "60TiB"}, "/dev/shm", "MiB left")
+
+
+def test_shared_memory_that_looks_large_enough_and_is_not(store: Cluster, tmp_path: Path) -> None:
+    """A container's: a file system of its own, of 24 MiB."""
+    skip_without_mounts()
+    settings = {"master": store.address, "name": unique_name(), "memory": "32MiB"}
+    inner = own_shm("24m")
+    server = Cluster(tmp_path, prefix=inner).launch(NODE, settings)
+    try:
+        assert server.wait() == 1
+        assert "has 24 MiB left, the segment needs 32 MiB" in server.errors
+    finally:
+        server.close()
+
+
+def test_a_second_node_of_the_same_name(store: Cluster) -> None:
+    name = store.nodes[0].name
+    again = {"master": store.address, "name": name, "memory": "8MiB"}
+    refused(store, NODE, again, name, "belongs to a running process", "another node name")
+    assert store.state_of(store.nodes[0]) == "alive"
+
+
+def test_a_second_node_of_the_same_name_on_another_host(store: Cluster, tmp_path: Path) -> None:
+    """As the master sees it: with shared memory of its own."""
+    skip_without_mounts()
+    name = store.nodes[0].name
+    elsewhere = Cluster(tmp_path, prefix=own_shm("64m"))
+    settings = {"master": store.address, "name": name, "memory": "8MiB"}
+    server = elsewhere.launch(NODE, settings)
+    try:
+        assert server.wait() == 1
+        assert f"a node named {name} is alive on" in server.errors
+        assert "another --name" in server.errors
+    finally:
+        server.close()
+    assert store.state_of(store.nodes[0]) == "alive"
+    assert store.nodes[0].entry.exists()
+
+
+def test_shared_memory_of_another_host_is_not_mistaken_for_ours(
+    store: Cluster, tmp_path: Path
+) -> None:
+    """Same kernel, same name in ``/dev/shm``, another file system: it is reached by tcp."""
+    skip_without_mounts()
+    elsewhere = Cluster(tmp_path, prefix=own_shm("64m"))
+    settings = {"master": store.address, "name": unique_name(), "memory": "16MiB"}
+    server = elsewhere.launch(NODE, settings)
+    try:
+        server.line("serves")
+        client = store.client()
+        hosts = {node.host for node in client.status().nodes}
+        assert len(hosts) == 2
+        assert client.put("k", b"x" * 1000, replicas=2) is STORED
+        stat = client.stat("k")
+        assert stat is not None
+        assert stat.detail.row is not None
+        assert stat.detail.row.replicas == 2
+        assert client.get("k") == b"x" * 1000
+    finally:
+        assert server.terminate() == 0
+        server.close()
+
+
+def skip_without_mounts() -> None:
+    probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    try:
+        able = subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        able = False
+    if not able:
+        pytest.skip("needs root and unshare: hosts with a /dev/shm of their own were not tested")
+
+
+def own_shm(size: str) -> list[str]:
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount, "sh"]
+
+
+# --- configuration -----------------------------------------------------------------------------
+
+
+def test_configuration_that_is_unreadable_or_misspelt(store: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "kvstore.toml"
+    for module, text, says in (
+        (MASTER, "[master]\nleas_ms = 5\n", "Did you mean lease_ms?"),
+        (NODE, "[master]\nleas_ms = 5\n", "Did you mean lease_ms?"),
+        (NODE, "[mastr]\nlease_ms = 5\n", "Did you mean [master]?"),
+        (MASTER, "[master\n", "not valid TOML"),
+        (MASTER, "[master]\nlease_ms = 5\n", "at least 1000"),
+    ):
+        file.write_text(text)
+        done = run(module, "--config", str(file))
+        assert done.returncode == 2
+        assert says in done.stderr
+        assert str(file) in done.stderr
+    assert "No such file" in run(MASTER, "--config", str(tmp_path / "none.toml")).stderr
+    done = run(NODE, "--memroy", "2GiB")
+    assert done.returncode == 2
+    assert "--memory" in done.stderr
+    done = run(MASTER, environ={"KVSTORE_MASTER_LEAS_MS": "5"})
+    assert done.returncode == 2
+    assert "KVSTORE_MASTER_LEASE_MS" in done.stderr
+    with pytest.raises(ConfigError) as caught:
+        Client(store.address, timeout=5)
+    told(caught.value, key="timeout", nearest="timeout_ms")
+    with pytest.raises(ConfigError):
+        Client(store.address, transports=("smh",))
+    with pytest.raises(ConfigError):
+        Client("not an address")
+
+
+def run(
+    module: str, *arguments: str, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=ROOT,
+        check=False,
+        env=os.environ | (environ or {}),
+    )

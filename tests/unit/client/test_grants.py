@@ -1,0 +1,312 @@
+"""The flows of put, allocate and commit, step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.client import putting
+from kvstore.client.placements import Placed, Replica
+from kvstore.client.putting import ATTEMPTS, PutOptions
+from kvstore.errors import (
+    DeadlineExceededError,
+    MasterUnreachableError,
+    NodeUnreachableError,
+    NoSpaceError,
+    PermissionDeniedError,
+    PutRefusedError,
+)
+from kvstore.limits import Key
+from kvstore.memory.header import HEADER_BYTES, WIPE, unpack
+from tests.unit.client.world import EPOCH, A, B, C, D, N, World, grants, item
+
+WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED = PutOutcome
+
+OPTIONS = PutOptions(namespace=N)
+SETTLED = NodeUnreachableError("refused", settled=1)
+UNSETTLED = NodeUnreachableError("reset", settled=0)
+
+
+def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
+    items = [item(key, b"payload of " + key) for key in keys]
+    return world.run(putting.put(world.context, items, options, 100))
+
+
+def test_wipe_payload_header_in_this_order_then_the_end() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    assert put(world, A) == [STORED]
+    (transfer,) = world.moved
+    assert transfer.write
+    assert [(move.offset, len(move.buffer)) for move in transfer.moves] == [
+        (4096, len(WIPE)),
+        (4096 + HEADER_BYTES, 12),
+        (4096, HEADER_BYTES),
+    ]
+    assert [type(each) for each in world.asked] == [
+        calls.PutStart, calls.DescribeSegments, calls.PutEnd,
+    ]  # fmt: skip
+    header = unpack(world.memory[1][4096:], 1, 4096)
+    assert header is not None
+    assert header.key == A
+    assert (header.epoch, header.counter) == (EPOCH, 9)
+    assert header.payload_checksum == xxh3_64_intdigest(b"payload of a")
+    assert world.memory[1][4096 + HEADER_BYTES :][:12] == b"payload of a"
+
+
+def test_a_value_of_no_bytes_is_a_header_alone() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    assert world.run(putting.put(world.context, [item(A, b"")], OPTIONS, 0)) == [STORED]
+    header = unpack(world.memory[1][4096:], 1, 4096)
+    assert header is not None
+    assert header.payload_checksum == xxh3_64_intdigest(b"")
+
+
+def test_nothing_to_put_asks_nobody() -> None:
+    world = World()
+    assert put(world) == []
+    assert world.asked == []
+
+
+def test_what_is_there_or_being_written_is_not_written() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([FOUND, WRITE, BEING_WRITTEN], [9], [(2, 4096)])
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    assert put(world, A, B, C) == [FOUND, STORED, BEING_WRITTEN]
+    assert world.requests(calls.PutEnd) == [calls.PutEnd(EPOCH, [9])]
+    header = unpack(world.memory[2][4096:], 2, 4096)
+    assert header is not None
+    assert header.key == B
+
+
+def test_each_replica_has_a_header_of_its_own() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096), (2, 8192)], replicas=2)
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    assert put(world, A, options=PutOptions(namespace=N, replicas=2)) == [STORED]
+    assert unpack(world.memory[1][4096:], 1, 4096) == unpack(world.memory[2][8192:], 2, 8192)
+    assert unpack(world.memory[1][4096:], 1, 4096) is not None
+
+
+def test_the_deadline_of_the_writes_counts_from_before_the_question() -> None:
+    world = World()
+
+    def slow(request: calls.PutStart) -> calls.Grants:
+        world.now += 3
+        return grants([WRITE], [9], [(1, 4096)], deadline_ms=10_000)
+
+    asked_at = world.now
+    world.answers[calls.PutStart] = slow
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    put(world, A)
+    assert world.moved[0].deadline == pytest.approx(asked_at + 10 - 0.2)
+
+
+@pytest.mark.parametrize(("error", "settled"), [(SETTLED, True), (UNSETTLED, False)])
+def test_what_could_not_be_written_is_revoked_and_asked_for_again(
+    error: NodeUnreachableError, settled: bool
+) -> None:
+    world = World()
+    world.failing[1] = [error]
+    world.answers[calls.PutStart] = [
+        grants([WRITE] * 3, [9, 10, 11], [(1, 4096), (2, 4096), (1, 8192)]),
+        grants([WRITE, WRITE], [12, 13], [(2, 8192), (2, 12288)]),
+    ]
+    world.answers[calls.PutEnd] = [calls.PutEnded([STORED]), calls.PutEnded([STORED, STORED])]
+    assert put(world, A, B, C) == [STORED] * 3
+    assert world.requests(calls.PutRevoke) == [
+        calls.PutRevoke(EPOCH, [9], settled),
+        calls.PutRevoke(EPOCH, [11], settled),
+    ]
+    assert [request.keys for request in world.requests(calls.PutStart)] == [[A, B, C], [A, C]]
+    assert [request.tokens for request in world.requests(calls.PutEnd)] == [[10], [12, 13]]
+    assert len(world.paused) == 1
+
+
+def test_one_failed_replica_gives_up_the_whole_grant() -> None:
+    world = World()
+    world.failing[2] = [UNSETTLED]
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [9], [(1, 4096), (2, 4096)], replicas=2),
+        grants([WRITE], [10], [(1, 8192), (3, 4096)], replicas=2),
+    ]
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    assert put(world, A, options=PutOptions(namespace=N, replicas=2)) == [STORED]
+    assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], False)]
+    assert [request.tokens for request in world.requests(calls.PutEnd)] == [[10]]
+
+
+def test_a_segment_that_nobody_knows_is_nothing_to_write_to() -> None:
+    world = World()
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [9], [(17, 4096)]),
+        grants([WRITE], [10], [(1, 4096)]),
+    ]
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    assert put(world, A) == [STORED]
+    assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], True)]
+
+
+def test_an_unanswered_end_is_asked_once_more() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
+    world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEnded([STORED])]
+    assert put(world, A) == [STORED]
+    assert len(world.requests(calls.PutStart)) == 1
+
+
+def test_an_end_that_had_been_done_is_found() -> None:
+    world = World()
+    world.answers[calls.PutStart] = [grants([WRITE], [9], [(1, 4096)]), grants([FOUND], [], [])]
+    world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEnded([REFUSED])]
+    assert put(world, A) == [FOUND]
+
+
+def test_under_a_new_master_it_is_written_again() -> None:
+    world = World()
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [9], [(1, 4096)]),
+        grants([WRITE], [1], [(1, 8192)], epoch=EPOCH + 1),
+    ]
+    world.answers[calls.PutEnd] = [calls.PutEnded([REFUSED]), calls.PutEnded([STORED])]
+    assert put(world, A) == [STORED]
+    header = unpack(world.memory[1][8192:], 1, 8192)
+    assert header is not None
+    assert (header.epoch, header.counter) == (EPOCH + 1, 1)
+
+
+def test_grants_that_come_to_nothing_end_in_a_refusal() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
+    world.answers[calls.PutEnd] = calls.PutEnded([REFUSED])
+    with pytest.raises(PutRefusedError) as caught:
+        put(world, A)
+    assert caught.value.fields == {"refused": 1}
+    assert len(world.requests(calls.PutStart)) == ATTEMPTS
+    assert world.paused == sorted(world.paused)
+
+
+@pytest.mark.parametrize("error", [NoSpaceError("full"), PermissionDeniedError("no")])
+def test_what_the_master_refuses_is_raised(error: Exception) -> None:
+    world = World()
+    world.answers[calls.PutStart] = error
+    with pytest.raises(type(error)):
+        put(world, A)
+
+
+def test_a_deadline_that_passes_is_counted() -> None:
+    world = World()
+    world.failing[1] = [DeadlineExceededError("late", settled=1)]
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [9], [(1, 4096)], deadline_ms=100),
+        grants([WRITE], [10], [(1, 4096)]),
+    ]
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    assert put(world, A) == [STORED]
+    assert world.context.counters["put_deadlines_passed"] == 1
+
+
+def test_the_parents_of_a_chain_are_the_keys_before() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([FOUND, WRITE, WRITE], [9, 10], [(1, 4096), (1, 8192)])
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED, STORED])
+    options = PutOptions(namespace=N, parent=D, chain=True)
+    assert put(world, A, B, C, options=options) == [FOUND, STORED, STORED]
+    (request,) = world.requests(calls.PutStart)
+    assert (request.parent, request.chain) == (D, True)
+    parents = [unpack(world.memory[1][at:], 1, at) for at in (4096, 8192)]
+    assert [header and header.parent for header in parents] == [A, B]
+
+
+def test_the_refused_pieces_of_a_chain_keep_their_parents() -> None:
+    world = World()
+    world.failing[2] = [SETTLED]
+    world.answers[calls.PutStart] = [
+        grants([WRITE] * 4, [1, 2, 3, 4], [(2, 4096), (1, 4096), (2, 8192), (2, 12288)]),
+        grants([WRITE], [5], [(1, 8192)]),
+        grants([WRITE, WRITE], [6, 7], [(1, 16384), (1, 20480)]),
+    ]
+    world.answers[calls.PutEnd] = [
+        calls.PutEnded([STORED]), calls.PutEnded([STORED]), calls.PutEnded([STORED, STORED]),
+    ]  # fmt: skip
+    options = PutOptions(namespace=N, chain=True)
+    assert put(world, A, B, C, D, options=options) == [STORED] * 4
+    asked = [(request.keys, request.parent) for request in world.requests(calls.PutStart)]
+    assert asked == [([A, B, C, D], None), ([A], None), ([C, D], B)]
+    parents = [unpack(world.memory[1][at:], 1, at) for at in (8192, 4096, 16384, 20480)]
+    assert [header and header.parent for header in parents] == [None, A, B, C]
+
+
+def test_what_is_not_a_chain_shares_its_parent_and_is_asked_for_together() -> None:
+    world = World()
+    world.failing[2] = [SETTLED]
+    world.answers[calls.PutStart] = [
+        grants([WRITE] * 3, [1, 2, 3], [(2, 4096), (1, 4096), (2, 8192)]),
+        grants([WRITE] * 2, [4, 5], [(1, 8192), (1, 16384)]),
+    ]
+    world.answers[calls.PutEnd] = [calls.PutEnded([STORED]), calls.PutEnded([STORED] * 2)]
+    assert put(world, A, B, C, options=PutOptions(namespace=N, parent=D)) == [STORED] * 3
+    asked = [(request.keys, request.parent) for request in world.requests(calls.PutStart)]
+    assert asked == [([A, B, C], D), ([A, C], D)]
+
+
+def test_a_put_forgets_where_the_object_was() -> None:
+    world = World()
+    place = Placed(1, EPOCH, 1, (Replica(world.segments[1], 0),), world.now + 5)
+    world.context.placements.remember(N, A, place)
+    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    put(world, A)
+    assert world.context.placements.get(N, A) is None
+
+
+# --- allocations -------------------------------------------------------------------------------
+
+
+def test_an_allocation_is_wiped_and_counts_from_before_the_question() -> None:
+    world = World()
+    world.memory[1][4096 : 4096 + 64] = b"x" * 64
+    world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)], deadline_ms=5_000)
+    granted, replica, until = world.run(putting.allocate(world.context, 100, 0))
+    assert granted.tokens == [9]
+    assert replica == (world.segments[1], 4096)
+    assert until == pytest.approx(world.now + 4.8)
+    assert world.memory[1][4096 : 4096 + 64] == WIPE
+
+
+def test_an_allocation_that_cannot_be_reached_is_revoked() -> None:
+    world = World()
+    world.failing[1] = [UNSETTLED]
+    world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
+    with pytest.raises(NodeUnreachableError):
+        world.run(putting.allocate(world.context, 100, 0))
+    assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], False)]
+    world.answers[calls.Allocate] = grants([WRITE], [10], [(17, 4096)])
+    with pytest.raises(PutRefusedError):
+        world.run(putting.allocate(world.context, 100, 0))
+    assert world.requests(calls.PutRevoke)[-1] == calls.PutRevoke(EPOCH, [10], True)
+
+
+def test_committing_moves_a_header_and_no_payload() -> None:
+    world = World()
+    payload = np.arange(50, dtype=np.uint8)
+    world.memory[1][4096 + HEADER_BYTES : 4096 + HEADER_BYTES + 50] = payload.tobytes()
+    world.answers[calls.Commit] = calls.Committed(STORED)
+    place = (EPOCH, 9, Replica(world.segments[1], 4096))
+    outcome = world.run(
+        putting.commit(world.context, item(A, payload.tobytes()), place, OPTIONS, world.now + 3)
+    )
+    assert outcome is STORED
+    (transfer,) = world.moved
+    assert sum(len(move.buffer) for move in transfer.moves) == len(WIPE) + HEADER_BYTES
+    assert transfer.deadline == world.now + 3
+    header = unpack(world.memory[1][4096:], 1, 4096)
+    assert header is not None
+    assert header.payload_checksum == xxh3_64_intdigest(payload.tobytes())
+    assert world.requests(calls.Commit) == [calls.Commit(EPOCH, 9, N, A, None, 50, False)]

@@ -1,0 +1,244 @@
+"""Leases of memory in a program's hands: renewed by a script, ended by finalizers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvstore import calls
+from kvstore.calls import PutRevoke, Renew, Renewed
+from kvstore.client import views as module
+from kvstore.client.views import Granted, Named, Views
+from kvstore.errors import MasterUnreachableError
+from kvstore.limits import Key
+from tests.unit.client.world import N, segment
+
+GRANTED = Granted(7, 9, segment(1), 4096, 64)
+
+
+def named(number: int) -> Named:
+    return Named(N, Key(b"key-%d" % number), 7, number)
+
+
+class Master:
+    """Answers renewals: promises so much more, to those that it holds."""
+
+    def __init__(self) -> None:
+        self.asked: list[calls.Request] = []
+        self.lease_ms = 800
+        self.held = True
+        self.away = False
+        self._asked = threading.Condition()
+
+    def __call__(self, request: calls.Request, seconds: float) -> calls.Reply:
+        assert seconds > 0
+        with self._asked:
+            self.asked.append(request)
+            self._asked.notify_all()
+        if self.away:
+            raise MasterUnreachableError("away")
+        if isinstance(request, PutRevoke):
+            return calls.Revoked(1)
+        assert isinstance(request, Renew)
+        keys, tokens = bytes([self.held]) * len(request.keys), bytes([1]) * len(request.tokens)
+        return Renewed(self.lease_ms, 2 * self.lease_ms, keys, tokens)
+
+    def wait(self, until: Callable[[list[calls.Request]], bool]) -> None:
+        with self._asked:
+            assert self._asked.wait_for(lambda: until(self.asked), 10), self.asked
+
+
+@pytest.fixture
+def master() -> Master:
+    return Master()
+
+
+@pytest.fixture
+def views(master: Master) -> Iterator[Views]:
+    views = Views(master, lease_margin_s=0.05)
+    yield views
+    views.close()
+
+
+def memory(size: int = 64) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.zeros(size, np.uint8)
+
+
+def soon() -> float:
+    return time.monotonic() + 0.8
+
+
+def later() -> float:
+    return time.monotonic() + 100
+
+
+def test_a_lease_is_renewed_while_its_memory_lives(views: Views, master: Master) -> None:
+    array = memory()
+    lease = views.add(array, named(1), soon())
+    master.wait(lambda asked: len(asked) >= 2)
+    assert lease.held
+    assert master.asked[0] == Renew(N, [Key(b"key-1")], [7], [1], 0, ())
+    del array
+    gc.collect()
+    assert len(views) == 0
+    count = len(master.asked)
+    time.sleep(0.6)
+    assert len(master.asked) <= count + 1
+
+
+def test_an_allocation_is_renewed_by_token_and_revoked_when_dropped(
+    views: Views, master: Master
+) -> None:
+    array = memory()
+    lease = views.add(array, GRANTED, soon())
+    master.wait(lambda asked: Renew(N, (), (), (), 7, [9]) in asked)
+    assert lease.held
+    piece = array[3:].reshape(-1)
+    del array
+    gc.collect()
+    assert len(views) == 1
+    del piece
+    gc.collect()
+    master.wait(lambda asked: PutRevoke(7, [9], True) in asked)
+
+
+def test_an_allocation_that_became_an_object_is_not_revoked(views: Views, master: Master) -> None:
+    array = memory()
+    lease = views.add(array, GRANTED, soon())
+    assert views.allocation(array.data) is lease
+    lease.become(named(1), soon())
+    assert views.allocation(array.data) is None
+    assert views.of(array) is lease
+    master.wait(lambda asked: any(isinstance(each, Renew) and each.keys for each in asked))
+    del array
+    gc.collect()
+    views.close()
+    assert not any(isinstance(request, PutRevoke) for request in master.asked)
+
+
+def test_what_is_not_renewed_ends_and_stays_ended(views: Views, master: Master) -> None:
+    master.away = True
+    array = memory()
+    lease = views.add(array, named(1), soon())
+    master.wait(lambda asked: len(asked) >= 3)  # tried again while there is time
+    while lease.seconds_left:
+        time.sleep(0.01)
+    master.away = False
+    lease.extend(later())
+    assert (lease.held, lease.seconds_left) == (False, 0.0)
+    assert array.size
+
+
+def test_what_the_master_does_not_know_ends_when_its_promise_does(
+    views: Views, master: Master
+) -> None:
+    master.held = False
+    array = memory()
+    until = soon()
+    lease = views.add(array, named(1), until)
+    master.wait(lambda asked: len(asked) >= 1)
+    assert lease.held
+    while lease.held:
+        assert time.monotonic() < until + 0.1
+        time.sleep(0.005)
+    assert array.size
+
+
+def test_the_lease_counts_from_before_the_question_less_the_margin(
+    views: Views, master: Master
+) -> None:
+    master.lease_ms = 60_000
+    array = memory()
+    lease = views.add(array, named(1), time.monotonic() + 0.5)
+    master.wait(lambda asked: len(asked) == 1)
+    deadline = time.monotonic() + 5
+    while lease.seconds_left < 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert 59 < lease.seconds_left < 60 - 0.05
+    assert array.size
+
+
+def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: Views) -> None:
+    buffer = bytearray(64)
+    first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
+    lease = views.add(first, named(1), later())
+    assert views.add(second, named(1), later()) is lease
+    del first
+    gc.collect()
+    assert len(views) == 1
+    assert lease.held
+    del second
+    gc.collect()
+    assert len(views) == 0
+
+
+def test_an_older_promise_of_the_same_memory_shortens_nothing(views: Views) -> None:
+    buffer = bytearray(64)
+    first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
+    lease = views.add(first, named(1), time.monotonic() + 100)
+    renew_at = lease.renew_at
+    assert views.add(second, named(1), time.monotonic() + 1) is lease
+    assert lease.seconds_left > 99
+    assert lease.renew_at == renew_at
+    assert first.size + second.size == 128
+
+
+def test_only_memory_within_a_lease_is_found(views: Views) -> None:
+    whole = memory(300)
+    array = np.frombuffer(whole.data[100:200], np.uint8)
+    lease = views.add(array, named(1), later())
+    assert views.of(array) is lease
+    assert views.of(array[50:]) is lease
+    assert views.of(array[::-1]) is lease
+    assert views.of(array.data[7:]) is lease
+    assert views.of(whole) is None
+    assert views.of(whole[99:]) is None
+    assert views.of(whole[200:]) is None
+    assert views.of(memory()) is None
+    assert views.of(memoryview(b"")) is None
+    assert views.of(whole[199:]) is lease
+
+
+def test_many_leases_are_renewed_in_batches(
+    views: Views, master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RENEW_KEYS_MAX", 40)
+    master.lease_ms = 60_000
+    arrays = [memory() for _ in range(100)]
+    until = soon()
+    leases = [views.add(array, named(n), until) for n, array in enumerate(arrays)]
+    master.wait(lambda _: all(lease.seconds_left > 10 for lease in leases))
+    renewed = [request for request in master.asked if isinstance(request, Renew)]
+    assert max(len(request.keys) for request in renewed) <= 40
+    assert sum(len(request.keys) for request in renewed) >= 100
+
+
+def test_a_lease_that_is_due_sooner_wakes_the_thread(views: Views, master: Master) -> None:
+    patient, hasty = memory(), memory()
+    views.add(patient, named(1), time.monotonic() + 3_600)
+    time.sleep(0.05)
+    views.add(hasty, named(2), soon())
+    master.wait(lambda asked: any(isinstance(e, Renew) and b"key-2" in e.keys for e in asked))
+    assert not any(isinstance(e, Renew) and b"key-1" in e.keys for e in master.asked)
+    assert patient.size + hasty.size == 128
+
+
+def test_closing_ends_the_thread_and_not_the_memory(master: Master) -> None:
+    with contextlib.closing(Views(master, lease_margin_s=0.05)) as views:
+        array = memory()
+        lease = views.add(array, named(1), soon())
+        views.close()
+        assert lease.held
+        views.close()
+        late = memory()
+        views.add(late, named(2), soon())
+    while lease.held:
+        time.sleep(0.01)
+    assert array.size + late.size == 128
+    assert not any(thread.name == "kvstore-renew" for thread in threading.enumerate())

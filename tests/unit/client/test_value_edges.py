@@ -1,0 +1,215 @@
+"""Values and their bytes: descriptors, aliasing, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client.values import (
+    check_dtype,
+    decode,
+    described_as,
+    encode,
+    read_descriptor,
+    writable,
+)
+from kvstore.errors import (
+    BufferMismatchError,
+    CorruptObjectError,
+    InvalidArgumentError,
+    UnsupportedValueError,
+)
+from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
+
+torch = pytest.importorskip("torch")
+
+
+def back(value: Any, kind: Any = None) -> Any:
+    encoded = encode(value)
+    return decode(encoded.descriptor, np.frombuffer(encoded.data, np.uint8).copy(), kind)
+
+
+# --- descriptors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "descriptor"),
+    [
+        (torch.zeros(2, 8).bfloat16(), '{"kind":"torch","dtype":"bfloat16","shape":[2,8]}'),
+        (np.zeros(3, "<f4"), '{"kind":"numpy","dtype":"float32","shape":[3]}'),
+        (np.zeros((), ">i2"), '{"kind":"numpy","dtype":">i2","shape":[]}'),
+        (np.zeros(1, "M8[ns]"), '{"kind":"numpy","dtype":"<M8[ns]","shape":[1]}'),
+        (b"", '{"kind":"bytes"}'),
+    ],
+)  # fmt: skip
+def test_descriptors_are_json_that_other_languages_read(value: Any, descriptor: str) -> None:
+    assert encode(value).descriptor == descriptor.encode()
+
+
+@pytest.mark.parametrize(
+    "descriptor",
+    [
+        b"", b"{", b"[]", b"7", b"null", b'{"kind":"torch"}',
+        b'{"kind":"pickle","dtype":"x","shape":[]}',
+        b'{"kind":"numpy","dtype":"f4","shape":[-1]}', b'{"kind":"numpy","dtype":"f4","shape":7}',
+        b'{"kind":"numpy","dtype":"f4","shape":["a"]}', b"\xff\xfe",
+    ],
+)  # fmt: skip
+def test_what_is_no_descriptor(descriptor: bytes) -> None:
+    with pytest.raises(CorruptObjectError):
+        read_descriptor(descriptor)
+
+
+def descriptor_of(kind: str, dtype: str, shape: list[int]) -> bytes:
+    return json.dumps({"kind": kind, "dtype": dtype, "shape": shape}).encode()
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize(("shape", "size"), [([3], 8), ([3], 13), ([2, 2], 0), ([], 8), ([0], 4)])
+def test_bytes_that_are_not_what_the_descriptor_says(
+    kind: str, shape: list[int], size: int
+) -> None:
+    with pytest.raises(CorruptObjectError):
+        decode(descriptor_of(kind, "float32", shape), np.zeros(size, np.uint8))
+
+
+def test_dtypes_that_nobody_knows_here() -> None:
+    for name in ("float7", "load", "nn", "Tensor"):
+        with pytest.raises(UnsupportedValueError) as caught:
+            decode(descriptor_of("torch", name, [1]), np.zeros(4, np.uint8))
+        assert name in str(caught.value)
+    with pytest.raises(UnsupportedValueError) as caught:
+        decode(descriptor_of("numpy", "float7", [1]), np.zeros(4, np.uint8))
+    assert "ml_dtypes" in caught.value.advice
+
+
+def test_a_shape_that_fits_no_header() -> None:
+    with pytest.raises(UnsupportedValueError, match="200 dimensions"):
+        encode(torch.zeros((1,) * 200))
+    assert len(encode(torch.zeros((1,) * 60)).descriptor) <= DESCRIPTOR_BYTES_MAX
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+def test_what_is_contiguous_is_not_copied() -> None:
+    array = np.arange(6, dtype=np.int32).reshape(2, 3)
+    tensor = torch.arange(6)
+    buffer = bytearray(b"abc")
+    for value, change in (
+        (array, lambda: array.fill(7)),
+        (tensor, lambda: tensor.fill_(7)),
+        (buffer, lambda: buffer.__setitem__(0, 9)),
+    ):
+        data = encode(value).data
+        before = bytes(data)
+        change()
+        assert bytes(data) != before
+        assert data.format == "B"
+        assert data.ndim == 1
+
+
+def test_a_decoded_array_is_the_bytes_themselves_and_bytes_are_a_copy() -> None:
+    data = np.zeros(8, np.uint8)
+    array: Any = decode(descriptor_of("numpy", "int32", [2]), data)
+    tensor: Any = decode(descriptor_of("torch", "int32", [2]), data)
+    text = decode(b'{"kind":"bytes"}', data)
+    data[:4] = 255
+    assert array.tolist() == tensor.tolist() == [-1, 0]
+    assert text == bytes(8)
+
+
+def test_zero_sized_values_of_every_kind() -> None:
+    values: list[Any] = [torch.empty(0, 3), np.empty((2, 0), ">i4"), b"", torch.empty(0).bool()]
+    for value in values:
+        assert len(encode(value).data) == 0
+        found = back(value)
+        assert type(found) is type(value)
+        if not isinstance(value, bytes):
+            assert found.dtype == value.dtype
+            assert found.shape == value.shape
+
+
+def test_gradients_and_lazy_views_are_left_behind() -> None:
+    z = torch.complex(torch.ones(2, 3), torch.ones(2, 3)).requires_grad_()
+    assert torch.equal(back(z.conj()), z.detach().conj())
+    assert torch.equal(back(z.conj().imag), -torch.ones(2, 3))
+    assert not back(z).requires_grad
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, 7, "text", [1], object(), torch.eye(2).to_sparse(), torch.zeros(2, device="meta"),
+        np.array([None]), np.zeros(2, [("a", "i4")]), np.ma,
+    ],
+)  # fmt: skip
+def test_what_has_no_plain_bytes(value: Any) -> None:
+    with pytest.raises(UnsupportedValueError) as caught:
+        encode(value)
+    assert caught.value.advice
+
+
+# --- buffers to fill ---------------------------------------------------------------------------
+
+
+def test_buffers_and_what_they_expect() -> None:
+    assert writable(np.zeros(2, np.float32))[1] == "float32"
+    assert writable(torch.zeros(2, dtype=torch.bfloat16))[1] == "bfloat16"
+    assert writable(np.zeros(2, np.uint8))[1] == ""
+    assert writable(bytearray(2))[1] == ""
+    views, dtype = writable([np.zeros(2, ">i4"), np.zeros((1, 3), ">i4")])
+    assert [len(view) for view in views] == [8, 12]
+    assert dtype == ">i4"
+    assert writable([bytearray(3), np.zeros(1, np.uint8), torch.zeros(2).byte()])[1] == ""
+    assert writable([]) == ([], "")
+    assert [len(view) for view in writable(np.zeros(()))[0]] == [8]
+    assert writable(torch.zeros(2, requires_grad=True))[1] == "float32"
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        b"ab", memoryview(b"ab"), memoryview(bytearray(4))[::2], np.zeros(4)[::2], 7, None, "text",
+        torch.zeros(4)[::2], torch.zeros(2, device="meta"), torch.eye(2).to_sparse(),
+        torch.zeros(2, dtype=torch.complex64).conj(), [np.zeros(1), np.zeros(1, np.int8)],
+        np.broadcast_to(np.zeros(1), (3,)), [np.zeros(1), bytearray(8)],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_filled(buffer: Any) -> None:
+    with pytest.raises(BufferMismatchError):
+        writable(buffer)
+
+
+def test_a_dtype_must_be_the_stored_one_or_none() -> None:
+    stored = descriptor_of("numpy", "float32", [1])
+    check_dtype(stored, "float32")
+    check_dtype(stored, "")
+    check_dtype(b'{"kind":"bytes"}', "int8")
+    with pytest.raises(BufferMismatchError) as caught:
+        check_dtype(stored, "int32")
+    assert caught.value.fields == {"stored": "float32", "expected": "int32"}
+
+
+# --- descriptions of what is to be allocated ---------------------------------------------------
+
+
+def test_what_is_allocated() -> None:
+    assert described_as(3, torch.bfloat16, "torch")[1] == 6
+    assert described_as((2, 3), "float8_e4m3fn", "torch")[1] == 6
+    assert described_as((2, 3), np.float64, "numpy")[1] == 48
+    assert described_as((), "bfloat16", "numpy")[1] == 2
+    assert described_as([0, 5], "int8", "torch")[1] == 0
+    assert read_descriptor(described_as((2,), ">i4", "numpy")[0]).dtype == ">i4"
+    for shape, dtype, kind, error in (
+        ((-1,), "int8", "torch", InvalidArgumentError),
+        (1, "float7", "torch", UnsupportedValueError),
+        (1, "float7", "numpy", UnsupportedValueError),
+        (1, "O", "numpy", UnsupportedValueError),
+        (1, "nn", "torch", UnsupportedValueError),
+    ):
+        with pytest.raises(error):
+            described_as(shape, dtype, kind)  # type: ignore[arg-type]

@@ -1,0 +1,182 @@
+"""A master that answers what it is told to and memory that fails when it is told to, for flows.
+
+``World.run`` drives a flow without a thread or a socket: it answers each question from a script,
+carries transfers out on plain bytearrays, and lets pauses pass on its own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+from kvstore import calls
+from kvstore.calls import Placements, PutOutcome, SegmentInfo
+from kvstore.client.placements import PlacementCache, SegmentTable
+from kvstore.client.putting import Item
+from kvstore.client.steps import Ask, Context, Flow, Pause, Transfer
+from kvstore.client.values import encode
+from kvstore.errors import KVStoreError
+from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
+from kvstore.memory.header import HEADER_BYTES, Header, pack_into
+
+ResultT = TypeVar("ResultT")
+
+N: Namespace = DEFAULT_NAMESPACE
+A, B, C, D = (Key(letter) for letter in (b"a", b"b", b"c", b"d"))
+EPOCH = 7
+SIZE = 1 << 16
+
+
+def segment(number: int, *, node: str = "", generation: int = 1) -> SegmentInfo:
+    return SegmentInfo(
+        number, node or f"node-{number}", "host", SIZE, bytes([number]) * 16, f"kvstore.{number}",
+        "127.0.0.1:1", b"t" * 16, number, generation,
+    )  # fmt: skip
+
+
+def item(key: Key, value: bytes) -> Item:
+    return Item(key, encode(value))
+
+
+def found(
+    *rows: tuple[int, int, list[tuple[int, int]]] | None, lease_ms: int = 10_000, epoch: int = EPOCH
+) -> calls.Found:
+    """An answer to a lookup: per key (payload bytes, counter, [(segment, offset)]), or a miss."""
+    filled = [row or (0, 0, []) for row in rows]
+    extents = [extent for _, _, of_row in filled for extent in of_row]
+    placements = Placements(
+        sizes=[size for size, _, _ in filled],
+        epochs=[epoch if row else 0 for row in rows],
+        counters=[counter for _, counter, _ in filled],
+        replicas=[len(of_row) for _, _, of_row in filled],
+        segments=[number for number, _ in extents],
+        offsets=[offset for _, offset in extents],
+    )
+    return calls.Found(epoch, lease_ms, placements)
+
+
+def grants(
+    outcomes: list[PutOutcome],
+    tokens: list[int],
+    places: list[tuple[int, int]],
+    *,
+    replicas: int = 1,
+    deadline_ms: int = 30_000,
+    epoch: int = EPOCH,
+) -> calls.Grants:
+    return calls.Grants(
+        epoch, deadline_ms, bytes(outcomes), replicas, tokens,
+        [number for number, _ in places], [offset for _, offset in places],
+    )  # fmt: skip
+
+
+class World:
+    """Answers by the type of the request: a value, an error, a function of the request; or a list
+    of those, one for each time it is asked. ``DescribeSegments`` and ``ReportFailure`` are
+    answered without being told."""
+
+    def __init__(self, segments: int = 3, *, verify_payload: bool = True) -> None:
+        self.now = 1_000.0
+        self.segments = {number: segment(number) for number in range(1, segments + 1)}
+        self.memory = {number: bytearray(SIZE) for number in self.segments}
+        self.failing: dict[int, list[KVStoreError | None]] = {}
+        """By segment: what its next transfers end with."""
+        self.after_moves: Callable[[], None] = lambda: None
+        self.answers: dict[type, Any] = {
+            calls.DescribeSegments: lambda request: calls.Segments(
+                [self.segments[each] for each in request.segment_ids if each in self.segments]
+            ),
+            calls.ReportFailure: calls.Reported(1),
+            calls.PutRevoke: calls.Revoked(1),
+        }
+        self.asked: list[Any] = []
+        self.moved: list[Transfer] = []
+        self.paused: list[float] = []
+        self.context = Context(
+            clock=lambda: self.now,
+            host="host",
+            segments=SegmentTable(lambda: self.now),
+            placements=PlacementCache(100, lambda: self.now),
+            lease_margin_s=0.2,
+            verify_payload=verify_payload,
+            counters={},
+        )
+
+    def store(
+        self,
+        number: int,
+        offset: int,
+        key: Key,
+        payload: bytes,
+        counter: int,
+        *,
+        epoch: int = EPOCH,
+        namespace: Namespace = N,
+    ) -> None:
+        """What a finished put leaves in memory."""
+        head = bytearray(HEADER_BYTES)
+        checksum = xxh3_64_intdigest(payload)
+        descriptor = encode(payload).descriptor
+        header = Header(namespace, key, None, len(payload), epoch, counter, checksum, descriptor)
+        pack_into(head, header, self.segments[number].seed, offset)
+        whole = bytes(head) + payload
+        self.memory[number][offset : offset + len(whole)] = whole
+
+    def run(self, flow: Flow[ResultT]) -> ResultT:
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    outcome = self._do(step)
+                except KVStoreError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(outcome)
+        except StopIteration as done:
+            result: ResultT = done.value
+            return result
+
+    def requests(self, kind: type) -> list[Any]:
+        return [request for request in self.asked if type(request) is kind]
+
+    def _do(self, step: object) -> object:
+        if isinstance(step, Ask):
+            self.asked.append(step.request)
+            return self._answer(step.request)
+        if isinstance(step, Pause):
+            self.paused.append(step.seconds)
+            self.now += step.seconds
+            return None
+        assert isinstance(step, list)
+        errors = [self._move(transfer) for transfer in step]
+        self.after_moves()
+        return errors
+
+    def _answer(self, request: Any) -> object:
+        answer = self.answers[type(request)]
+        if isinstance(answer, list):
+            assert answer, f"one {type(request).__name__} more than expected"
+            answer = answer.pop(0)
+        if isinstance(answer, KVStoreError):
+            raise answer
+        return answer(request) if callable(answer) else answer
+
+    def _move(self, transfer: Transfer) -> KVStoreError | None:
+        self.moved.append(transfer)
+        failing = self.failing.get(transfer.segment.segment_id)
+        if failing and (error := failing.pop(0)) is not None:
+            return error
+        memory = self.memory[transfer.segment.segment_id]
+        for move in transfer.moves:
+            if move.prepare is not None:
+                move.prepare()
+            stop = move.offset + len(move.buffer)
+            if transfer.write:
+                memory[move.offset : stop] = move.buffer
+            else:
+                move.buffer[:] = memory[move.offset : stop]
+            if move.hasher is not None:
+                move.hasher.update(move.buffer)
+        return None

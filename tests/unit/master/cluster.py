@@ -1,0 +1,345 @@
+"""A ``MasterState`` with nodes that behave, and a language to tell stories about it.
+
+Keys are letters: ``cluster.put("abc")`` puts the chain a, b, c. Every object is one *block*, and a
+node's memory is given in blocks, so that it is easy to see what fits. Time passes only in
+``after``, with all that a running master and living nodes do meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.errors import KVStoreError
+from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
+from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
+from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+
+EPOCH = 5
+EXTENT = 4096
+BLOCK = EXTENT - HEADER_BYTES
+"""Payload bytes of a block."""
+
+NAMESPACE = Namespace("model")
+STEP_MS = 250
+
+
+def keys_of(names: str | Iterable[str]) -> list[Key]:
+    return [Key(name.encode()) for name in names]
+
+
+class Cluster:
+    """Nodes beat and wipe at once unless they are told not to."""
+
+    def __init__(self, nodes: Mapping[str, int], rules: MasterRules) -> None:
+        self.rules = rules
+        self.now_ms = 0
+        self.state = MasterState(epoch=EPOCH, rules=rules)
+        self.sessions: dict[str, int] = {}
+        self.segments: dict[int, str] = {}  # to the name of its node
+        self.offers: dict[str, list[calls.SegmentOffer]] = {}
+        self.silent: set[str] = set()
+        self.wipes_at_once = True
+        self.orders: list[tuple[int, calls.MasterWipe]] = []  # not done yet, with their session
+        self.answers: dict[int, calls.Reply | KVStoreError] = {}
+        self.hangups: list[int] = []
+        self.notices: list[str] = []
+        for name, blocks in nodes.items():
+            self.join(name, blocks)
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    def join(
+        self, name: str, *blocks: int, host: str = "", again: bool = False, resume: bool = False
+    ) -> calls.MasterAccepted:
+        """``blocks``: of each segment; ``again``: with the memory that it had before."""
+        if not again and not resume:
+            self.offers[name] = [
+                calls.SegmentOffer(
+                    size=SUPERBLOCK_BYTES + count * EXTENT,
+                    uuid=f"{name}{index}-{len(self.segments)}".encode().ljust(16),
+                    shm_name=f"kv-{name}{index}",
+                    address=f"{name}:9",
+                    token=bytes(16),
+                    seed=index,
+                    generation=1,
+                    fresh=True,
+                )
+                for index, count in enumerate(blocks)
+            ]
+        offers = [offer._replace(fresh=not again) for offer in self.offers[name]]
+        epoch = EPOCH if resume else 0
+        join = calls.NodeJoin(name, host or f"host-{name}", PROTOCOL_VERSION, epoch, offers)
+        session = 1 + max(self.sessions.values(), default=0)
+        accepted = self.state.node_joined(self.now_ms, session, join)
+        self.sessions[name] = session
+        self.segments.update(dict.fromkeys(accepted.segment_ids, name))
+        self.silent.discard(name)
+        self._settle()
+        return accepted
+
+    def say(self, name: str, message: calls.NodeMessage) -> None:
+        self.state.node_said(self.now_ms, self.sessions[name], message)
+        self._settle()
+
+    def break_stream(self, name: str) -> None:
+        self.silent.add(name)
+        self.state.node_stream_broken(self.sessions[name])
+        self._settle()
+
+    def kill(self, name: str) -> None:
+        """It goes silent for good, and the master notices."""
+        self.silent.add(name)
+        self.after(self.rules.liveness.dead_ms + STEP_MS)
+
+    def report(self, name: str) -> int:
+        ids = [segment_id for segment_id, node in self.segments.items() if node == name]
+        suspects = self.state.report_failure(self.now_ms, calls.ReportFailure(ids)).suspects
+        self._settle()
+        return suspects
+
+    def wipe(self) -> None:
+        """The nodes do what they were ordered to."""
+        orders, self.orders = self.orders, []
+        for session, order in orders:
+            self.state.node_said(self.now_ms, session, calls.NodeWiped(order.order))
+        self._settle()
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def after(self, ms: int) -> None:
+        until_ms = self.now_ms + ms
+        while self.now_ms < until_ms:
+            self.now_ms = min(self.now_ms + STEP_MS, until_ms)
+            for name, session in self.sessions.items():
+                if name not in self.silent:
+                    self.state.node_said(self.now_ms, session, calls.NodeBeat(1))
+            self.state.tick(self.now_ms)
+            self.work()
+
+    def work(self) -> None:
+        """All background work there is."""
+        for _ in range(10_000):
+            self._settle()
+            if not self.state.has_work:
+                return
+            self.state.work(self.now_ms)
+        raise AssertionError("the background work does not end")
+
+    # --- clients ------------------------------------------------------------------------------
+
+    def start(
+        self,
+        names: str | Iterable[str],
+        *,
+        parent: str | None = None,
+        chain: bool = True,
+        size: int = BLOCK,
+        replicas: int = 1,
+        overwrite: bool = False,
+        wait_ms: int = 0,
+        host: str = "",
+        namespace: Namespace = NAMESPACE,
+    ) -> calls.Grants:
+        """``put_start``, answered at once."""
+        result = self.start_or_wait(
+            names,
+            parent=parent,
+            chain=chain,
+            size=size,
+            replicas=replicas,
+            overwrite=overwrite,
+            wait_ms=wait_ms,
+            host=host,
+            namespace=namespace,
+        )
+        assert isinstance(result, calls.Grants), "it has to wait"
+        return result
+
+    def start_or_wait(
+        self,
+        names: str | Iterable[str],
+        *,
+        parent: str | None = None,
+        chain: bool = True,
+        size: int = BLOCK,
+        replicas: int = 1,
+        overwrite: bool = False,
+        wait_ms: int = 0,
+        host: str = "",
+        namespace: Namespace = NAMESPACE,
+    ) -> calls.Grants | int:
+        """The grants, or the ticket of the answer."""
+        keys = keys_of(names)
+        request = calls.PutStart(
+            namespace=namespace,
+            keys=keys,
+            sizes=[size] * len(keys),
+            parent=None if parent is None else Key(parent.encode()),
+            chain=chain,
+            replicas=replicas,
+            overwrite=overwrite,
+            wait_ms=wait_ms,
+            host=host,
+        )
+        result = self.state.put_start(self.now_ms, request)
+        self._settle()
+        return result.ticket if isinstance(result, Later) else result
+
+    def wait(self, names: str | Iterable[str], *, wait_ms: int = 20_000) -> int:
+        """A ``put_start`` that has to wait; its ticket."""
+        result = self.start_or_wait(names, wait_ms=wait_ms)
+        assert isinstance(result, int), "it need not wait"
+        self.work()
+        return result
+
+    def end(self, grants: calls.Grants) -> list[PutOutcome]:
+        return self.end_tokens(grants.tokens)
+
+    def end_tokens(self, tokens: Iterable[int], epoch: int = EPOCH) -> list[PutOutcome]:
+        result = self.state.put_end(self.now_ms, calls.PutEnd(epoch, list(tokens)))
+        self._settle()
+        reply = self.reply(result)
+        assert isinstance(reply, calls.PutEnded)
+        return [PutOutcome(outcome) for outcome in reply.outcomes]
+
+    def put(
+        self,
+        names: str | Iterable[str],
+        *,
+        parent: str | None = None,
+        chain: bool = True,
+        replicas: int = 1,
+        overwrite: bool = False,
+        host: str = "",
+        namespace: Namespace = NAMESPACE,
+    ) -> None:
+        """Both phases; whatever is there already stays."""
+        grants = self.start(
+            names,
+            parent=parent,
+            chain=chain,
+            replicas=replicas,
+            overwrite=overwrite,
+            host=host,
+            namespace=namespace,
+        )
+        assert set(self.end(grants)) <= {PutOutcome.STORED}
+
+    def revoke(self, grants: calls.Grants, *, settled: bool) -> int:
+        request = calls.PutRevoke(EPOCH, grants.tokens, settled)
+        revoked = self.state.put_revoke(self.now_ms, request).revoked
+        self._settle()
+        return revoked
+
+    def allocate(self, size: int = BLOCK) -> int:
+        """The token."""
+        result = self.state.allocate(self.now_ms, calls.Allocate(size, 0, ""))
+        assert isinstance(result, calls.Grants)
+        return result.tokens[0]
+
+    def commit(
+        self,
+        token: int,
+        name: str,
+        *,
+        size: int = BLOCK,
+        parent: str | None = None,
+        overwrite: bool = False,
+    ) -> PutOutcome:
+        above = None if parent is None else Key(parent.encode())
+        request = calls.Commit(EPOCH, token, NAMESPACE, Key(name.encode()), above, size, overwrite)
+        reply = self.reply(self.state.commit(self.now_ms, request))
+        assert isinstance(reply, calls.Committed)
+        return PutOutcome(reply.outcome)
+
+    def match(self, names: str | Iterable[str], *, placements: bool = False) -> int:
+        """How many are present; those are leased."""
+        request = calls.MatchPrefix([NAMESPACE], keys_of(names), placements)
+        return self.state.match_prefix(self.now_ms, request).matches[0].matched
+
+    def lookup(self, names: str | Iterable[str]) -> list[list[str]]:
+        """The nodes that hold each, best first; all of them are leased."""
+        reply = self.state.lookup(self.now_ms, calls.Lookup(NAMESPACE, keys_of(names)))
+        return self._nodes_of(reply.placements)
+
+    def present(self, names: str | Iterable[str]) -> str:
+        """Those that are complete; nothing is leased."""
+        reply = self.state.exists(self.now_ms, calls.Exists(NAMESPACE, keys_of(names)))
+        pairs = zip(names, reply.presence, strict=True)
+        return "".join(name for name, known in pairs if known == calls.Presence.COMPLETE)
+
+    def where(self, name: str) -> list[str]:
+        """The nodes that hold it; it is not leased."""
+        return self._nodes_of(self.stat(name).placements)[0]
+
+    def stat(self, name: str) -> calls.ObjectDetail:
+        request = calls.StatObject(NAMESPACE, Key(name.encode()))
+        return self.state.stat_object(self.now_ms, request)
+
+    def renew(self, name: str, version: calls.Version) -> bool:
+        key = Key(name.encode())
+        request = calls.Renew(NAMESPACE, [key], [version.epoch], [version.counter], EPOCH, [])
+        return bool(self.state.renew(self.now_ms, request).keys_held[0])
+
+    def renew_token(self, token: int, epoch: int = EPOCH) -> bool:
+        request = calls.Renew(NAMESPACE, [], [], [], epoch, [token])
+        return bool(self.state.renew(self.now_ms, request).tokens_held[0])
+
+    def remove(self, names: str | Iterable[str]) -> list[int]:
+        reply = self.reply(self.remove_later(names))
+        assert isinstance(reply, calls.Removed)
+        return list(reply.removed)
+
+    def remove_later(self, names: str | Iterable[str]) -> calls.Removed | Later:
+        result = self.state.remove(self.now_ms, calls.Remove(NAMESPACE, keys_of(names)))
+        self._settle()
+        return result
+
+    def clear(self, limit: int, namespace: str = NAMESPACE) -> calls.Cleared:
+        reply = self.reply(self.state.clear(self.now_ms, calls.Clear(namespace, limit)))
+        assert isinstance(reply, calls.Cleared)
+        return reply
+
+    def status(self) -> calls.ClusterStatus:
+        return self.state.status(self.now_ms, calls.Status())
+
+    def states(self) -> dict[str, str]:
+        return {node.name: node.state for node in self.status().nodes}
+
+    def free_blocks(self) -> int:
+        free = sum(s.allocator.free_bytes for s in self.state.pool.segments.values())
+        return free // EXTENT
+
+    def reply(self, result: calls.Reply | Later) -> calls.Reply:
+        """The reply, which must be here by now."""
+        self._settle()
+        if not isinstance(result, Later):
+            return result
+        answer = self.answers.pop(result.ticket)
+        assert not isinstance(answer, KVStoreError)
+        return answer
+
+    def _nodes_of(self, placements: calls.Placements) -> list[list[str]]:
+        segments = iter(placements.segments)
+        return [[self.segments[next(segments)] for _ in range(n)] for n in placements.replicas]
+
+    def _settle(self) -> None:
+        while self.state.effects:
+            for effect in self.state.take_effects():
+                match effect:
+                    case Answer(ticket, result):
+                        assert ticket not in self.answers, "answered twice"
+                        self.answers[ticket] = result
+                    case Send(session, calls.MasterWipe() as order):
+                        self.orders.append((session, order))
+                    case Hangup(session):
+                        self.hangups.append(session)
+                    case Notice(event):
+                        self.notices.append(event)
+                    case _:
+                        pass
+            if self.wipes_at_once:
+                self.wipe()

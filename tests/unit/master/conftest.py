@@ -1,0 +1,30 @@
+"""Clusters for the tests of this folder, whose invariants are checked when they are done with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import pytest
+
+from kvstore.master.state.master_state import MasterRules
+from tests.unit.master.cluster import Cluster
+
+
+class NewCluster(Protocol):
+    def __call__(self, *, rules: MasterRules | None = None, **nodes: int) -> Cluster:
+        """``nodes``: blocks of memory by name."""
+        ...
+
+
+@pytest.fixture
+def new_cluster() -> Iterator[NewCluster]:
+    made: list[Cluster] = []
+
+    def new(*, rules: MasterRules | None = None, **nodes: int) -> Cluster:
+        made.append(Cluster(nodes, rules or MasterRules()))
+        return made[-1]
+
+    yield new
+    for cluster in made:
+        cluster.state.check_invariants()

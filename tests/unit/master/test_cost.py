@@ -1,0 +1,171 @@
+"""What things cost, counted rather than timed: probes, cycles, stack, memory of what is empty."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+
+from kvstore import calls
+from kvstore.limits import Key, Namespace
+from kvstore.master.state.forest import Forest
+from kvstore.master.state.master_state import SWEEP_STEPS, MasterRules
+from kvstore.master.state.pool import SETTLE_STEPS
+from kvstore.master.state.records import NamespaceTable
+from tests.unit.master.cluster import Cluster
+from tests.unit.master.conftest import NewCluster
+
+BLOCKS = 131_072
+
+
+def _chain(count: int) -> list[Key]:
+    return [Key(index.to_bytes(4, "big")) for index in range(count)]
+
+
+def _forest(keys: list[Key]) -> Forest:
+    """All of one chain. They are given no bytes, but remembered as reachable."""
+    forest = Forest()
+    above = None
+    for key in keys:
+        record = forest.ensure(Namespace("n"), key)
+        record.writer = 1
+        forest.link(record, above)
+        record.checked = forest.breaks
+        above = record
+    return forest
+
+
+@pytest.mark.parametrize("present", [1, 2, 1_000, 65_536, 65_537, BLOCKS - 1, BLOCKS])
+def test_a_match_takes_a_logarithmic_number_of_probes(
+    present: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = _chain(BLOCKS)
+    forest = _forest(keys[:present])
+    table = forest.table("n")
+    assert table is not None
+    probes: list[Key] = []
+    get = NamespaceTable.get
+
+    def counted(self: NamespaceTable, key: Key) -> object:
+        probes.append(key)
+        return get(self, key)
+
+    monkeypatch.setattr(NamespaceTable, "get", counted)
+    found = forest.match(table, keys)
+
+    assert found.matched == present
+    assert len(probes) <= 2 * math.log2(BLOCKS) + 4
+
+
+def test_a_chain_is_walked_once_after_a_break(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1_100)
+    names = [f"k{index}" for index in range(1_000)]
+    cluster.put(names)
+    cluster.put("ab")
+    cluster.remove("a")
+
+    before = cluster.state.forest.steps
+    assert cluster.match(names) == 1_000
+    once = cluster.state.forest.steps
+    assert cluster.match(names) == 1_000
+
+    assert once - before == 1_000
+    assert cluster.state.forest.steps == once
+
+
+def test_detached_leaves_of_one_trunk_walk_it_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2_000)
+    trunk = [f"t{index}" for index in range(500)]
+    cluster.put(trunk)
+    cluster.put([f"leaf{index}" for index in range(1_000)], parent=trunk[-1], chain=False)
+    before = cluster.state.forest.steps
+
+    cluster.remove(trunk[:1])
+    cluster.work()
+
+    assert cluster.state.forest.steps - before <= 1_500
+
+
+def test_a_death_is_cleared_away_in_slices(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=12_000, two=12_000)
+    cluster.put([f"c{index}" for index in range(6_000)], host="host-one")
+    cluster.put([f"x{index}" for index in range(5_000)], chain=False, host="host-one")
+    cluster.put("z", host="host-two")
+    cluster.state.node_said(0, cluster.sessions["one"], calls.NodeLeave())
+
+    longest = 0
+    while cluster.state.has_work:
+        before = cluster.state.forest.steps
+        cluster.state.work(cluster.now_ms)
+        longest = max(longest, cluster.state.forest.steps - before)
+        cluster.state.check_invariants()
+
+    assert longest <= SWEEP_STEPS + SETTLE_STEPS
+    assert [row.objects for row in cluster.status().namespaces] == [1]
+
+
+def test_a_long_chain_is_dropped_without_a_deep_stack_or_a_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        forest = _forest(_chain(BLOCKS))
+        alive = weakref.ref(forest)
+        del forest
+        assert alive() is None
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_state_is_in_no_cycle_with_its_objects() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        cluster = Cluster({"one": 8, "two": 8}, MasterRules())
+        cluster.put("abc", replicas=2)
+        cluster.start("de", parent="c")
+        cluster.wipes_at_once = False
+        cluster.remove_later("b")
+        cluster.wait([f"x{index}" for index in range(9)])
+        cluster.kill("two")
+        segment = weakref.ref(cluster)
+        del cluster
+        assert segment() is None
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_small_namespace_has_one_dictionary_and_a_large_one_many() -> None:
+    table = NamespaceTable(Namespace("n"))
+    keys = _chain(5_000)
+    for key in keys[:4_096]:
+        table.add(key)
+    assert len(table.shards) == 1
+
+    for key in keys[4_096:]:
+        table.add(key)
+
+    assert len(table.shards) == 256
+    assert max(map(len, table.shards)) < 100
+    for key in keys:
+        record = table.get(key)
+        assert record is not None
+        table.drop(record)
+    assert table.records == 0
+    assert not list(table)
+
+
+def test_sizes_are_not_remembered_for_ever(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+
+    for size in range(5_000):
+        cluster.end(cluster.start("a", size=size % 3_000, overwrite=False))
+        cluster.remove("a")
+        cluster.now_ms += 10_000
+        cluster.say("one", calls.NodeBeat(1))
+        cluster.state.tick(cluster.now_ms)
+
+    assert len(cluster.state.pool._sizes) <= 4_096

@@ -1,0 +1,195 @@
+"""Matches, lookups and what their leases hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import NO_PLACEMENTS, PutOutcome
+from kvstore.errors import NoSpaceError
+from kvstore.limits import Namespace
+from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, keys_of
+from tests.unit.master.conftest import NewCluster
+
+LEASE_MS = 10_000
+
+
+def test_a_match_is_the_longest_present_prefix(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abcd")
+
+    assert cluster.match("abcd") == 4
+    assert cluster.match("abcdxy") == 4
+    assert cluster.match("abx") == 2
+    assert cluster.match("xab") == 0
+    assert cluster.match("") == 0
+
+
+def test_a_match_says_where_everything_is_when_asked(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    grants = cluster.start("abc")
+    cluster.end(grants)
+
+    request = calls.MatchPrefix([NAMESPACE], keys_of("abcd"), True)
+    reply = cluster.state.match_prefix(cluster.now_ms, request)
+
+    found = reply.matches[0].placements
+    assert (reply.epoch, reply.lease_ms) == (EPOCH, LEASE_MS)
+    assert list(found.sizes) == [BLOCK] * 3
+    assert list(found.counters) == list(grants.tokens)
+    assert list(found.offsets) == list(grants.offsets)
+
+
+def test_a_match_asks_several_namespaces_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    other, unknown = Namespace("other"), Namespace("unknown")
+    cluster.put("abc")
+    cluster.put("ab", namespace=other)
+
+    request = calls.MatchPrefix([NAMESPACE, other, unknown], keys_of("abc"), False)
+    reply = cluster.state.match_prefix(cluster.now_ms, request)
+
+    assert [match.matched for match in reply.matches] == [3, 2, 0]
+
+
+def test_blocks_behind_a_removed_one_are_not_matched_until_it_is_put_again(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abcd")
+    cluster.remove("b")
+    assert cluster.match("abcd") == 1
+    assert cluster.stat("d").row is not None
+
+    cluster.put("b", parent="a")
+
+    assert cluster.match("abcd") == 4
+
+
+def test_blocks_behind_a_block_that_died_are_not_matched_until_it_is_put_again(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=8, two=2)
+    cluster.put("a", host="host-two")
+    cluster.put("x", host="host-two")
+    cluster.match("ax")
+    cluster.put("bc", parent="a", host="host-one")
+    assert cluster.match("abc") == 3
+
+    cluster.kill("two")
+    assert cluster.match("abc") == 0
+
+    cluster.put("a")
+    assert cluster.match("abc") == 3
+
+
+def test_a_match_tells_how_many_blocks_are_being_written(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("a")
+    cluster.start("bc", parent="a")
+
+    request = calls.MatchPrefix([NAMESPACE], keys_of("abcd"), False)
+    match = cluster.state.match_prefix(cluster.now_ms, request).matches[0]
+
+    assert match == calls.PrefixMatch(1, 2, NO_PLACEMENTS)
+
+
+def test_keys_that_are_no_chain_are_matched_one_by_one(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abcd", chain=False)
+
+    assert cluster.match("abcd") == 4
+    assert cluster.match("dbx") == 2
+
+
+def test_keys_that_only_look_like_a_chain_are_each_leased(new_cluster: NewCluster) -> None:
+    # Every block that the search looks at has the depth of a chain; y is another chain's.
+    cluster = new_cluster(one=6)
+    cluster.put("abcd")
+    cluster.put("xy")
+
+    assert cluster.match("aycd", placements=True) == 4
+
+    with pytest.raises(NoSpaceError):
+        cluster.put("z")
+
+
+def test_a_block_that_is_missing_is_noticed_although_depths_fit(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abcd")
+
+    assert cluster.match("ab?d", placements=True) == 2
+
+
+def test_chains_whose_blocks_arrive_in_reverse_match(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    for above, name in reversed(list(zip("abcdef", "bcdefg", strict=True))):
+        cluster.put(name, parent=above)
+        assert cluster.match("abcdefg") == 0
+
+    cluster.put("a")
+
+    assert cluster.match("abcdefg") == 7
+    assert cluster.match("abcdefg") == 7
+
+
+def test_a_put_that_was_looked_for_too_early_is_found_later(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    grants = cluster.start("a")
+    assert cluster.match("a") == 0
+
+    cluster.end(grants)
+
+    assert cluster.match("a") == 1
+
+
+def test_a_lookup_leases_each_object(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("ab", chain=False)
+
+    assert cluster.lookup("axb") == [["one"], [], ["one"]]
+
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+
+
+def test_exists_tells_and_leases_nothing(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("a")
+    cluster.start("b")
+
+    reply = cluster.state.exists(cluster.now_ms, calls.Exists(NAMESPACE, keys_of("abc")))
+
+    assert list(reply.presence) == [1, 2, 0]
+    cluster.put("x")
+    assert cluster.present("a") == ""
+
+
+def test_a_renewed_lease_goes_on_for_that_version_only(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    cluster.put("a")
+    version = cluster.stat("a").version
+
+    for _ in range(5):
+        cluster.after(LEASE_MS // 2)
+        assert cluster.renew("a", version)
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+
+    assert not cluster.renew("a", version._replace(counter=version.counter + 1))
+    assert not cluster.renew("b", version)
+    cluster.remove("a")
+    assert not cluster.renew("a", version)
+
+
+def test_one_replica_is_enough(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("abc", replicas=2)
+
+    cluster.kill("one")
+
+    assert cluster.match("abc", placements=True) == 3
+    assert cluster.lookup("c") == [["two"]]
+    cluster.kill("two")
+    assert cluster.match("abc") == 0
+    assert PutOutcome.WRITE not in cluster.answers

@@ -1,0 +1,314 @@
+"""Nodes: joining, resuming, leaving, suspicion and death."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.errors import (
+    InvalidArgumentError,
+    NodeNameTakenError,
+    NoSpaceError,
+    ProtocolError,
+    SegmentGoneError,
+)
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.master.state.liveness import LivenessRules
+from kvstore.master.state.master_state import MasterRules
+from tests.unit.master.cluster import EPOCH, Cluster
+from tests.unit.master.conftest import NewCluster
+
+LEASE_MS = 10_000
+SUSPECT_MS = 2_000
+DEAD_MS = 6_000
+
+
+OFFER = calls.SegmentOffer(1 << 20, b"u" * 16, "", "", b"", 0, 1, True)
+JOIN = calls.NodeJoin("new", "host", PROTOCOL_VERSION, 0, [OFFER])
+
+
+def _join(cluster: Cluster, join: calls.NodeJoin) -> calls.MasterAccepted:
+    return cluster.state.node_joined(cluster.now_ms, 99, join)
+
+
+# --- joining -----------------------------------------------------------------------------------
+
+
+def test_a_node_that_joins_is_told_the_epoch_and_its_segments(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+
+    accepted = cluster.join("one", 4, 8)
+
+    assert accepted.epoch == EPOCH
+    assert len(set(accepted.segment_ids)) == 2
+    described = cluster.state.describe_segments(0, calls.DescribeSegments([1, 2, 3])).segments
+    assert [segment.segment_id for segment in described] == list(accepted.segment_ids)
+    assert [segment.uuid for segment in described] == [o.uuid for o in cluster.offers["one"]]
+    assert cluster.notices == ["node_joined"]
+
+
+@pytest.mark.parametrize(
+    ("join", "error"),
+    [
+        (JOIN._replace(protocol=PROTOCOL_VERSION + 1), ProtocolError),
+        (JOIN._replace(name=""), InvalidArgumentError),
+        (JOIN._replace(segments=[]), InvalidArgumentError),
+        (JOIN._replace(segments=[OFFER._replace(size=4096)]), InvalidArgumentError),
+        (JOIN._replace(segments=[OFFER._replace(uuid=b"short")]), InvalidArgumentError),
+        (JOIN._replace(resume_epoch=EPOCH), SegmentGoneError),
+    ],
+)
+def test_a_join_that_makes_no_sense_is_refused(
+    new_cluster: NewCluster, join: calls.NodeJoin, error: type[Exception]
+) -> None:
+    cluster = new_cluster()
+
+    with pytest.raises(error):
+        _join(cluster, join)
+
+    assert cluster.status().nodes == []
+
+
+def test_one_memory_cannot_be_two_segments(new_cluster: NewCluster) -> None:
+    with pytest.raises(InvalidArgumentError):
+        _join(new_cluster(), JOIN._replace(segments=[OFFER, OFFER]))
+
+
+def test_the_name_of_a_living_node_is_taken(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+
+    with pytest.raises(NodeNameTakenError):
+        _join(cluster, JOIN._replace(name="one"))
+
+    assert cluster.match("a") == 1
+    cluster.after(1)
+    assert cluster.states() == {"one": "alive"}
+
+
+def test_the_name_of_a_suspect_node_can_be_taken_over(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.break_stream("one")
+
+    cluster.join("one", 8)
+
+    assert cluster.match("a") == 0
+    assert cluster.free_blocks() == 8
+
+
+def test_a_node_that_joins_anew_has_lost_what_it_held(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("abc")
+    old = cluster.sessions["one"]
+
+    cluster.join("one", again=True)
+
+    assert cluster.match("abc") == 0
+    assert cluster.hangups == [old]
+    cluster.work()
+    assert cluster.status().namespaces == []
+
+
+def test_memory_of_before_is_not_given_out_for_one_lease(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.join("one", again=True)
+
+    cluster.after(LEASE_MS - 1)
+    with pytest.raises(NoSpaceError):
+        cluster.put("a")
+    cluster.after(1)
+
+    cluster.put("a")
+
+
+# --- streams -----------------------------------------------------------------------------------
+
+
+def test_a_node_that_resumes_keeps_everything(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    before = cluster.join("one", 4, 8)
+    cluster.put("abc")
+    grants = cluster.start("d", parent="c")
+    cluster.break_stream("one")
+    assert cluster.states() == {"one": "suspect"}
+
+    after = cluster.join("one", resume=True)
+
+    assert after.segment_ids == before.segment_ids
+    assert cluster.states() == {"one": "alive"}
+    cluster.end(grants)
+    assert cluster.match("abcd") == 4
+
+
+def test_segments_are_told_in_the_order_in_which_they_were_offered(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    before = cluster.join("one", 4, 8)
+    cluster.break_stream("one")
+    cluster.offers["one"].reverse()
+
+    after = cluster.join("one", resume=True)
+
+    assert list(after.segment_ids) == list(reversed(before.segment_ids))
+
+
+def test_a_node_cannot_resume_under_another_epoch(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    join = JOIN._replace(name="one", resume_epoch=EPOCH - 1, segments=cluster.offers["one"])
+
+    with pytest.raises(SegmentGoneError):
+        _join(cluster, join)
+
+    assert cluster.states() == {"one": "alive"}
+
+
+def test_a_node_that_is_dead_cannot_resume(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.kill("one")
+
+    with pytest.raises(SegmentGoneError):
+        cluster.join("one", resume=True)
+
+
+def test_a_resumed_node_is_hung_up_on_its_old_stream(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    old = cluster.sessions["one"]
+
+    cluster.join("one", resume=True)
+    cluster.state.node_said(cluster.now_ms, old, calls.NodeLeave())
+    cluster.state.node_stream_broken(old)
+
+    assert cluster.hangups == [old]
+    assert cluster.states() == {"one": "alive"}
+
+
+def test_a_node_joins_once_per_stream(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    join = calls.NodeJoin("two", "host", PROTOCOL_VERSION, 0, cluster.offers["one"])
+
+    with pytest.raises(ProtocolError):
+        cluster.say("one", join)
+
+
+def test_a_node_that_leaves_is_forgotten_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("abc")
+
+    cluster.say("one", calls.NodeLeave())
+
+    assert cluster.match("abc") == 0
+    assert cluster.status().nodes == []
+    assert cluster.hangups == []
+    assert cluster.notices[-1] == "node_left"
+
+
+# --- suspicion and death -----------------------------------------------------------------------
+
+
+def test_silence_makes_suspect_and_then_dead(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.silent.add("one")
+
+    cluster.after(SUSPECT_MS)
+    assert cluster.states() == {"one": "alive"}
+    cluster.after(1)
+    assert cluster.states() == {"one": "suspect"}
+    assert cluster.match("a") == 1
+    cluster.after(DEAD_MS - SUSPECT_MS - 1)
+    assert cluster.states() == {"one": "suspect"}
+    assert cluster.state.next_tick_ms(cluster.now_ms) == DEAD_MS + 1
+    cluster.after(1)
+
+    assert cluster.states() == {}
+    assert cluster.match("a") == 0
+    assert cluster.hangups == [cluster.sessions["one"]]
+
+
+def test_a_suspect_that_is_heard_again_is_alive(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.silent.add("one")
+    cluster.after(SUSPECT_MS + 1)
+
+    cluster.say("one", calls.NodeBeat(3))
+
+    assert cluster.states() == {"one": "alive"}
+
+
+def test_a_reported_failure_makes_suspect_for_a_while(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+
+    assert cluster.report("one") == 1
+
+    assert cluster.states() == {"one": "suspect", "two": "alive"}
+    cluster.after(SUSPECT_MS + 1)
+    assert cluster.states() == {"one": "alive", "two": "alive"}
+
+
+def test_a_report_of_what_is_not_there_is_ignored(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+
+    assert cluster.state.report_failure(0, calls.ReportFailure([77])).suspects == 0
+
+
+def test_a_broken_stream_and_a_reported_failure_are_death(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.break_stream("one")
+
+    assert cluster.report("one") == 0
+
+    assert cluster.match("a") == 0
+    assert cluster.status().nodes == []
+
+
+def test_a_reported_failure_and_then_a_broken_stream_are_death_at_the_next_tick(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.report("one")
+
+    cluster.break_stream("one")
+
+    assert cluster.state.next_tick_ms(cluster.now_ms) == cluster.now_ms
+    cluster.state.tick(cluster.now_ms)
+    cluster.work()
+    assert cluster.match("a") == 0
+
+
+def test_after_a_death_every_count_is_put_right(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8, two=6)
+    cluster.put("abc", host="host-one")
+    cluster.put("def", parent="c", host="host-two")
+    cluster.put("x", host="host-two")
+    cluster.put("r", replicas=2)
+    assert [row.objects for row in cluster.status().namespaces] == [8]
+
+    cluster.kill("one")
+
+    assert cluster.present("abcdefxr") == "xr"
+    (row,) = cluster.status().namespaces
+    assert row.objects == 2
+    cluster.state.check_invariants()
+
+
+def test_blocks_behind_a_lost_one_stay_until_room_is_needed(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=6, two=6)
+    cluster.put("ab", host="host-one")
+    cluster.match("ab")
+    cluster.break_stream("one")
+    cluster.put("cd", parent="b", host="host-two")
+    assert cluster.where("d") == ["two"]
+
+    cluster.kill("one")
+
+    assert cluster.present("abcd") == "cd"
+    assert cluster.match("abcd") == 0
+    (row,) = cluster.status().namespaces
+    assert row.objects == 2
+
+
+def test_the_quarantine_must_outlast_a_node_that_nobody_hears() -> None:
+    with pytest.raises(ValueError, match="quarantine_ms"):
+        MasterRules(quarantine_ms=10, liveness=LivenessRules(suspect_ms=10, dead_ms=20))

@@ -1,0 +1,455 @@
+"""The two phases of a put: tokens, deadlines, outcomes, allocations, overwriting."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.errors import (
+    BusyError,
+    InvalidArgumentError,
+    KVStoreError,
+    NoSpaceError,
+    ValueTooLargeError,
+)
+from kvstore.limits import REPLICAS_MAX, Key
+from kvstore.master.state.effects import Later
+from kvstore.master.state.master_state import MasterRules
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
+from tests.unit.master.conftest import NewCluster
+
+LEASE_MS = 10_000
+DEADLINE_MS = 30_000
+QUARANTINE_MS = 10_000
+WRITE, FOUND, BEING_WRITTEN = PutOutcome.WRITE, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN
+STORED, REFUSED = PutOutcome.STORED, PutOutcome.REFUSED
+
+
+# --- outcomes ----------------------------------------------------------------------------------
+
+
+def test_an_object_is_there_only_after_put_end(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    grants = cluster.start("ab")
+    assert cluster.match("ab") == 0
+
+    assert cluster.end(grants) == [STORED, STORED]
+
+    assert cluster.match("ab") == 2
+
+
+def test_what_is_there_is_found_and_what_is_written_is_left_to_its_writer(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("a")
+    cluster.start("b", parent="a")
+
+    grants = cluster.start("abc")
+
+    assert list(grants.outcomes) == [FOUND, BEING_WRITTEN, WRITE]
+    assert len(grants.tokens) == 1
+    assert (grants.epoch, grants.deadline_ms) == (EPOCH, DEADLINE_MS)
+
+
+def test_blocks_that_a_put_found_stay_while_it_writes_the_rest(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=3)
+    cluster.put("ab")
+
+    cluster.start("abc")
+
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+    assert cluster.match("ab") == 2
+
+
+def test_a_complete_object_is_found_although_it_is_being_overwritten(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.start("a", overwrite=True)
+
+    assert list(cluster.start("a").outcomes) == [FOUND]
+    assert list(cluster.start("a", overwrite=True).outcomes) == [BEING_WRITTEN]
+
+
+def test_a_lost_object_is_written_again_at_its_new_place_in_the_forest(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("abc", host="host-one")
+    cluster.silent.add("one")
+    cluster.after(5_500)
+    cluster.now_ms += 1_000
+    cluster.state.tick(cluster.now_ms)  # dead, and nothing is swept yet
+
+    grants = cluster.start("xc")
+    assert list(grants.outcomes) == [WRITE, WRITE]
+    cluster.end(grants)
+
+    assert cluster.match("xc") == 2
+    cluster.work()
+    assert [(row.objects, row.size) for row in cluster.status().namespaces] == [(2, 2 * BLOCK)]
+
+
+def test_a_lost_parent_is_not_counted_once_its_child_is_written(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("ab", host="host-one")
+    grants = cluster.start("c", parent="b", host="host-two")
+    cluster.kill("one")
+    grants = cluster.start("d", parent="b")
+    cluster.work()
+
+    cluster.end(grants)
+
+    cluster.work()
+    assert [row.objects for row in cluster.status().namespaces] == [1]
+
+
+@pytest.mark.parametrize("replicas", [0, REPLICAS_MAX + 1])
+def test_replicas_out_of_range_are_refused(new_cluster: NewCluster, replicas: int) -> None:
+    with pytest.raises(InvalidArgumentError):
+        new_cluster(one=4).start("a", replicas=replicas)
+
+
+def test_a_chain_that_would_bite_its_tail_is_refused_and_nothing_is_kept(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abc")
+    cluster.remove("a")
+    cluster.after(LEASE_MS)
+
+    with pytest.raises(InvalidArgumentError):
+        cluster.start("xyza", parent="c")
+    with pytest.raises(InvalidArgumentError):
+        cluster.start("xy", parent="y")
+
+    assert cluster.present("abcxyz") == "bc"
+    assert cluster.free_blocks() == 6
+    assert not cluster.stat("x").row
+
+
+def test_a_value_larger_than_any_segment_is_refused_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=8)
+
+    with pytest.raises(ValueTooLargeError) as refused:
+        cluster.start("a", size=8 * EXTENT)
+
+    assert refused.value.fields["segment_bytes_max"] == 8 * EXTENT
+    cluster.start("a", size=7 * EXTENT)
+
+
+def test_no_more_puts_are_under_way_than_allowed(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=MasterRules(pending_puts_max=3), one=8)
+    cluster.put("xyz")
+    grants = cluster.start("ab")
+
+    with pytest.raises(BusyError):
+        cluster.start("cd")
+    with pytest.raises(BusyError):
+        cluster.start("cdef")
+    assert list(cluster.start("xyz").outcomes) == [FOUND] * 3  # writes nothing
+
+    cluster.end(grants)
+    cluster.start("cd")
+
+
+# --- tokens and deadlines ----------------------------------------------------------------------
+
+
+def test_a_token_is_good_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    grants = cluster.start("a")
+
+    assert cluster.end(grants) == [STORED]
+    assert cluster.end(grants) == [REFUSED]
+    assert cluster.revoke(grants, settled=True) == 0
+    assert cluster.present("a") == "a"
+
+
+def test_a_token_of_another_epoch_is_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    grants = cluster.start("a")
+
+    assert cluster.end_tokens(grants.tokens, epoch=EPOCH - 1) == [REFUSED]
+    assert not cluster.renew_token(grants.tokens[0], epoch=EPOCH - 1)
+
+    assert cluster.end(grants) == [STORED]
+
+
+def test_a_token_is_good_until_its_deadline(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    in_time, late = cluster.start("a"), cluster.start("b")
+
+    cluster.now_ms += DEADLINE_MS
+    assert cluster.end(in_time) == [STORED]
+    cluster.now_ms += 1
+    assert cluster.end(late) == [REFUSED]
+
+    assert cluster.present("ab") == "a"
+
+
+def test_a_put_that_ends_too_late_leaves_its_memory_in_quarantine(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    grants = cluster.start("a")
+
+    cluster.after(DEADLINE_MS + 1)
+    with pytest.raises(NoSpaceError):
+        cluster.start("b")
+
+    cluster.after(QUARANTINE_MS + 1)
+    cluster.put("b")
+    assert cluster.end(grants) == [REFUSED]
+    assert "put_expired" in cluster.notices
+
+
+def test_an_expired_put_makes_way_for_another_writer(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    old = cluster.start("a")
+    cluster.after(DEADLINE_MS + 1)
+
+    new = cluster.start("a")
+
+    assert list(new.outcomes) == [WRITE]
+    assert cluster.end(old) == [REFUSED]
+    assert cluster.end(new) == [STORED]
+
+
+def test_a_settled_revocation_frees_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    grants = cluster.start("a")
+
+    assert cluster.revoke(grants, settled=True) == 1
+
+    cluster.put("b")
+    assert cluster.match("a") == 0
+
+
+def test_another_revocation_frees_after_deadline_and_quarantine(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    grants = cluster.start("a")
+
+    assert cluster.revoke(grants, settled=False) == 1
+
+    cluster.after(DEADLINE_MS + QUARANTINE_MS - 1)
+    with pytest.raises(NoSpaceError):
+        cluster.start("b")
+    cluster.after(1)
+    cluster.put("b")
+
+
+def test_a_renewed_token_has_a_later_deadline_than_those_behind_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    first, second = cluster.start("a"), cluster.start("b")
+    cluster.after(DEADLINE_MS // 2)
+    assert cluster.renew_token(first.tokens[0])
+
+    cluster.after(DEADLINE_MS // 2 + 1)
+
+    assert cluster.end(second) == [REFUSED]
+    assert cluster.end(first) == [STORED]
+
+
+def test_a_put_whose_only_segment_died_is_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    grants = cluster.start("a", host="host-one")
+    replicated = cluster.start("b", replicas=2)
+
+    cluster.kill("one")
+
+    assert cluster.end(grants) == [REFUSED]
+    assert not cluster.renew_token(replicated.tokens[0])
+    assert cluster.end(replicated) == [STORED]
+    assert cluster.where("b") == ["two"]
+
+
+# --- allocations -------------------------------------------------------------------------------
+
+
+def test_an_allocation_becomes_an_object(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    token = cluster.allocate()
+
+    assert cluster.commit(token, "b", parent="a") is STORED
+
+    assert cluster.match("ab") == 2
+    assert cluster.commit(token, "c") is REFUSED
+
+
+def test_a_commit_gives_back_what_it_does_not_need(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    token = cluster.allocate(4 * EXTENT - 1024)
+    assert cluster.free_blocks() == 0
+
+    assert cluster.commit(token, "a", size=BLOCK) is STORED
+
+    assert cluster.free_blocks() == 3
+
+
+def test_a_commit_of_more_than_was_allocated_is_refused_and_keeps_the_allocation(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    token = cluster.allocate()
+
+    assert cluster.commit(token, "a", size=BLOCK + 1) is REFUSED
+    assert cluster.commit(token, "a", size=BLOCK) is STORED
+
+
+def test_a_commit_of_what_is_there_frees_the_allocation_after_its_quarantine(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("a")
+    cluster.start("b")
+    first, second = cluster.allocate(), cluster.allocate()
+
+    assert cluster.commit(first, "a") is FOUND
+    assert cluster.commit(second, "b") is BEING_WRITTEN
+
+    assert cluster.free_blocks() == 4
+    cluster.after(DEADLINE_MS + QUARANTINE_MS)
+    assert cluster.free_blocks() == 6
+
+
+def test_a_commit_on_a_segment_that_died_is_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    token = cluster.allocate()
+
+    cluster.kill("one")
+
+    assert cluster.commit(token, "a") is REFUSED
+    assert cluster.match("a") == 0
+
+
+def test_a_commit_that_would_close_a_ring_keeps_the_allocation(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("ab")
+    cluster.remove("a")
+    token = cluster.allocate()
+
+    with pytest.raises(InvalidArgumentError):
+        cluster.commit(token, "a", parent="b")
+    with pytest.raises(InvalidArgumentError):
+        cluster.commit(token, "c", parent="c")
+
+    assert cluster.commit(token, "c") is STORED
+
+
+def test_an_allocation_can_be_renewed_for_as_long_as_it_takes(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    token = cluster.allocate()
+
+    for _ in range(5):
+        cluster.after(DEADLINE_MS - 1)
+        assert cluster.renew_token(token)
+
+    assert cluster.commit(token, "a") is STORED
+
+
+def test_a_put_cannot_be_committed_nor_an_allocation_ended(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    put, allocation = cluster.start("a").tokens[0], cluster.allocate()
+
+    assert cluster.commit(put, "b") is REFUSED
+    assert cluster.end_tokens([allocation]) == [REFUSED]
+
+    assert cluster.end_tokens([put]) == [STORED]
+    assert cluster.commit(allocation, "b") is STORED
+
+
+# --- overwriting -------------------------------------------------------------------------------
+
+
+def test_overwriting_makes_a_new_version_and_keeps_the_place_in_the_chain(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abc")
+    before = cluster.stat("b").version
+
+    cluster.put("b", overwrite=True)
+
+    assert cluster.stat("b").version.counter > before.counter
+    assert cluster.match("abc") == 3
+
+
+def test_the_old_version_is_read_until_the_new_one_is_there(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    before = cluster.stat("a").version
+
+    grants = cluster.start("a", overwrite=True)
+
+    assert cluster.match("a") == 1
+    assert cluster.stat("a").version == before
+    assert cluster.revoke(grants, settled=True) == 1
+    assert cluster.stat("a").version == before
+
+
+def test_overwritten_bytes_are_reused_only_after_lease_and_wipe(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("a")
+    cluster.wipes_at_once = False
+    ticket = _end_later(cluster, cluster.start("a", overwrite=True))
+    assert ticket not in cluster.answers
+
+    cluster.after(LEASE_MS)
+    cluster.match("a")
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+    cluster.wipe()
+
+    answer = cluster.answers[ticket]
+    assert answer == calls.PutEnded(bytes([STORED]))
+    cluster.wipes_at_once = True
+    cluster.put("x")
+    assert cluster.present("ax") == "ax"
+
+
+def test_overwritten_bytes_are_reused_only_after_their_lease_though_wiped(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("a")
+    cluster.match("a")
+    cluster.put("a", overwrite=True)
+    cluster.match("a")
+
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+
+    cluster.after(LEASE_MS)
+    cluster.put("x")
+
+
+def test_removing_what_is_being_overwritten_leaves_the_new_version(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("ab")
+    grants = cluster.start("b", overwrite=True)
+
+    assert cluster.remove("b") == [1]
+    assert cluster.match("ab") == 1
+
+    assert cluster.end(grants) == [STORED]
+    assert cluster.match("ab") == 2
+
+
+def _end_later(cluster: Cluster, grants: calls.Grants) -> int:
+    request = calls.PutEnd(EPOCH, list(grants.tokens))
+    result = cluster.state.put_end(cluster.now_ms, request)
+    cluster.work()
+    assert isinstance(result, Later)
+    return result.ticket
+
+
+def test_sizes_and_keys_go_together(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    request = calls.PutStart(NAMESPACE, [Key(b"a")], [1, 2], None, True, 1, False, 0, "")
+
+    with pytest.raises(KVStoreError):
+        cluster.state.put_start(0, request)

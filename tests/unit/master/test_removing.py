@@ -1,0 +1,226 @@
+"""Removing and clearing: hidden at once, acknowledged when wiped, reused one lease later."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.errors import NoSpaceError
+from kvstore.limits import Namespace
+from kvstore.master.state.effects import Later
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
+from tests.unit.master.conftest import NewCluster
+
+LEASE_MS = 10_000
+
+
+def _remove_later(cluster: Cluster, names: str) -> int:
+    result = cluster.remove_later(names)
+    assert isinstance(result, Later)
+    return result.ticket
+
+
+def test_what_is_removed_is_gone(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("abc")
+
+    assert cluster.remove("bx") == [1, 0]
+
+    assert cluster.match("abc") == 1
+    assert cluster.present("abc") == "ac"
+    assert cluster.lookup("b") == [[]]
+    assert cluster.remove("b") == [0]
+
+
+def test_a_removal_of_nothing_is_acknowledged_at_once(new_cluster: NewCluster) -> None:
+    assert new_cluster(one=4).remove_later("a") == calls.Removed(b"\0")
+
+
+def test_a_removal_is_hidden_at_once_and_acknowledged_when_wiped(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    grants = cluster.start("a")
+    cluster.end(grants)
+    cluster.wipes_at_once = False
+
+    ticket = _remove_later(cluster, "a")
+
+    assert cluster.match("a") == 0
+    assert ticket not in cluster.answers
+    ((_, order),) = cluster.orders
+    assert (order.offsets, order.epochs, order.counters) == (
+        list(grants.offsets),
+        [EPOCH],
+        list(grants.tokens),
+    )
+    cluster.wipe()
+    assert cluster.answers[ticket] == calls.Removed(b"\1")
+
+
+def test_a_removal_of_replicas_waits_for_every_node(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("a", replicas=2)
+    cluster.wipes_at_once = False
+    ticket = _remove_later(cluster, "a")
+    last = cluster.orders.pop()
+
+    cluster.wipe()
+    assert ticket not in cluster.answers
+    cluster.orders = [last]
+    cluster.wipe()
+
+    assert ticket in cluster.answers
+
+
+def test_a_removal_is_acknowledged_when_the_node_dies_instead(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.wipes_at_once = False
+    ticket = _remove_later(cluster, "a")
+
+    cluster.kill("one")
+
+    assert ticket in cluster.answers
+
+
+def test_a_wipe_is_ordered_again_when_a_broken_stream_is_resumed(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.break_stream("one")
+    cluster.wipes_at_once = False
+    ticket = _remove_later(cluster, "a")
+    assert not cluster.orders
+
+    cluster.join("one", resume=True)
+
+    assert len(cluster.orders) == 1
+    cluster.wipe()
+    assert ticket in cluster.answers
+
+
+def test_a_wipe_is_believed_once_and_only_from_its_own_node(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("a", host="host-one")
+    cluster.wipes_at_once = False
+    ticket = _remove_later(cluster, "a")
+    ((_, order),) = cluster.orders
+
+    cluster.say("two", calls.NodeWiped(order.order))
+    assert ticket not in cluster.answers
+    cluster.say("one", calls.NodeWiped(order.order))
+    cluster.say("one", calls.NodeWiped(order.order))
+    assert ticket in cluster.answers
+
+    cluster.after(LEASE_MS)
+    cluster.say("one", calls.NodeWiped(order.order))
+    assert cluster.free_blocks() == 8
+
+
+def test_removed_bytes_are_reused_one_lease_later(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    cluster.put("a")
+    cluster.match("a")
+    cluster.after(1)
+    cluster.remove("a")
+
+    cluster.after(LEASE_MS - 1)
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+    cluster.after(1)
+
+    cluster.put("x")
+
+
+def test_removed_bytes_are_not_reused_before_they_are_wiped(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    cluster.put("a")
+    cluster.wipes_at_once = False
+    cluster.remove_later("a")
+
+    cluster.after(10 * LEASE_MS)
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+
+    cluster.wipe()
+    cluster.put("x")
+
+
+def test_an_object_can_be_put_again_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("a")
+    cluster.remove("a")
+
+    cluster.put("a")
+
+    assert cluster.match("a") == 1
+
+
+def test_a_put_under_way_is_not_removed(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    grants = cluster.start("a")
+
+    assert cluster.remove("a") == [0]
+
+    cluster.end(grants)
+    assert cluster.match("a") == 1
+
+
+def test_clearing_goes_in_slices(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abcde")
+    cluster.put("xy", namespace=Namespace("other"))
+
+    assert cluster.clear(3) == calls.Cleared(3, 2)
+    assert cluster.clear(3) == calls.Cleared(2, 0)
+    assert cluster.clear(3) == calls.Cleared(0, 0)
+
+    assert [row.name for row in cluster.status().namespaces] == ["other"]
+    assert cluster.clear(10, namespace="") == calls.Cleared(2, 0)
+
+
+def test_clearing_is_acknowledged_when_wiped(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abc")
+    cluster.wipes_at_once = False
+
+    result = cluster.state.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
+
+    assert isinstance(result, Later)
+    cluster.work()
+    assert result.ticket not in cluster.answers
+    cluster.wipe()
+    assert cluster.answers[result.ticket] == calls.Cleared(3, 0)
+
+
+def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8, two=4)
+    cluster.put("b", host="host-one")
+    cluster.put("c", parent="b", host="host-one")
+    cluster.remove("b")
+    cluster.put("a", host="host-two")
+    cluster.put("b", parent="a", host="host-one")
+    assert cluster.where("b") == ["two"]
+    cluster.silent.add("two")
+    cluster.after(5_000)
+    cluster.now_ms += 2_000
+    cluster.state.node_said(cluster.now_ms, cluster.sessions["one"], calls.NodeBeat(1))
+    cluster.state.tick(cluster.now_ms)  # dead, and nothing is swept yet
+
+    cluster.clear(10)
+
+    cluster.state.check_invariants()
+    cluster.work()
+    assert cluster.status().namespaces == []
+
+
+def test_a_slice_of_a_cleared_chain_leaves_the_rest_sound(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=40)
+    names = [f"k{index}" for index in range(40)]
+    cluster.put(names)
+
+    while cluster.clear(7).remaining:
+        cluster.state.check_invariants()
+
+    assert cluster.status().namespaces == []
+    cluster.after(LEASE_MS)
+    assert cluster.free_blocks() == 40
+    assert BLOCK < EXTENT
