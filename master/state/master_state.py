@@ -51,6 +51,13 @@ MAKING_ROOM_MS = 1_000
 SERVED_PER_STEP = 8
 """Waiting puts that one step serves, each a whole batch."""
 
+PUTS_PER_TICK = 1_024
+"""Puts that one tick lets expire, and frees: late does no harm, a long tick does."""
+
+HIDE_STEPS = 4_096
+"""Records without bytes that a removal forgets at once, for as many objects as it removes; the
+background work forgets the rest."""
+
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
 
@@ -110,6 +117,8 @@ class MasterState:
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """Background work: a segment and how far its candidates were seen; None: it is dead."""
         self._swept_breaks = self.forest.breaks
+        self._graves_due = False
+        """Whether more removed bytes may be free now than one tick frees."""
         self._next_token = 0
         self._next_ticket = 0
         self._room_made = False
@@ -508,11 +517,13 @@ class MasterState:
     def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
         removed = bytearray(len(request.keys))
         gone: list[Remains] = []
+        steps_max = self.forest.steps + HIDE_STEPS
         for index, key in enumerate(request.keys):
             record = self.forest.get(request.namespace, key)
             if record is not None and record.segment is not None:
                 removed[index] = record.complete
-                gone.append(self._hide(record))
+                gone.append(Remains.of(record))
+                self.pool.hide(record, steps_max)
         self.counters["removed_objects"] += len(gone)
         return self._bury(now_ms, gone, calls.Removed(bytes(removed)))
 
@@ -522,18 +533,17 @@ class MasterState:
             tables = [] if table is None else [table]
         else:
             tables = list(self.forest.namespaces.values())
-        complete = (record for table in tables for record in table if record.segment is not None)
+        complete = (record for table in tables for record in table.with_bytes())
         chosen = list(islice(complete, max(1, request.limit)))
-        # A lost one may have gone along with another before its turn.
-        gone = [self._hide(record) for record in chosen if record.segment is not None]
+        gone: list[Remains] = []
+        steps_max = self.forest.steps + HIDE_STEPS
+        for record in chosen:
+            if record.segment is not None:  # a lost one may have gone along with another
+                gone.append(Remains.of(record))
+                self.pool.hide(record, steps_max)
         self.counters["removed_objects"] += len(gone)
         remaining = sum(table.objects for table in tables)
         return self._bury(now_ms, gone, calls.Cleared(len(gone), remaining))
-
-    def _hide(self, record: ObjectRecord) -> Remains:
-        remains = Remains.of(record)
-        self.pool.hide(record)
-        return remains
 
     def _bury(self, now_ms: int, gone: list[Remains], reply: AnyReply) -> AnyReply | Later:
         """Answer with ``reply``, once the headers of what is gone are wiped."""
@@ -633,15 +643,17 @@ class MasterState:
         """Do all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
         self.membership.bury_dead(now_ms)
         self._after_membership()
-        for put in self._pending.pop_expired(now_ms):
+        expired = list(islice(self._pending.pop_expired(now_ms), PUTS_PER_TICK))
+        for put in expired:
             self._abandon(put, now_ms)
-            self.counters["expired_puts"] += 1
-            self._effect(Notice("put_expired", {"token": put.token, "bytes": put.size}))
-        for extents, length in self._pending.pop_quarantined(now_ms):
+        if expired:
+            self.counters["expired_puts"] += len(expired)
+            size = sum(put.size for put in expired)
+            self._effect(Notice("puts_expired", {"puts": len(expired), "bytes": size}))
+        for extents, length in islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK):
             self.pool.free(extents, length)
             self._room_made = True
-        if self._graves.free_ended(now_ms):
-            self._room_made = True
+        self._free_graves(now_ms)
         self._try_waiting(now_ms)
 
     def next_tick_ms(self, now_ms: int) -> int | None:
@@ -665,6 +677,7 @@ class MasterState:
         return (
             bool(self._sweeps)
             or bool(self.pool.unsettled)
+            or self._graves_due
             or self._swept_breaks != self.forest.breaks
             or (self._room_made and bool(self._waiting))
         )
@@ -674,8 +687,11 @@ class MasterState:
         if self._room_made and self._waiting:
             self._try_waiting(now_ms)
             return
+        if self._graves_due:
+            self._free_graves(now_ms)
+            return
         if self.pool.unsettled:
-            self.pool.settle_next()
+            self.pool.settle_more(SWEEP_STEPS)
             return
         if not self.has_work:
             return
@@ -693,6 +709,10 @@ class MasterState:
             self._sweeps.popleft()
         else:
             self._sweeps[0] = (segment, further)
+
+    def _free_graves(self, now_ms: int) -> None:
+        self._graves_due = self._graves.free_ended(now_ms)
+        self._room_made |= self._graves_due
 
     def _try_waiting(self, now_ms: int) -> None:
         """Serve the puts that wait for room, in their order, until one must go on waiting; refuse

@@ -54,7 +54,7 @@ class Pool:
         self.counters: Counter[str] = Counter()
         self.forest = Forest(self.counters)
         self.unsettled: deque[ObjectRecord] = deque()
-        """Where ``settle`` stopped on its way up, because it was long."""
+        """Where ``settle`` is to go on, because its way up was long."""
         self._sizes: dict[int, int] = {}
 
     # --- objects ------------------------------------------------------------------------------
@@ -100,15 +100,15 @@ class Pool:
         self.forest.empty(record)
         return extents
 
-    def settle(self, record: ObjectRecord, *, whole: bool = False) -> ObjectRecord | None:
+    def settle(self, record: ObjectRecord, *, detached: bool | None = None) -> ObjectRecord | None:
         """Something that kept ``record`` went: forget it, or make it a candidate, and so upward.
 
         A parent inherits the recency of a child that is forgotten, because it was used with it, and
         its lease, because that was a promise of the whole chain.
 
         Args:
-            whole: a root leads to it, or a break makes the background work look soon; otherwise
-                it is looked up whether one does.
+            detached: how to mark a new candidate; None: look whether a root leads to it. A mark
+                is no truth: ``_Eviction`` looks again, and after each break so do the sweeps.
 
         Returns:
             The new candidate, if there is one.
@@ -121,7 +121,8 @@ class Pool:
                     return None
                 if at.more:
                     self._rehome(at)
-                detached = not whole and not self.forest.reachable(at)
+                if detached is None:
+                    detached = not self.forest.reachable(at)
                 self._policy_of(at).add(at, detached=detached)
                 return at
             if steps == SETTLE_STEPS:
@@ -139,26 +140,34 @@ class Pool:
                 at.lease_until_ms = max(at.lease_until_ms, lease_until_ms)
         return None
 
-    def settle_next(self) -> None:
-        """Go on with one of ``unsettled``."""
-        record = self.unsettled.popleft()
-        if self.forest.get(record.namespace, record.key) is record:
-            self.settle(record)
+    def settle_more(self, steps: int) -> None:
+        """Go on with ``unsettled``, looking at about ``steps`` records."""
+        steps_max = self.forest.steps + steps
+        while self.unsettled and self.forest.steps < steps_max:
+            record = self.unsettled.popleft()
+            if self.forest.get(record.namespace, record.key) is record:
+                self.settle(record, detached=False)
 
-    def hide(self, record: ObjectRecord) -> list[Extent]:
-        """Take it out of every answer; returns its extents, which are still allocated."""
-        whole = not self.marked_detached(record)
+    def hide(self, record: ObjectRecord, steps_max: int) -> list[Extent]:
+        """Take it out of every answer; returns its extents, which are still allocated.
+
+        ``steps_max``: where ``forest.steps`` has come so far, what can be done later is.
+        """
+        detached = self.marked_detached(record)
         extents = self.strip(record)
-        self.settle(record, whole=whole)
+        if self.forest.steps < steps_max:
+            self.settle(record, detached=detached)
+        else:
+            self.unsettled.append(record)
         return extents
 
     def evict(self, record: ObjectRecord) -> ObjectRecord | None:
         """Free the bytes of a candidate; returns the candidate that it leaves, if any."""
-        whole, size = not self.marked_detached(record), record.size
+        detached, size = self.marked_detached(record), record.size
         self.free(self.strip(record), extent_bytes(size))
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
-        return self.settle(record, whole=whole)
+        return self.settle(record, detached=detached)
 
     def marked_detached(self, record: ObjectRecord) -> bool:
         return bool(record.ticket) and self._policy_of(record).detached(record)
@@ -208,7 +217,7 @@ class Pool:
                 self._rehome(record)
                 self._policy_of(record).add(record, detached=detached)
             else:
-                self.settle(record, whole=True)
+                self.settle(record, detached=False)
         return len(segment.candidates) > 0
 
     def sweep_detached(self, segment: Segment, ticket: int, steps: int) -> int | None:

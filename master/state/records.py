@@ -140,12 +140,13 @@ class ObjectRecord:
 class NamespaceTable:
     """The records of one namespace by key, and its counts."""
 
-    __slots__ = ("_mask", "name", "objects", "records", "shards", "size")
+    __slots__ = ("_mask", "_searched", "name", "objects", "records", "shards", "size")
 
     def __init__(self, name: Namespace) -> None:
         self.name = name
         self.shards: list[dict[Key, ObjectRecord]] = [{}]
         self._mask = 0
+        self._searched = 0
         self.records = 0
         self.objects = 0
         """Those with bytes. Lost ones are among them until the background work has seen them."""
@@ -169,6 +170,14 @@ class NamespaceTable:
     def __iter__(self) -> Iterator[ObjectRecord]:
         for shard in self.shards:
             yield from shard.values()
+
+    def with_bytes(self) -> Iterator[ObjectRecord]:
+        """Those with bytes. Begins in the dictionary where the last search was given up: what
+        searches again and again, and takes what it finds, does not pass the rest every time."""
+        for _ in range(len(self.shards) if self.objects else 0):
+            records = self.shards[self._searched & self._mask].values()
+            yield from (record for record in records if record.segment is not None)
+            self._searched += 1
 
     def _split(self) -> None:
         (whole,) = self.shards

@@ -28,7 +28,7 @@ from kvstore.errors import (
     ValueTooLargeError,
 )
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.master.state import eviction, master_state, pool, records
+from kvstore.master.state import eviction, graves, master_state, pool, records
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MAKING_ROOM_MS, MasterRules, MasterState
@@ -530,6 +530,7 @@ class MasterMachine(RuleBasedStateMachine):
         offers = [offer for node in self.nodes.values() for offer in node.offers]
         quiet &= all(offer.size - SUPERBLOCK_BYTES >= longest for offer in offers)
         quiet &= len(self._choosable()) == len(self.nodes)
+        quiet &= not self.state.has_work
         quiet &= self.now_ms >= self.put_ms + RULES.lease_ms
         if quiet:
             replicas = getattr(request, "replicas", 1)
@@ -922,7 +923,9 @@ class MasterMachine(RuleBasedStateMachine):
         for waiting in self.waiting.values():
             assert waiting.deadline_ms > self.now_ms, "not answered in time"
         next_ms = self.state.next_tick_ms(self.now_ms)
-        assert next_ms is None or next_ms > self.now_ms, "nothing is due, and yet it asks"
+        assert next_ms is None or next_ms > self.now_ms or self.state.has_work, (
+            "nothing is due, and yet it asks"
+        )
         assert next_ms is not None or not (self.granted or self.waiting or self.nodes)
 
     @rule()
@@ -1094,6 +1097,8 @@ class SlicedMachine(MasterMachine):
         (pool, "_REMARKS_PER_LOOK", 1),
         (eviction, "_MOVES_PER_PEEK", 2),
         (master_state, "SWEEP_STEPS", 2),
+        (master_state, "HIDE_STEPS", 1),
+        (graves, "WIPES_PER_ORDER", 2),
         (master_state, "SERVED_PER_STEP", 1),
         (records, "ONE_SHARD_RECORDS", 2),
     )

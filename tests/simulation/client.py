@@ -372,8 +372,8 @@ class Client:
         if length:
             address = int(np.frombuffer(part, np.uint8).ctypes.data)
             mapped = self.views.mapped
-            mapped[address] = (segment.uuid, segment.generation, offset - HEADER_BYTES)
-            mapped[address + HEADER_BYTES] = (segment.uuid, segment.generation, offset)
+            mapped[address] = (segment.uuid, offset - HEADER_BYTES)
+            mapped[address + HEADER_BYTES] = (segment.uuid, offset)
         return part
 
     async def compute(self, lease: SimLease, data: bytes) -> bool:
@@ -407,24 +407,23 @@ class Client:
             if placed.until > now:
                 for segment, offset in placed.replicas:
                     yield Believed(
-                        self.process.name, "leased", segment.uuid, segment.generation, offset,
+                        self.process.name, "leased", segment.uuid, offset,
                         HEADER_BYTES + placed.size, Version(placed.epoch, placed.counter),
                     )  # fmt: skip
         for lease in self.views.leases.values():
-            if not lease.held:
-                continue
-            if isinstance(lease.what, Named):
-                what, version = "view", Version(lease.what.epoch, lease.what.counter)
-            else:
-                what, version = "allocation", Version(lease.what.epoch, lease.what.token)
-            yield Believed(
-                self.process.name, what, lease.uuid, lease.generation,
-                lease.offset, HEADER_BYTES + lease.array.nbytes, version,
-            )  # fmt: skip
+            if lease.held:
+                yield self._promise(lease)
 
     def views_on(self, uuid: bytes) -> Iterator[View]:
         for lease in self.views.leases.values():
             if lease.uuid == uuid and lease.held and isinstance(lease.what, Named):
-                version = Version(lease.what.epoch, lease.what.counter)
                 data = memoryview(lease.array)  # type: ignore[arg-type]
-                yield View(self.process.name, version, data, lease.snapshot, lease.offset)
+                yield View(self._promise(lease), data, lease.snapshot)
+
+    def _promise(self, lease: SimLease) -> Believed:
+        if isinstance(lease.what, Named):
+            what, version = "view", Version(lease.what.epoch, lease.what.counter)
+        else:
+            what, version = "allocation", Version(lease.what.epoch, lease.what.token)
+        length = HEADER_BYTES + lease.array.nbytes
+        return Believed(self.process.name, what, lease.uuid, lease.offset, length, version)

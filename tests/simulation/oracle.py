@@ -52,7 +52,6 @@ class Believed(NamedTuple):
     client: str
     what: str
     uuid: bytes
-    generation: int
     offset: int
     length: int
     version: Version
@@ -61,11 +60,9 @@ class Believed(NamedTuple):
 class View(NamedTuple):
     """A view that is held: its bytes, and what they were at the beginning."""
 
-    client: str
-    version: Version
+    promise: Believed
     data: memoryview
     snapshot: bytes
-    offset: int
 
 
 class Watched(Protocol):
@@ -322,27 +319,38 @@ class Oracle:
         *, by_hand: bool = False,
     ) -> None:  # fmt: skip
         """Bytes land in a segment. ``by_hand``: a program computes into its allocation."""
-        memory.memory[offset : offset + len(data)] = data
+        if self._may_land(memory, offset, len(data), version, by_hand):
+            memory.memory[offset : offset + len(data)] = data
+            self.check_views(memory)
+
+    def _may_land(
+        self, memory: Memory, offset: int, length: int, version: Version, by_hand: bool
+    ) -> bool:
+        """Where the violation is waived the bytes are left out, so that nothing follows from it."""
         state = self._state
         segment = None if state is None else inside.mounted(state, memory.uuid)
         if state is None or segment is None:
-            return
-        owner = inside.owner_of(state, segment, offset, len(data), version)
+            return True
+        owner = inside.owner_of(state, segment, offset, length, version)
+        if owner in ("writer", "quarantine"):
+            return True
         if owner == "free" and by_hand and self._now_ms() < segment.usable_at_ms:
             self.count("written_before_usable")  # nobody is harmed, yet
-        elif owner not in ("writer", "quarantine"):
-            rule = "allocation_outlived" if by_hand else "late_write"
-            if version in self._stored:
-                rule = "committed_rewritten"
-            elif version.epoch != state.epoch:
-                rule = "allocation_outlived" if by_hand else "old_epoch_write"
-            self.broken(
-                rule,
-                f"a write of {_v(version)} lands in {segment} "
-                f"[{offset}, {offset + len(data)}), which is: {owner}",
-                _v(version), owner,
-            )  # fmt: skip
-        self.check_views(memory)
+            return True
+        rule = "late_write"
+        if by_hand:
+            rule = "allocation_outlived"
+        elif version in self._stored:
+            rule = "committed_rewritten"
+        elif version.epoch != state.epoch:
+            rule = "old_epoch_write"
+        self.broken(
+            rule,
+            f"a write of {_v(version)} lands in {segment} "
+            f"[{offset}, {offset + length}), which is: {owner}",
+            _v(version), owner,
+        )  # fmt: skip
+        return False
 
     def wiped(self, memory: Memory, order: MasterWipe) -> None:
         self.note(f"{memory.node} wiped {order.offsets} {order.epochs} {order.counters}")
@@ -355,10 +363,12 @@ class Oracle:
 
     def check_view(self, view: View) -> None:
         if view.data != view.snapshot:
+            rule = self._kind_of(view.promise)
             self.broken(
-                "view_changed" if view.version in self._stored else "granted_allocation",
-                f"{view.client}'s view of {_v(view.version)} at {view.offset} has other bytes",
-                _v(view.version),
+                "view_changed" if rule == "granted_view" else rule,
+                f"{view.promise.client}'s view of {_v(view.promise.version)} at "
+                f"{view.promise.offset} has other bytes",
+                _v(view.promise.version),
             )
 
     # --- what clients are told ----------------------------------------------------------------

@@ -26,7 +26,6 @@ class SimLease:
         self.array = array
         self.snapshot = array.tobytes() if isinstance(held, Named) else b""
         self.uuid = b""
-        self.generation = 0
         self.offset = 0
         """Of the extent; set by the client, who made the mapping."""
         self.until = until
@@ -59,8 +58,8 @@ class SimViews:
 
     def __init__(self, ask: Ask, *, lease_margin_s: float, clock: Callable[[], float]) -> None:
         self.leases: dict[int, SimLease] = {}
-        self.mapped: dict[int, tuple[bytes, int, int]] = {}
-        """uuid, generation and extent's offset of what was mapped, by address of its bytes."""
+        self.mapped: dict[int, tuple[bytes, int]] = {}
+        """uuid and extent's offset of what was mapped, by the address of its payload."""
         self._ask = ask
         self._margin_s = lease_margin_s
         self._clock = clock
@@ -73,7 +72,7 @@ class SimViews:
             lease.extend(until)
             return lease
         lease = self.leases[address] = SimLease(held, until, array, self._clock)
-        lease.uuid, lease.generation, lease.offset = self.mapped[address]
+        lease.uuid, lease.offset = self.mapped[address]
         return lease
 
     def of(self, view: memoryview) -> SimLease | None:

@@ -1,4 +1,4 @@
-"""The flows of put, allocate and commit, step by step."""
+"""Puts whose grants come to nothing, and the flows of allocate and commit, step by step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client import putting
 from kvstore.client.placements import Placed, Replica
-from kvstore.client.putting import ATTEMPTS, PutOptions
+from kvstore.client.putting import PutOptions
 from kvstore.errors import (
     DeadlineExceededError,
     MasterUnreachableError,
@@ -33,45 +33,6 @@ UNSETTLED = NodeUnreachableError("reset", settled=0)
 def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
     items = [item(key, b"payload of " + key) for key in keys]
     return world.run(putting.put(world.context, items, options, 100))
-
-
-def test_wipe_payload_header_in_this_order_then_the_end() -> None:
-    world = World()
-    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
-    assert put(world, A) == [STORED]
-    (transfer,) = world.moved
-    assert transfer.write
-    assert [(move.offset, len(move.buffer)) for move in transfer.moves] == [
-        (4096, len(WIPE)),
-        (4096 + HEADER_BYTES, 12),
-        (4096, HEADER_BYTES),
-    ]
-    assert [type(each) for each in world.asked] == [
-        calls.PutStart, calls.DescribeSegments, calls.PutEnd,
-    ]  # fmt: skip
-    header = unpack(world.memory[1][4096:], 1, 4096)
-    assert header is not None
-    assert header.key == A
-    assert (header.epoch, header.counter) == (EPOCH, 9)
-    assert header.payload_checksum == xxh3_64_intdigest(b"payload of a")
-    assert world.memory[1][4096 + HEADER_BYTES :][:12] == b"payload of a"
-
-
-def test_a_value_of_no_bytes_is_a_header_alone() -> None:
-    world = World()
-    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
-    assert world.run(putting.put(world.context, [item(A, b"")], OPTIONS, 0)) == [STORED]
-    header = unpack(world.memory[1][4096:], 1, 4096)
-    assert header is not None
-    assert header.payload_checksum == xxh3_64_intdigest(b"")
-
-
-def test_nothing_to_put_asks_nobody() -> None:
-    world = World()
-    assert put(world) == []
-    assert world.asked == []
 
 
 def test_what_is_there_or_being_written_is_not_written() -> None:
@@ -129,19 +90,6 @@ def test_what_could_not_be_written_is_revoked_and_asked_for_again(
     assert len(world.paused) == 1
 
 
-def test_one_failed_replica_gives_up_the_whole_grant() -> None:
-    world = World()
-    world.failing[2] = [UNSETTLED]
-    world.answers[calls.PutStart] = [
-        grants([WRITE], [9], [(1, 4096), (2, 4096)], replicas=2),
-        grants([WRITE], [10], [(1, 8192), (3, 4096)], replicas=2),
-    ]
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
-    assert put(world, A, options=PutOptions(namespace=N, replicas=2)) == [STORED]
-    assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], False)]
-    assert [request.tokens for request in world.requests(calls.PutEnd)] == [[10]]
-
-
 def test_a_segment_that_nobody_knows_is_nothing_to_write_to() -> None:
     world = World()
     world.answers[calls.PutStart] = [
@@ -181,17 +129,6 @@ def test_under_a_new_master_it_is_written_again() -> None:
     assert (header.epoch, header.counter) == (EPOCH + 1, 1)
 
 
-def test_grants_that_come_to_nothing_end_in_a_refusal() -> None:
-    world = World()
-    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEnded([REFUSED])
-    with pytest.raises(PutRefusedError) as caught:
-        put(world, A)
-    assert caught.value.fields == {"refused": 1}
-    assert len(world.requests(calls.PutStart)) == ATTEMPTS
-    assert world.paused == sorted(world.paused)
-
-
 @pytest.mark.parametrize("error", [NoSpaceError("full"), PermissionDeniedError("no")])
 def test_what_the_master_refuses_is_raised(error: Exception) -> None:
     world = World()
@@ -210,18 +147,6 @@ def test_a_deadline_that_passes_is_counted() -> None:
     world.answers[calls.PutEnd] = calls.PutEnded([STORED])
     assert put(world, A) == [STORED]
     assert world.context.counters["put_deadlines_passed"] == 1
-
-
-def test_the_parents_of_a_chain_are_the_keys_before() -> None:
-    world = World()
-    world.answers[calls.PutStart] = grants([FOUND, WRITE, WRITE], [9, 10], [(1, 4096), (1, 8192)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED, STORED])
-    options = PutOptions(namespace=N, parent=D, chain=True)
-    assert put(world, A, B, C, options=options) == [FOUND, STORED, STORED]
-    (request,) = world.requests(calls.PutStart)
-    assert (request.parent, request.chain) == (D, True)
-    parents = [unpack(world.memory[1][at:], 1, at) for at in (4096, 8192)]
-    assert [header and header.parent for header in parents] == [A, B]
 
 
 def test_the_refused_pieces_of_a_chain_keep_their_parents() -> None:

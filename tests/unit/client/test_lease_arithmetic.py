@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvstore.client.placements import AVOID_SECONDS, Placed, PlacementCache, Replica, SegmentTable
-from kvstore.limits import Key
 from tests.unit.client.world import A, B, C, N, found, segment
 
 
@@ -16,17 +15,6 @@ class Clock:
 
 def place(until: float, number: int = 1) -> Placed:
     return Placed(10, 7, number, (Replica(segment(number), 4096),), until)
-
-
-def test_a_place_is_known_until_its_promise_ends() -> None:
-    clock = Clock()
-    cache = PlacementCache(10, clock)
-    cache.remember(N, A, place(105.0))
-    clock.now = 104.999
-    assert cache.get(N, A) == place(105.0)
-    clock.now = 105.0
-    assert cache.get(N, A) is None
-    assert len(cache) == 0
 
 
 def test_the_bound_is_kept_by_forgetting_what_was_remembered_first() -> None:
@@ -45,27 +33,6 @@ def test_a_cache_of_nothing_remembers_nothing() -> None:
     cache.remember(N, A, place(200.0))
     assert len(cache) == 0
     assert cache.get(N, A) is None
-
-
-def test_namespaces_are_apart() -> None:
-    cache = PlacementCache(10, Clock())
-    cache.remember(N, A, place(200.0))
-    assert cache.get(type(N)("other"), A) is None
-    cache.forget(N, Key(b"unknown"))
-    cache.forget(N, A)
-    assert cache.get(N, A) is None
-
-
-def test_segments_are_of_one_epoch() -> None:
-    table = SegmentTable(Clock())
-    table.see_epoch(1)
-    assert table.unknown([1, 2, 1]) == [1, 2]
-    table.learn([segment(1)])
-    assert table.unknown([1, 2, 1]) == [2]
-    table.see_epoch(1)
-    assert table.get(1) == segment(1)
-    table.see_epoch(2)
-    assert table.get(1) is None
 
 
 def test_only_the_segment_itself_is_forgotten() -> None:

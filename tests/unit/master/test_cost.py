@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from itertools import pairwise
 
 import pytest
 
 from kvstore import calls
 from kvstore.limits import Key, Namespace
+from kvstore.master.state import graves, master_state
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.master_state import SWEEP_STEPS, MasterRules
 from kvstore.master.state.pool import SETTLE_STEPS
@@ -169,3 +171,43 @@ def test_sizes_are_not_remembered_for_ever(new_cluster: NewCluster) -> None:
         cluster.state.tick(cluster.now_ms)
 
     assert len(cluster.state.pool._sizes) <= 4_096
+
+
+def test_many_puts_expire_over_several_ticks(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(master_state, "PUTS_PER_TICK", 10)
+    cluster = new_cluster(one=35)
+    cluster.start([f"k{index}" for index in range(35)], chain=False)
+    cluster.now_ms += 30_001
+    cluster.say("one", calls.NodeBeat(1))
+
+    expired = []
+    for _ in range(4):
+        assert cluster.state.next_tick_ms(cluster.now_ms) == 30_001
+        cluster.state.tick(cluster.now_ms)
+        expired.append(cluster.state.counters["expired_puts"])
+
+    assert expired == [10, 20, 30, 35]
+
+
+def test_much_removed_memory_is_freed_in_slices(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graves, "WIPES_PER_ORDER", 10)
+    cluster = new_cluster(one=35)
+    names = [f"k{index}" for index in range(35)]
+    cluster.put(names)
+    cluster.remove(names)
+    cluster.now_ms += 10_000
+    cluster.say("one", calls.NodeBeat(1))
+
+    cluster.state.tick(cluster.now_ms)
+    free = [cluster.free_blocks()]
+    while cluster.state.has_work:
+        cluster.state.work(cluster.now_ms)
+        free.append(cluster.free_blocks())
+
+    assert free[0] == 10
+    assert free[-1] == 35
+    assert max(after - before for before, after in pairwise(free)) == 10

@@ -203,7 +203,7 @@ def test_a_put_that_ends_too_late_leaves_its_memory_in_quarantine(new_cluster: N
     cluster.after(QUARANTINE_MS + 1)
     cluster.put("b")
     assert cluster.end(grants) == [REFUSED]
-    assert "put_expired" in cluster.notices
+    assert "puts_expired" in cluster.notices
 
 
 def test_an_expired_put_makes_way_for_another_writer(new_cluster: NewCluster) -> None:
