@@ -146,7 +146,7 @@ class Pool:
         while self.unsettled and self.forest.steps < steps_max:
             record = self.unsettled.popleft()
             if self.forest.get(record.namespace, record.key) is record:
-                self.settle(record, detached=False)
+                self.settle(record)
 
     def hide(self, record: ObjectRecord, steps_max: int) -> list[Extent]:
         """Take it out of every answer; returns its extents, which are still allocated.

@@ -42,9 +42,6 @@ from tests.simulation.views import SimLease, SimViews
 
 ResultT = TypeVar("ResultT")
 
-PIECE_US = (5, 400)
-"""Between two pieces of a transfer."""
-
 TokenRefusedError = stub_flow.TokenRefusedError
 CARRIER_ERRORS = (
     KVStoreError, CarrierBrokenError, stub_flow.LaneUnreachableError, TokenRefusedError,
@@ -56,12 +53,14 @@ class Client:
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, *,
-        memories: Callable[[bytes], Memory | None], piece_bytes: int, rate: float,
-        config: ClientConfig, call_ids: Iterator[int],
+        memories: Callable[[bytes], Memory | None], piece_bytes: int,
+        piece_us: tuple[int, int], rate: float, config: ClientConfig,
+        call_ids: Iterator[int],
     ) -> None:  # fmt: skip
         """
         Args:
             memories: the segment of that uuid, if it is mapped by somebody still.
+            piece_us: between two pieces of a transfer, from and to.
             rate: of its clock against the true one; the lease margin has to cover it.
         """
         self.process = process
@@ -72,6 +71,7 @@ class Client:
         self._network = network
         self._memories = memories
         self._piece_bytes = piece_bytes
+        self._piece_us = piece_us
         self._rate = rate
         self._call_ids = call_ids
         self._random = Random(process.scheduler.random.getrandbits(32))
@@ -355,7 +355,7 @@ class Client:
             if not self.die_after_pieces:
                 self.oracle.note(f"{self.process.name} dies between two pieces")
                 self.process.scheduler.after(0, "die", self.process.kill)
-        await self.process.sleep(self._random.randint(*PIECE_US))
+        await self.process.sleep(self._random.randint(*self._piece_us))
 
     # --- zero copy ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ A run has three phases. *Faults*: everything goes wrong that may, and only safet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
 from typing import Any
@@ -83,6 +83,8 @@ class Cluster:
         self.piece_bytes = random.choice((256, 1_000, 1_024, 4_096))
         self.segment_bytes = random.choice((24, 48, 96)) << 10
         self.mix = Mix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
+        self.piece_us = (5, random.choice((200, 2_000, 40_000)))
+        self.rules = replace(RULES, put_deadline_ms=random.choice((6_000, 6_000, 1_200)))
         self.paused = False
         self.master: Master | None = None
         self.nodes: list[Node] = []
@@ -196,7 +198,7 @@ class Cluster:
 
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
-                epoch=self._epoch, rules=RULES, policy=self.options.policy, started_ms=started_ms
+                epoch=self._epoch, rules=self.rules, policy=self.options.policy, started_ms=started_ms
             )
 
         clock = (self.random.randint(0, 10**9), self._rate())
@@ -227,7 +229,8 @@ class Cluster:
         }
         client = self.options.new_client(
             process, self.network, self.oracle,
-            memories=self._memories.get, piece_bytes=self.piece_bytes, rate=self._rate(),
+            memories=self._memories.get, piece_bytes=self.piece_bytes, piece_us=self.piece_us,
+            rate=self._rate(),
             config=ClientConfig(**config), call_ids=self._call_ids,
         )  # fmt: skip
         self.clients[name] = client

@@ -23,7 +23,9 @@ class Faults:
     def __init__(self, cluster: Cluster, allowed: tuple[str, ...] = KINDS) -> None:
         self._cluster = cluster
         self._random = random = cluster.scheduler.random
-        chosen = [kind for kind in allowed if random.random() < 0.6] or list(allowed[:1])
+        chosen = list(allowed)
+        if allowed == KINDS:
+            chosen = [kind for kind in KINDS if random.random() < 0.6]
         self._weights = {kind: random.choice((0.3, 1, 3)) for kind in chosen}
         if "restart_master" in self._weights:
             self._weights["restart_master"] *= 0.3  # it empties everything

@@ -9,10 +9,23 @@ from kvstore.client.getting import ATTEMPTS, Target, get
 from kvstore.errors import BufferMismatchError, NodeUnreachableError, UnsupportedValueError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from tests.unit.client.scripted import World, found, segment
+from tests.unit.client.world import World, found
 
 NS = Namespace("default")
 AT = SUPERBLOCK_BYTES
+
+
+def place(
+    world: World,
+    key: bytes,
+    payload: bytes,
+    *,
+    segment_id: int = 1,
+    offset: int = AT,
+    counter: int = 1,
+    namespace: str = "default",
+) -> None:
+    world.store(segment_id, offset, Key(key), payload, counter, namespace=Namespace(namespace))
 
 
 def read(world: World, *keys: bytes) -> list[bytes | None]:
@@ -23,16 +36,16 @@ def read(world: World, *keys: bytes) -> list[bytes | None]:
 
 def test_found_objects_are_read_and_misses_are_none() -> None:
     world = World()
-    world.place(b"a", b"payload")
-    world.answers[calls.Lookup] = found((7, [(1, AT)]), None)
+    place(world, b"a", b"payload")
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]), None)
     assert read(world, b"a", b"missing") == [b"payload", None]
     assert [type(request) for request in world.asked] == [calls.Lookup, calls.DescribeSegments]
 
 
 def test_while_the_lease_lives_nobody_is_asked_again() -> None:
     world = World()
-    world.place(b"a", b"payload")
-    world.answers[calls.Lookup] = found((7, [(1, AT)]))
+    place(world, b"a", b"payload")
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     read(world, b"a")
     world.now += 9.7  # of 10 s, less a margin of 0.2
     assert read(world, b"a") == [b"payload"]
@@ -44,15 +57,15 @@ def test_while_the_lease_lives_nobody_is_asked_again() -> None:
 
 def test_a_read_that_ends_after_its_lease_is_thrown_away() -> None:
     world = World()
-    world.place(b"a", b"payload")
-    world.answers[calls.Lookup] = found((7, [(1, AT)]))
+    place(world, b"a", b"payload")
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     slow = iter([True, False])
 
-    def dawdle(transfer: object) -> None:
+    def dawdle() -> None:
         if next(slow):
             world.now += 11
 
-    world.on_transfer = dawdle
+    world.after_moves = dawdle
     assert read(world, b"a") == [b"payload"]
     assert world.context.counters["late_reads"] == 1
     assert len(world.requests(calls.Lookup)) == 2
@@ -60,9 +73,9 @@ def test_a_read_that_ends_after_its_lease_is_thrown_away() -> None:
 
 def test_another_object_at_the_place_is_stale_and_asked_for_anew() -> None:
     world = World()
-    world.place(b"other", b"foreign")
-    world.place(b"a", b"payload", offset=AT + 4096)
-    replies = iter([found((7, [(1, AT)])), found((7, [(1, AT + 4096)]))])
+    place(world, b"other", b"foreign")
+    place(world, b"a", b"payload", offset=AT + 4096)
+    replies = iter([found((7, 1, [(1, AT)])), found((7, 1, [(1, AT + 4096)]))])
     world.answers[calls.Lookup] = lambda request: next(replies)
     assert read(world, b"a") == [b"payload"]
     assert world.context.counters["stale_reads"] == 1
@@ -71,7 +84,8 @@ def test_another_object_at_the_place_is_stale_and_asked_for_anew() -> None:
 @pytest.mark.parametrize("change", ["version", "size", "namespace", "wiped"])
 def test_a_header_that_differs_in_anything_is_not_believed(change: str) -> None:
     world = World()
-    world.place(
+    place(
+        world,
         b"a",
         b"payload!" if change == "size" else b"payload",
         counter=2 if change == "version" else 1,
@@ -79,7 +93,7 @@ def test_a_header_that_differs_in_anything_is_not_believed(change: str) -> None:
     )
     if change == "wiped":
         world.memory[1][AT : AT + 64] = bytes(64)
-    world.answers[calls.Lookup] = found((7, [(1, AT)]))
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     assert read(world, b"a") == [None]
     assert world.context.counters["stale_reads"] == ATTEMPTS
     assert not world.requests(calls.Remove)
@@ -87,9 +101,9 @@ def test_a_header_that_differs_in_anything_is_not_believed(change: str) -> None:
 
 def test_flipped_bytes_are_never_returned_and_the_object_is_removed() -> None:
     world = World()
-    world.place(b"a", b"payload")
+    place(world, b"a", b"payload")
     world.memory[1][AT + 1024 + 3] ^= 1
-    world.answers[calls.Lookup] = found((7, [(1, AT)]))
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     world.answers[calls.Remove] = calls.Removed([1])
     assert read(world, b"a") == [None]
     assert world.context.counters["checksum_mismatches"] == ATTEMPTS
@@ -97,31 +111,31 @@ def test_flipped_bytes_are_never_returned_and_the_object_is_removed() -> None:
 
 
 def test_a_bad_replica_is_passed_over_for_a_good_one() -> None:
-    world = World(segment(1), segment(2))
+    world = World()
     for segment_id in (1, 2):
-        world.place(b"a", b"payload", segment_id=segment_id)
+        place(world, b"a", b"payload", segment_id=segment_id)
     world.memory[1][AT + 1024] ^= 1
-    world.answers[calls.Lookup] = found((7, [(1, AT), (2, AT)]))
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT), (2, AT)]))
     assert read(world, b"a") == [b"payload"]
     assert not world.requests(calls.Remove)
 
 
 def test_an_unreachable_node_is_reported_and_the_other_replica_read() -> None:
-    world = World(segment(1), segment(2))
-    world.place(b"a", b"payload", segment_id=2)
-    world.broken[1] = NodeUnreachableError("gone", settled=1)
-    world.answers[calls.Lookup] = found((7, [(1, AT), (2, AT)]))
+    world = World()
+    place(world, b"a", b"payload", segment_id=2)
+    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT), (2, AT)]))
     assert read(world, b"a") == [b"payload"]
     assert [request.segment_ids for request in world.requests(calls.ReportFailure)] == [[1]]
 
 
 def test_a_node_that_failed_is_avoided_by_the_next_get() -> None:
-    world = World(segment(1), segment(2))
+    world = World()
     for key, offset in ((b"a", AT), (b"b", AT + 4096)):
-        world.place(key, b"payload", segment_id=2, offset=offset)
-    world.broken[1] = NodeUnreachableError("gone", settled=1)
+        place(world, key, b"payload", segment_id=2, offset=offset)
+    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
     world.answers[calls.Lookup] = lambda request: found(
-        (7, [(1, AT), (2, AT if request.keys == [b"a"] else AT + 4096)])
+        (7, 1, [(1, AT), (2, AT if request.keys == [b"a"] else AT + 4096)])
     )
     read(world, b"a")
     assert read(world, b"b") == [b"payload"]
@@ -130,29 +144,29 @@ def test_a_node_that_failed_is_avoided_by_the_next_get() -> None:
 
 def test_when_the_only_node_is_gone_it_is_a_miss() -> None:
     world = World()
-    world.broken[1] = NodeUnreachableError("gone", settled=1)
-    world.answers[calls.Lookup] = found((7, [(1, AT)]))
+    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     assert read(world, b"a") == [None]
 
 
 def test_an_error_that_is_no_outage_reaches_the_caller() -> None:
     world = World()
-    world.broken[1] = UnsupportedValueError("not something another node would cure")
-    world.answers[calls.Lookup] = found((7, [(1, AT)]))
+    world.failing[1] = [UnsupportedValueError("not something another node would cure")] * ATTEMPTS
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     with pytest.raises(UnsupportedValueError):
         read(world, b"a")
 
 
 def test_a_placement_of_a_forgotten_segment_is_a_miss() -> None:
     world = World()
-    world.answers[calls.Lookup] = found((7, [(99, AT)]))
+    world.answers[calls.Lookup] = found((7, 1, [(99, AT)]))
     assert read(world, b"a") == [None]
 
 
 def test_scattered_buffers_are_filled_in_order_and_no_further() -> None:
     world = World()
-    world.place(b"a", b"0123456789")
-    world.answers[calls.Lookup] = found((10, [(1, AT)]))
+    place(world, b"a", b"0123456789")
+    world.answers[calls.Lookup] = found((10, 1, [(1, AT)]))
     parts = [bytearray(4), bytearray(3), bytearray(b"xxxxx")]
     target = Target(Key(b"a"), [memoryview(part) for part in parts])
     world.run(get(world.context, NS, [target]))
@@ -161,8 +175,8 @@ def test_scattered_buffers_are_filled_in_order_and_no_further() -> None:
 
 def test_a_buffer_that_is_too_small_is_refused_before_a_byte_moves() -> None:
     world = World()
-    world.place(b"a", b"0123456789")
-    world.answers[calls.Lookup] = found((10, [(1, AT)]))
+    place(world, b"a", b"0123456789")
+    world.answers[calls.Lookup] = found((10, 1, [(1, AT)]))
     buffer = bytearray(9)
     with pytest.raises(BufferMismatchError) as caught:
         world.run(get(world.context, NS, [Target(Key(b"a"), [memoryview(buffer)])]))

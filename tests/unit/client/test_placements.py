@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvstore.calls import Placements
 from kvstore.client.placements import AVOID_SECONDS, Placed, PlacementCache, Replica, SegmentTable
 from kvstore.limits import Key, Namespace
-from tests.unit.client.scripted import segment
+from tests.unit.client.world import segment
 
 NS = Namespace("default")
 
@@ -18,7 +18,7 @@ class Clock:
 
 
 def placed(until: float) -> Placed:
-    return Placed(5, 1, 1, (Replica(segment(), 4096),), until)
+    return Placed(5, 1, 1, (Replica(segment(1), 4096),), until)
 
 
 def test_a_placement_is_believed_until_its_promise_ends_and_not_at_that_moment() -> None:

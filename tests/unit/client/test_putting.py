@@ -7,7 +7,6 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client.putting import ATTEMPTS, Item, PutOptions, put
-from kvstore.client.steps import Transfer
 from kvstore.client.values import encode
 from kvstore.errors import (
     MasterUnreachableError,
@@ -17,7 +16,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES, unpack
-from tests.unit.client.scripted import World, grants, segment
+from tests.unit.client.world import World, grants
 
 WRITE, FOUND, BUSY = PutOutcome.WRITE, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN
 STORED, REFUSED = PutOutcome.STORED, PutOutcome.REFUSED
@@ -40,7 +39,7 @@ def ended(world: World, *replies: list[int]) -> None:
 
 def test_only_what_was_granted_is_written_and_ended() -> None:
     world = World()
-    world.answers[calls.PutStart] = grants([FOUND, WRITE, BUSY], [(1, AT)])
+    world.answers[calls.PutStart] = grants([FOUND, WRITE, BUSY], [1], [(1, AT)])
     ended(world, [STORED])
     assert store(world, b"a", b"b", b"c") == [FOUND, STORED, BUSY]
     header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
@@ -52,21 +51,16 @@ def test_only_what_was_granted_is_written_and_ended() -> None:
 
 def test_the_old_header_is_wiped_before_and_the_new_one_written_after_the_payload() -> None:
     world = World()
-    world.answers[calls.PutStart] = grants([WRITE], [(1, AT)])
+    world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     ended(world, [STORED])
-    seen: list[list[tuple[int, int]]] = []
-
-    def look(transfer: Transfer) -> None:
-        seen.append([(move.offset - AT, len(move.buffer)) for move in transfer.moves])
-
-    world.on_transfer = look
     store(world, b"a")
-    assert seen == [[(0, 64), (1024, 12), (0, 1024)]]
+    written = [(move.offset - AT, len(move.buffer)) for move in world.moved[0].moves]
+    assert written == [(0, 64), (1024, 12), (0, 1024)]
 
 
 def test_blocks_of_a_chain_name_the_block_before_them() -> None:
     world = World()
-    world.answers[calls.PutStart] = grants([FOUND, WRITE, WRITE], [(1, AT), (1, AT + 4096)])
+    world.answers[calls.PutStart] = grants([FOUND, WRITE, WRITE], [1, 2], [(1, AT), (1, AT + 4096)])
     ended(world, [STORED, STORED])
     store(world, b"a", b"b", b"c", chain=True, parent=Key(b"root"))
     headers = [unpack(world.memory[1][at:], world.segments[1].seed, at) for at in (AT, AT + 4096)]
@@ -78,8 +72,8 @@ def test_a_refused_block_is_asked_for_again_alone_with_its_parent() -> None:
     world = World()
     replies = iter(
         [
-            grants([WRITE] * 3, [(1, AT), (1, AT + 4096), (1, AT + 8192)]),
-            grants([WRITE], [(1, AT + 4096)], first_token=9),
+            grants([WRITE] * 3, [1, 2, 3], [(1, AT), (1, AT + 4096), (1, AT + 8192)]),
+            grants([WRITE], [9], [(1, AT + 4096)]),
         ]
     )
     world.answers[calls.PutStart] = lambda request: next(replies)
@@ -92,7 +86,7 @@ def test_a_refused_block_is_asked_for_again_alone_with_its_parent() -> None:
 
 def test_a_put_that_is_refused_again_and_again_ends_in_an_error() -> None:
     world = World()
-    world.answers[calls.PutStart] = grants([WRITE], [(1, AT)])
+    world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     world.answers[calls.PutEnd] = calls.PutEnded([REFUSED])
     with pytest.raises(PutRefusedError) as caught:
         store(world, b"a")
@@ -102,10 +96,10 @@ def test_a_put_that_is_refused_again_and_again_ends_in_an_error() -> None:
 
 @pytest.mark.parametrize("settled", [0, 1])
 def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(settled: int) -> None:
-    world = World(segment(1), segment(2))
-    replies = iter([grants([WRITE], [(1, AT)]), grants([WRITE], [(2, AT)], first_token=2)])
+    world = World()
+    replies = iter([grants([WRITE], [1], [(1, AT)]), grants([WRITE], [2], [(2, AT)])])
     world.answers[calls.PutStart] = lambda request: next(replies)
-    world.broken[1] = NodeUnreachableError("gone", settled=settled)
+    world.failing[1] = [NodeUnreachableError("gone", settled=settled)]
     ended(world, [STORED])
     assert store(world, b"a") == [STORED]
     revoke = world.requests(calls.PutRevoke)[0]
@@ -114,15 +108,15 @@ def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(sett
 
 
 def test_one_failing_replica_gives_the_whole_put_up() -> None:
-    world = World(segment(1), segment(2), segment(3))
+    world = World()
     replies = iter(
         [
-            grants([WRITE], [(1, AT), (2, AT)], replicas=2),
-            grants([WRITE], [(1, AT), (3, AT)], replicas=2, first_token=2),
+            grants([WRITE], [1], [(1, AT), (2, AT)], replicas=2),
+            grants([WRITE], [2], [(1, AT), (3, AT)], replicas=2),
         ]
     )
     world.answers[calls.PutStart] = lambda request: next(replies)
-    world.broken[2] = NodeUnreachableError("gone", settled=1)
+    world.failing[2] = [NodeUnreachableError("gone", settled=1)]
     ended(world, [STORED])
     assert store(world, b"a", replicas=2) == [STORED]
     assert [list(request.tokens) for request in world.requests(calls.PutEnd)] == [[2]]
@@ -133,7 +127,7 @@ def test_one_failing_replica_gives_the_whole_put_up() -> None:
 
 def test_an_unanswered_end_is_settled_by_asking_again() -> None:
     world = World()
-    replies = iter([grants([WRITE], [(1, AT)]), grants([FOUND], [])])
+    replies = iter([grants([WRITE], [1], [(1, AT)]), grants([FOUND], [], [])])
     world.answers[calls.PutStart] = lambda request: next(replies)
     world.answers[calls.PutEnd] = MasterUnreachableError("the connection broke", sent=1)
     assert store(world, b"a") == [FOUND]
@@ -149,7 +143,7 @@ def test_what_the_master_refuses_reaches_the_caller() -> None:
 
 def test_an_empty_payload_has_a_header_and_nothing_else() -> None:
     world = World()
-    world.answers[calls.PutStart] = grants([WRITE], [(1, AT)])
+    world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     ended(world, [STORED])
     options = PutOptions(namespace=Namespace("default"))
     outcome = world.run(put(world.context, [Item(Key(b"e"), encode(b""))], options, 0))

@@ -14,10 +14,10 @@ from kvstore import calls
 from kvstore.client.views import Granted, Lease, Named, Views
 from kvstore.errors import KVStoreError, MasterUnreachableError
 from kvstore.limits import Key, Namespace
-from tests.unit.client.scripted import segment
+from tests.unit.client.world import segment
 
 NAMED = Named(Namespace("default"), Key(b"a"), 7, 1)
-GRANTED = Granted(7, 3, segment(), 4096, 100)
+GRANTED = Granted(7, 3, segment(1), 4096, 100)
 
 
 class Master:

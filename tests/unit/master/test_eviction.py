@@ -7,6 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
+from kvstore.master.state import pool
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.master_state import MAKING_ROOM_MS
 from kvstore.master.state.pool import EVICTIONS_PER_STEP
@@ -198,6 +199,23 @@ def test_a_child_that_arrived_first_is_whole_when_its_parent_is_there(
     cluster.after(LEASE_MS)
     cluster.put("y")
     assert cluster.match("abc") == 3
+
+
+def test_a_block_that_becomes_a_leaf_late_is_marked_all_the_same(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SETTLE_STEPS", 1)
+    cluster = new_cluster(one=8, two=8)
+    cluster.put("abcd", host="host-one")
+    cluster.state.node_said(0, cluster.sessions["one"], calls.NodeLeave())
+    cluster.state.work(0)  # has begun to forget the chain
+    cluster.put("b", parent="a")
+
+    cluster.work()
+
+    record = cluster.state.forest.get(NAMESPACE, Key(b"b"))
+    assert record is not None
+    assert cluster.state.pool.marked_detached(record)
 
 
 def test_evicting_a_detached_chain_goes_on_before_older_blocks(new_cluster: NewCluster) -> None:
