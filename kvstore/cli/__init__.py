@@ -1,0 +1,1 @@
+"""The commands: kvstore, kvstore-master, kvstore-node."""

@@ -1,0 +1,1 @@
+"""Memory that describes itself: headers, superblocks, segments in shared memory."""

@@ -1,0 +1,1 @@
+"""A node: a segment, its data server, its agent towards the master."""

@@ -83,7 +83,7 @@ class Cluster:
         self.piece_bytes = random.choice((256, 1_000, 1_024, 4_096))
         self.segment_bytes = random.choice((24, 48, 96)) << 10
         self.mix = Mix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
-        self.piece_us = (5, random.choice((200, 2_000, 40_000)))
+        self.piece_us = (5, random.choice((200, 2_000, 40_000, 150_000)))
         self.rules = replace(RULES, put_deadline_ms=random.choice((6_000, 6_000, 1_200)))
         self.paused = False
         self.master: Master | None = None

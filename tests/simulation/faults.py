@@ -78,11 +78,14 @@ class Faults:
         self._cut(target, source, duration_us)
 
     def _isolate_node(self) -> None:
-        """From the master only: clients still read there."""
+        """From the master only, or the master from it: clients still read there."""
         node = self._random.choice(self._cluster.nodes).name
         duration_us = self._random.randint(SECOND // 2, 4 * SECOND)
-        self._cut("master", node, duration_us)
-        self._cut(node, "master", duration_us)
+        directions = self._random.choice((1, 2, 3))
+        if directions & 1:
+            self._cut("master", node, duration_us)
+        if directions & 2:
+            self._cut(node, "master", duration_us)
 
     def _stall_node(self) -> None:
         self._stall(self._random.choice(self._cluster.nodes).process.name, self._duration_us())
