@@ -1,1 +1,1 @@
-"""The master: pure decisions in ``state``, the shell around them in ``service``, its carriers, ``app``."""
+"""The master: pure decisions in ``state``, the shell around them, its carriers, the process."""

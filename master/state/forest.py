@@ -89,8 +89,9 @@ class Forest:
 
         Galloping, then bisecting: O(log n) probes for the blocks of one chain, of which the
         matched ones are always a prefix. Depths that do not grow by one per key say that the keys
-        are not one chain; those are scanned, one probe per key. Depths are hints: only a look at
-        each record proves that the keys are the tip's ancestors, and ``records`` takes it.
+        are not one chain; those are scanned, one probe per key. Depths are hints, exact enough for
+        keys of which each determines those before it (hashes of prefixes). Only a look at each
+        record proves that the keys are the tip's ancestors, and ``records`` takes it.
         """
         first = table.get(keys[0]) if keys else None
         if first is None or not self.reachable(first):
@@ -109,7 +110,7 @@ class Forest:
                 step *= 2
             else:
                 bad = probe
-        if not records:
+        if not (records or table.bent):
             return Match(good + 1, [tip], [])
         path = self._path(tip, list(islice(keys, good + 1)))
         return Match(good + 1, [tip], path) if path else self._scan(table, keys)
@@ -177,6 +178,8 @@ class Forest:
                         key=record.key.hex(),
                     )
                 at = at.parent
+        if record.children and before is not None:
+            self.namespaces[record.namespace].bent = True
         record.parent = parent
         record.depth = 0 if parent is None else parent.depth + 1
         if parent is not None:

@@ -2,22 +2,26 @@
 
 Nobody counts who still reads a removed object. Its extents are free when (a) the longest lease
 that can have been given on it has ended, and (b) its node has said that the header is wiped, so
-that no restart finds the object again. A removal is acknowledged at (b); a segment that dies
-counts as wiped, because it is joined anew and nothing of it is believed.
+that no restart finds the object again. A removal is acknowledged at (b), since nobody reads a wiped
+object. A segment that dies counts as wiped at (a): nothing of it is believed when it is joined
+anew, but until then who has a lease may read there, if only the master cannot reach the node.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore import calls
 from kvstore.calls import MasterWipe
+from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Answer, Effect, Send
 from kvstore.master.state.records import Extent, ObjectRecord, Segment
 from kvstore.memory.header import extent_bytes
+
+Name = tuple[Namespace, Key]
 
 WIPES_PER_ORDER = 1_024
 """Extents of an order are freed in one step: about 2 ms."""
@@ -26,6 +30,7 @@ WIPES_PER_ORDER = 1_024
 class Remains(NamedTuple):
     """What is left of an object that was taken out of the forest."""
 
+    name: Name
     size: int
     epoch: int
     counter: int
@@ -33,7 +38,8 @@ class Remains(NamedTuple):
 
     @classmethod
     def of(cls, record: ObjectRecord) -> Remains:
-        return cls(record.size, record.epoch, record.counter, record.extents())
+        name = record.namespace, record.key
+        return cls(name, record.size, record.epoch, record.counter, record.extents())
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +49,8 @@ class Grave:
     order: int
     segment: Segment
     free_at_ms: int
-    removal: _Removal
+    removals: list[_Removal]
+    names: list[Name] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -64,7 +71,7 @@ class Grave:
 
 @dataclass(slots=True, eq=False)
 class _Removal:
-    """An answer that waits until the last of its orders is done."""
+    """An answer that waits until the last of these orders is done."""
 
     ticket: int
     reply: calls.Reply
@@ -72,17 +79,37 @@ class _Removal:
 
 
 class Graveyard:
-    """All removed objects whose extents are not free. ``effects`` is the state's list."""
+    """All removed objects whose extents are not free."""
 
     def __init__(self) -> None:
         self._by_end: deque[Grave] = deque()
         self._unwiped: dict[int, Grave] = {}
+        self._unwiped_of: dict[Name, list[Grave]] = {}
         self._next_order = 0
 
+    def of_objects(self, names: Iterable[Name]) -> list[Grave]:
+        """Orders not done yet that have to do with these objects."""
+        of_names = (self._unwiped_of.get(name, ()) for name in names)
+        return list({grave.order: grave for graves in of_names for grave in graves}.values())
+
+    def of_namespace(self, namespace: str) -> list[Grave]:
+        """Orders not done yet that have to do with this namespace; empty: with any."""
+        return [
+            grave
+            for grave in self._unwiped.values()
+            if not namespace or any(name[0] == namespace for name in grave.names)
+        ]
+
     def bury(
-        self, gone: Iterable[Remains], free_at_ms: int, ticket: int, reply: calls.Reply
+        self,
+        gone: Iterable[Remains],
+        free_at_ms: int,
+        ticket: int,
+        reply: calls.Reply,
+        earlier: Sequence[Grave],
     ) -> tuple[list[Effect], bool]:
-        """Order the headers wiped, and answer ``ticket`` with ``reply`` when they are.
+        """Order the headers wiped, and answer ``ticket`` with ``reply`` when they are, and those
+        of ``earlier`` orders, too.
 
         ``free_at_ms`` must not be earlier than in any call before. Returns the effects and
         whether there is anything to wait for.
@@ -97,9 +124,11 @@ class Graveyard:
                 grave = open_graves.get(segment)
                 if grave is None or len(grave.offsets) == WIPES_PER_ORDER:
                     self._next_order += 1
-                    grave = Grave(self._next_order, segment, free_at_ms, removal)
+                    grave = Grave(self._next_order, segment, free_at_ms, [removal])
                     open_graves[segment] = grave
                     graves.append(grave)
+                grave.names.append(remains.name)
+                self._unwiped_of.setdefault(remains.name, []).append(grave)
                 grave.offsets.append(offset)
                 grave.lengths.append(extent_bytes(remains.size))
                 grave.epochs.append(remains.epoch)
@@ -107,8 +136,10 @@ class Graveyard:
         for grave in graves:
             self._by_end.append(grave)
             self._unwiped[grave.order] = grave
-        removal.orders = len(graves)
-        return [effect for grave in graves for effect in _send(grave)], bool(graves)
+        for grave in earlier:
+            grave.removals.append(removal)
+        removal.orders = len(graves) + len(earlier)
+        return [effect for grave in graves for effect in _send(grave)], removal.orders > 0
 
     def wiped(self, order: int) -> list[Effect]:
         """The node has done it (or is dead)."""
@@ -118,10 +149,14 @@ class Graveyard:
         grave.wiped = True
         if grave.ended:
             grave.free()
-        grave.removal.orders -= 1
-        if grave.removal.orders:
-            return []
-        return [Answer(grave.removal.ticket, grave.removal.reply)]
+        for name in grave.names:
+            graves = self._unwiped_of[name]
+            graves.remove(grave)
+            if not graves:
+                del self._unwiped_of[name]
+        for removal in grave.removals:
+            removal.orders -= 1
+        return [Answer(done.ticket, done.reply) for done in grave.removals if not done.orders]
 
     def segment_of(self, order: int) -> Segment | None:
         grave = self._unwiped.get(order)
@@ -132,18 +167,19 @@ class Graveyard:
         return [effect for grave in self._on(segment) for effect in _send(grave)]
 
     def segment_died(self, segment: Segment) -> list[Effect]:
-        return [effect for grave in self._on(segment) for effect in self.wiped(grave.order)]
+        ended = [grave for grave in self._on(segment) if grave.ended]
+        return [effect for grave in ended for effect in self.wiped(grave.order)]
 
-    def free_ended(self, now_ms: int) -> bool:
-        """Free one order's extents that nobody can hold a lease on any more; False: there is none
-        such (any more)."""
-        while self._by_end and self._by_end[0].free_at_ms <= now_ms:
-            grave = self._by_end.popleft()
-            grave.ended = True
-            if grave.wiped:
-                grave.free()
-                return True
-        return False
+    def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
+        """Free one order's extents, of those that nobody can hold a lease on any more. Returns
+        the effects and whether there was such an order."""
+        if not self._by_end or self._by_end[0].free_at_ms > now_ms:
+            return [], False
+        grave = self._by_end.popleft()
+        grave.ended = True
+        if grave.wiped:
+            grave.free()
+        return ([] if grave.segment.alive else self.wiped(grave.order)), True
 
     def next_end_ms(self) -> int | None:
         return self._by_end[0].free_at_ms if self._by_end else None
@@ -154,6 +190,17 @@ class Graveyard:
         for grave in (*self._by_end, *ended):
             for offset, length in zip(grave.offsets, grave.lengths, strict=True):
                 yield grave.segment, offset, length
+
+    def check_invariants(self) -> None:
+        counted: dict[Name, list[Grave]] = {}
+        for grave in self._unwiped.values():
+            assert not grave.wiped
+            assert all(removal.orders > 0 for removal in grave.removals)
+            for name in grave.names:
+                counted.setdefault(name, []).append(grave)
+        assert counted == self._unwiped_of
+        ends = [grave.free_at_ms for grave in self._by_end]
+        assert ends == sorted(ends)
 
     def _on(self, segment: Segment) -> list[Grave]:
         return [grave for grave in self._unwiped.values() if grave.segment is segment]

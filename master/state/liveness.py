@@ -49,10 +49,12 @@ def state_of(node: Node, now_ms: int, rules: LivenessRules) -> str:
 
 
 def next_change_ms(node: Node, now_ms: int, rules: LivenessRules) -> int:
-    """When it is dead, or alive again, if nothing else is heard of it."""
+    """When it is dead if nothing else is heard of it."""
     if state_of(node, now_ms, rules) == DEAD:
         return now_ms
-    dead_at_ms = node.heard_ms + rules.dead_ms + 1
-    if node.reported_ms is None or now_ms - node.reported_ms > rules.suspect_ms:
-        return dead_at_ms
-    return min(dead_at_ms, node.reported_ms + rules.suspect_ms + 1)
+    return node.heard_ms + rules.dead_ms + 1
+
+
+def trusted_again_ms(node: Node, rules: LivenessRules) -> int:
+    """When a report of failures stops to make it suspect; 0: there was none."""
+    return 0 if node.reported_ms is None else node.reported_ms + rules.suspect_ms + 1

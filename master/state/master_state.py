@@ -37,7 +37,7 @@ from kvstore.limits import REPLICAS_MAX, Key, Namespace
 from kvstore.master.state import liveness, report
 from kvstore.master.state.effects import Answer, Effect, Later, Notice, Send
 from kvstore.master.state.eviction import LRU, EvictionPolicy
-from kvstore.master.state.graves import Graveyard, Remains
+from kvstore.master.state.graves import Grave, Graveyard, Remains
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.membership import Membership, describe
 from kvstore.master.state.pool import EVICTIONS_PER_STEP, Pool, Shortage
@@ -109,6 +109,7 @@ class MasterState:
             rules=rules.liveness,
             beat_ms=rules.beat_ms,
             lease_ms=rules.lease_ms,
+            unfenced_ms=rules.put_deadline_ms + rules.quarantine_ms,
             new_policy=policy,
         )
         self._pending = Pending()
@@ -121,6 +122,8 @@ class MasterState:
         """Whether more removed bytes may be free now than one tick frees."""
         self._next_token = 0
         self._next_ticket = 0
+        self._tried_ms = started_ms
+        """When the waiting puts were last tried."""
         self._room_made = False
         """Whether anything was freed or mounted since the waiting puts were last tried."""
 
@@ -193,7 +196,8 @@ class MasterState:
             record = self.forest.get(request.namespace, key)
             if (
                 record is not None
-                and record.complete
+                and all(segment.alive for segment, _ in record.extents())
+                and record.segment is not None
                 and (record.epoch, record.counter) == (epoch, counter)
             ):
                 record.last_used_ms = now_ms
@@ -204,6 +208,7 @@ class MasterState:
             put = self._granted(now_ms, request.epoch, token)
             if put is not None and all(segment.alive for segment, _ in put.extents):
                 self._pending.renew(put, now_ms + rules.put_deadline_ms)
+                self._note_allocation(put)
                 tokens_held[index] = 1
         return calls.Renewed(
             rules.lease_ms, rules.put_deadline_ms, bytes(keys_held), bytes(tokens_held)
@@ -292,6 +297,8 @@ class MasterState:
             tails = [(segment, offset + kept) for segment, offset in alive]
             self.pool.free(tails, put.length - kept)
         replaced = self._store(put, record, alive, request.size, now_ms)
+        # Its owner has it mapped, and can renew the lease only when this reply is there.
+        record.lease_until_ms = max(record.lease_until_ms, now_ms + self.rules.lease_ms)
         self._settle(record)
         reply = calls.Committed(PutOutcome.STORED)
         return self._bury(now_ms, replaced, reply) if replaced else reply
@@ -325,6 +332,8 @@ class MasterState:
                 advice="Add memory, or put less.",
                 waiting_puts=len(self._waiting),
             )
+        if not self._waiting:
+            self._tried_ms = now_ms
         ticket = self._ticket()
         self._waiting.append(WaitingPut(ticket, request, now_ms + wait_ms))
         self.counters["waited_puts"] += 1
@@ -430,7 +439,13 @@ class MasterState:
         if record is not None:
             record.writer = put.token
         self._pending.add(put)
+        self._note_allocation(put)
         return put
+
+    def _note_allocation(self, put: PendingPut) -> None:
+        if put.record is None:
+            for segment, _ in put.extents:
+                segment.allocated_until_ms = put.deadline_ms + self.rules.quarantine_ms
 
     def _grants(self, outcomes: bytes, puts: list[PendingPut]) -> calls.Grants:
         return calls.Grants(
@@ -525,7 +540,9 @@ class MasterState:
                 gone.append(Remains.of(record))
                 self.pool.hide(record, steps_max)
         self.counters["removed_objects"] += len(gone)
-        return self._bury(now_ms, gone, calls.Removed(bytes(removed)))
+        # An earlier version, or an earlier removal of it (this may be the same, sent again).
+        earlier = self._graves.of_objects((request.namespace, key) for key in request.keys)
+        return self._bury(now_ms, gone, calls.Removed(bytes(removed)), earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
         if request.namespace:
@@ -543,12 +560,16 @@ class MasterState:
                 self.pool.hide(record, steps_max)
         self.counters["removed_objects"] += len(gone)
         remaining = sum(table.objects for table in tables)
-        return self._bury(now_ms, gone, calls.Cleared(len(gone), remaining))
+        reply = calls.Cleared(len(gone), remaining)
+        return self._bury(now_ms, gone, reply, self._graves.of_namespace(request.namespace))
 
-    def _bury(self, now_ms: int, gone: list[Remains], reply: AnyReply) -> AnyReply | Later:
+    def _bury(
+        self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Grave] = ()
+    ) -> AnyReply | Later:
         """Answer with ``reply``, once the headers of what is gone are wiped."""
         ticket = self._ticket()
-        effects, waits = self._graves.bury(gone, now_ms + self.rules.lease_ms, ticket, reply)
+        free_at_ms = now_ms + self.rules.lease_ms
+        effects, waits = self._graves.bury(gone, free_at_ms, ticket, reply, earlier)
         self.effects += effects
         return Later(ticket) if waits else reply
 
@@ -666,9 +687,10 @@ class MasterState:
         ]
         if self._waiting:
             times.append(min(put.deadline_ms for put in self._waiting))
+            changes = [*self.membership.trusted_again_ms()]
             for segment in self.pool.segments.values():
-                changes = (segment.candidates.next_lease_end_ms(), segment.usable_at_ms)
-                times += [time for time in changes if time is not None and time > now_ms]
+                changes += (segment.candidates.next_lease_end_ms() or 0, segment.usable_at_ms)
+            times += [time for time in changes if time > self._tried_ms]
         return min((time for time in times if time is not None), default=None)
 
     @property
@@ -711,13 +733,15 @@ class MasterState:
             self._sweeps[0] = (segment, further)
 
     def _free_graves(self, now_ms: int) -> None:
-        self._graves_due = self._graves.free_ended(now_ms)
+        effects, self._graves_due = self._graves.end_next(now_ms)
+        self.effects += effects
         self._room_made |= self._graves_due
 
     def _try_waiting(self, now_ms: int) -> None:
         """Serve the puts that wait for room, in their order, until one must go on waiting; refuse
         those whose time is up. Goes on in the next step (``_room_made``) before it takes long."""
         self._room_made = False
+        self._tried_ms = now_ms
         served = 0
         missing: Shortage | None = None
         evicted_max = self.counters["evicted_objects"] + EVICTIONS_PER_STEP
@@ -789,6 +813,7 @@ class MasterState:
         """Everything that must always hold; for tests and the simulator, O(objects)."""
         self.membership.check_invariants()
         self._pending.check_invariants()
+        self._graves.check_invariants()
         self.pool.check_invariants([*self._pending.ranges(), *self._graves.ranges()])
         writers = {put.token: put.record for put in self._pending if put.record is not None}
         for record in self.forest.records():

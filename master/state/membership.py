@@ -3,7 +3,8 @@
 A node is heard on a *session*, a number that the shell gives to each stream. A broken stream may
 be resumed on another session while the node is not dead: everything it holds is still known.
 Otherwise it joins anew, after fencing off every older grant; its segments then get new ids, and
-no space is given out on them until the leases of before have ended.
+no space is given out on them until what was promised before has ended: leases, and allocations,
+whose owners no fence stops.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 
 NODES_MAX = 4_096
 SEGMENTS_PER_NODE_MAX = 64
+GONE_MAX = 65_536
+"""Unmounted segments that are remembered, in case they come back."""
 
 
 class Membership:
@@ -41,6 +44,7 @@ class Membership:
         rules: LivenessRules,
         beat_ms: int,
         lease_ms: int,
+        unfenced_ms: int,
         new_policy: Callable[[], EvictionPolicy],
     ) -> None:
         self.nodes: dict[str, Node] = {}
@@ -54,8 +58,11 @@ class Membership:
         self._rules = rules
         self._beat_ms = beat_ms
         self._lease_ms = lease_ms
+        self._unfenced_ms = unfenced_ms
         self._new_policy = new_policy
         self._next_segment_id = 0
+        self._gone: dict[bytes, int] = {}
+        """Memory (uuid) that was unmounted, and until when its allocations were promised."""
         self._alive: tuple[int, list[Segment]] | None = None
         """``alive_segments`` of that time, until something changes."""
 
@@ -125,15 +132,25 @@ class Membership:
         node = Node(name=join.name, host=join.host, session=session, heard_ms=now_ms)
         self.nodes[node.name] = node
         self._by_session[session] = node
-        segments = self.segments[node.name] = []
-        for offer in join.segments:
-            self._next_segment_id += 1
-            usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
-            segment = Segment(self._next_segment_id, node, offer, self._new_policy(), usable_at_ms)
-            segments.append(segment)
+        segments = [self._mount(now_ms, node, offer) for offer in join.segments]
+        self.segments[node.name] = segments
         self.mounted += segments
         self._notice("node_joined", node)
         return self._accepted(node, join)
+
+    def _mount(self, now_ms: int, node: Node, offer: SegmentOffer) -> Segment:
+        self._next_segment_id += 1
+        allocated_until_ms = self._gone.pop(offer.uuid, None)
+        if allocated_until_ms is None:
+            usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
+            allocated_until_ms = 0
+        elif offer.fresh:  # it never heard that it had been mounted, and so fenced nothing off
+            usable_at_ms = now_ms + max(self._lease_ms, self._unfenced_ms)
+        else:
+            usable_at_ms = max(now_ms + self._lease_ms, allocated_until_ms)
+        segment = Segment(self._next_segment_id, node, offer, self._new_policy(), usable_at_ms)
+        segment.allocated_until_ms = allocated_until_ms
+        return segment
 
     def heard(self, now_ms: int, node: Node) -> None:
         node.heard_ms = now_ms
@@ -171,13 +188,21 @@ class Membership:
             node.session = None
         self._notice("node_left" if why == "left" else "node_dead", node, why=why)
         del self.nodes[node.name]
-        self.lost += self.segments.pop(node.name)
+        gone = self.segments.pop(node.name)
+        self.lost += gone
+        for segment in gone:
+            self._gone[segment.offer.uuid] = segment.allocated_until_ms
+        while len(self._gone) > GONE_MAX:
+            del self._gone[next(iter(self._gone))]
 
     def next_change_ms(self, now_ms: int) -> int | None:
         return min(
             (liveness.next_change_ms(node, now_ms, self._rules) for node in self.nodes.values()),
             default=None,
         )
+
+    def trusted_again_ms(self) -> list[int]:
+        return [liveness.trusted_again_ms(node, self._rules) for node in self.nodes.values()]
 
     def check_invariants(self) -> None:
         for name, node in self.nodes.items():

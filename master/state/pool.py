@@ -179,10 +179,11 @@ class Pool:
                 segment.allocator.free(offset, length)
 
     def _rehome(self, record: ObjectRecord) -> None:
-        """Replicas on dead segments are forgotten; the first one alive decides the candidacy."""
-        alive = [extent for extent in record.extents() if extent[0].alive]
-        record.segment, record.offset = alive[0]
-        record.more = tuple(alive[1:])
+        """The first replica that is alive decides the candidacy. Those on dead segments stand
+        behind it, as a sign that not all that was promised is there."""
+        extents = sorted(record.extents(), key=lambda extent: not extent[0].alive)
+        record.segment, record.offset = extents[0]
+        record.more = tuple(extents[1:])
 
     @staticmethod
     def _policy_of(record: ObjectRecord) -> EvictionPolicy:
@@ -268,17 +269,19 @@ class Pool:
         lengths = [extent_bytes(size) for size in sizes]
         longest, total = max(lengths), sum(lengths)
         roomy = [segment for segment in usable if segment.capacity >= longest]
+        if not roomy:
+            return Shortage(total * replicas)
         near = near if near in roomy else None
         if replicas > 1:
             replicas = min(replicas, len({segment.node for segment in roomy}))
         together = self._allocate_together(lengths, replicas, roomy, near, host)
-        if together:
+        if together is not None:
             return together
         capacities: Counter[Node] = Counter()
         for segment in roomy:
             capacities[segment.node] += segment.capacity
         room = sum(min(capacity, total) for capacity in capacities.values())
-        if not roomy or room < total * replicas:  # never; nothing is evicted for it
+        if room < total * replicas:  # never; nothing is evicted for it
             return Shortage(total * replicas - room)
         order = list(preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
@@ -300,7 +303,7 @@ class Pool:
         host: str,
     ) -> list[list[Extent]] | None:
         """One free range per replica for the whole batch: one node serves it, one search finds
-        it. None when there is no such range, or no segment; nothing is taken then."""
+        it. None when there is no such range; nothing is taken then."""
         total = sum(lengths)
         runs: list[Extent] = []
         for _ in range(replicas):

@@ -33,7 +33,16 @@ ONE_SHARD_RECORDS = 4_096
 class Segment:
     """A mounted segment. ``alive`` ends once, for good; a return is another Segment."""
 
-    __slots__ = ("alive", "allocator", "candidates", "node", "offer", "segment_id", "usable_at_ms")
+    __slots__ = (
+        "alive",
+        "allocated_until_ms",
+        "allocator",
+        "candidates",
+        "node",
+        "offer",
+        "segment_id",
+        "usable_at_ms",
+    )
 
     def __init__(
         self,
@@ -51,7 +60,9 @@ class Segment:
         self.candidates = candidates
         """The objects that could be evicted from here: leaves whose first replica is here."""
         self.usable_at_ms = usable_at_ms
-        """No allocation before: what another master promised about it may still hold."""
+        """No allocation before: what was promised before it was mounted may still hold."""
+        self.allocated_until_ms = 0
+        """Owners of allocations may write until then, which no fence stops: they have it mapped."""
 
     @property
     def capacity(self) -> int:
@@ -140,13 +151,16 @@ class ObjectRecord:
 class NamespaceTable:
     """The records of one namespace by key, and its counts."""
 
-    __slots__ = ("_mask", "_searched", "name", "objects", "records", "shards", "size")
+    __slots__ = ("_mask", "_searched", "bent", "name", "objects", "records", "shards", "size")
 
     def __init__(self, name: Namespace) -> None:
         self.name = name
         self.shards: list[dict[Key, ObjectRecord]] = [{}]
         self._mask = 0
         self._searched = 0
+        self.bent = False
+        """Whether a record with children ever got another parent: depths below it may be wrong in
+        a way that a search cannot see."""
         self.records = 0
         self.objects = 0
         """Those with bytes. Lost ones are among them until the background work has seen them."""

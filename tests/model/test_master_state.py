@@ -8,7 +8,7 @@ above all that no range of memory is given out while a reader, a writer or a wip
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -71,6 +71,16 @@ class Stored:
     size: int
     places: list[Place]
     parent: Key | None
+    lost_some: bool = False
+
+
+@dataclass
+class Unwiped:
+    """A range that was removed, and whose node has not said yet that it is wiped."""
+
+    name: Name
+    length: int
+    free_at_ms: int
 
 
 @dataclass
@@ -97,7 +107,6 @@ class ModelNode:
     heard_ms: int
     offers: list[calls.SegmentOffer]
     ids: list[int]
-    usable_at_ms: int
     reported_ms: int | None = None
     orders: list[calls.MasterWipe] = field(default_factory=list)
 
@@ -136,8 +145,9 @@ class MasterMachine(RuleBasedStateMachine):
         self.memories_made = 0
         self.sessions = 0
         self.old_sessions: list[int] = []
+        self.ticked_ms = -1
         self.taboos: list[Taboo] = []
-        self.unwiped: dict[tuple[Place, Version], int] = {}  # and the length
+        self.unwiped: dict[tuple[Place, Version], Unwiped] = {}
         self.removals: dict[int, set[tuple[Place, Version]]] = {}  # by ticket
         self.put_ms = -RULES.lease_ms
         """When a put last leased what it found, or its parent, while it waits or writes."""
@@ -167,12 +177,23 @@ class MasterMachine(RuleBasedStateMachine):
         return offers
 
     @precondition(lambda self: self.offers)
-    @rule(data=st.data(), host=hosts)
-    def node_comes_back(self, data: st.DataObject, host: str) -> None:
-        """Its process was restarted: the same memory, which others may still read."""
+    @rule(data=st.data(), host=hosts, unheard=st.booleans())
+    def node_comes_back(self, data: st.DataObject, host: str, unheard: bool) -> None:
+        """Its process was restarted: the same memory, which others may still read. Or it never
+        heard that it had joined, and has fenced nobody off."""
         name = data.draw(st.sampled_from(sorted(self.offers)))
         offers = self.offers[name]
-        self._join(name, host, [offer._replace(fresh=False) for offer in offers])
+        if unheard:
+            uuids = {offer.uuid for offer in offers}
+            self.taboos += [
+                replace(taboo, where=self.uuids[taboo.where])
+                for taboo in self.taboos
+                if isinstance(taboo.where, int) and self.uuids[taboo.where] in uuids
+            ]
+            for granted in self.granted.values():
+                until_ms = granted.deadline_ms + RULES.quarantine_ms
+                self._quarantine(granted, until_ms, by_memory=True)
+        self._join(name, host, [offer._replace(fresh=unheard) for offer in offers])
 
     def _join(self, name: str, host: str, offers: list[calls.SegmentOffer]) -> None:
         known = self.nodes.get(name)
@@ -190,10 +211,12 @@ class MasterMachine(RuleBasedStateMachine):
         assert not taken
         if known is not None:
             self._node_dies(known)
-        lease_ms = 0 if offers[0].fresh else RULES.lease_ms
-        self.nodes[name] = ModelNode(
-            name, session, self.now_ms, offers, list(accepted.segment_ids), self.now_ms + lease_ms
-        )
+        ids = list(accepted.segment_ids)
+        self.nodes[name] = ModelNode(name, session, self.now_ms, offers, ids)
+        new = not {offer.uuid for offer in offers} & set(self.uuids.values())
+        for segment_id in ids:
+            waits_ms = self.state.pool.segments[segment_id].usable_at_ms - self.now_ms
+            assert waits_ms == 0 if new else waits_ms >= RULES.lease_ms
         assert len(set(accepted.segment_ids)) == len(offers)
         for segment_id, offer in zip(accepted.segment_ids, offers, strict=True):
             assert segment_id not in self.uuids, "a segment id was used twice"
@@ -333,11 +356,15 @@ class MasterMachine(RuleBasedStateMachine):
         if node.session is not None:
             self.old_sessions.append(node.session)
         for name, stored in list(self.objects.items()):
-            stored.places = [place for place in stored.places if place[0] not in node.ids]
+            alive = [place for place in stored.places if place[0] not in node.ids]
+            stored.lost_some |= alive != stored.places
+            stored.places = alive
             if not stored.places:
                 del self.objects[name]
-        for item in [item for item in self.unwiped if item[0][0] in node.ids]:
-            self._wiped(item)
+        for granted in self.granted.values():
+            if granted.name is None and any(place[0] in node.ids for place in granted.places):
+                until_ms = granted.deadline_ms + RULES.quarantine_ms
+                self._quarantine(granted, until_ms, by_memory=True)
 
     def _of_order(self, node: ModelNode, order: calls.MasterWipe) -> list[tuple[Place, Version]]:
         (segment_id,) = (id_ for id_ in node.ids if self.uuids[id_] == order.uuid)
@@ -537,7 +564,7 @@ class MasterMachine(RuleBasedStateMachine):
             roomy = [
                 node
                 for node in self._choosable()
-                if any(offer.size - SUPERBLOCK_BYTES >= total + 1024 for offer in node.offers)
+                if any(size >= total + 1024 for size in self._usable(node))
             ]
             assert len(roomy) < min(replicas, len(self._choosable())) or not roomy, (
                 "nothing is in use, it would fit, and yet there is no room"
@@ -547,8 +574,13 @@ class MasterMachine(RuleBasedStateMachine):
         return [
             node
             for node in self.nodes.values()
-            if node.state(self.now_ms) == "alive" and node.usable_at_ms <= self.now_ms
+            if node.state(self.now_ms) == "alive" and self._usable(node)
         ]
+
+    def _usable(self, node: ModelNode) -> list[int]:
+        """What each of its segments that may be used could hold, in bytes."""
+        segments = [self.state.pool.segments[segment_id] for segment_id in node.ids]
+        return [s.capacity for s in segments if s.usable_at_ms <= self.now_ms]
 
     def _take_grants(self, request: calls.PutStart | calls.Allocate, grants: calls.Grants) -> None:
         assert grants.epoch == EPOCH
@@ -563,8 +595,9 @@ class MasterMachine(RuleBasedStateMachine):
             holders = [
                 node
                 for node in self._choosable()
-                if any(offer.size - SUPERBLOCK_BYTES >= largest for offer in node.offers)
+                if any(size >= largest for size in self._usable(node))
             ]
+            assert grants.replicas > 0
             assert grants.replicas == min(getattr(request, "replicas", 1), len(holders))
         for row, index in enumerate(write):
             token = grants.tokens[row]
@@ -592,8 +625,8 @@ class MasterMachine(RuleBasedStateMachine):
             if taboo.where in (segment_id, self.uuids[segment_id]):
                 overlap = offset < taboo.end and taboo.start < offset + length
                 assert not overlap, f"given out, but {taboo}"
-        for ((its_segment, its_offset), _), its_length in self.unwiped.items():
-            overlap = offset < its_offset + its_length and its_offset < offset + length
+        for ((its_segment, its_offset), _), unwiped in self.unwiped.items():
+            overlap = offset < its_offset + unwiped.length and its_offset < offset + length
             assert its_segment != segment_id or not overlap, "given out before it was wiped"
 
     def _living_taboos(self) -> list[Taboo]:
@@ -607,10 +640,11 @@ class MasterMachine(RuleBasedStateMachine):
                 Taboo(self.uuids[segment_id], offset, end, until_ms, "readers have a lease")
             )
 
-    def _quarantine(self, granted: Granted, until_ms: int) -> None:
+    def _quarantine(self, granted: Granted, until_ms: int, *, by_memory: bool = False) -> None:
         for segment_id, offset in granted.places:
             end = offset + extent_bytes(granted.size)
-            self.taboos.append(Taboo(segment_id, offset, end, until_ms, "a write may land"))
+            where = self.uuids[segment_id] if by_memory else segment_id
+            self.taboos.append(Taboo(where, offset, end, until_ms, "a write may land"))
 
     def _node_of(self, segment_id: int) -> ModelNode:
         (node,) = (node for node in self.nodes.values() if segment_id in node.ids)
@@ -671,7 +705,7 @@ class MasterMachine(RuleBasedStateMachine):
                 revoked += 1
                 self._forget_token(token)
                 if not settled:
-                    self._quarantine(granted, granted.deadline_ms + RULES.quarantine_ms)
+                    self._give_up(granted)
         reply = self.state.put_revoke(self.now_ms, calls.PutRevoke(epoch, tokens, settled))
         assert reply == calls.Revoked(revoked)
         self._see()
@@ -718,7 +752,7 @@ class MasterMachine(RuleBasedStateMachine):
         self._forget_token(token)
         places = self._alive(granted.places)
         if not places or outcome is not PutOutcome.WRITE:
-            self._quarantine(granted, granted.deadline_ms + RULES.quarantine_ms)
+            self._give_up(granted)
             assert result == calls.Committed(outcome if places else PutOutcome.REFUSED)
             self._see()
             return
@@ -726,9 +760,18 @@ class MasterMachine(RuleBasedStateMachine):
         self.links[name] = above
         replaced = self._bury(name)
         self.objects[name] = Stored(Version(EPOCH, token), size, places, above)
+        self._promise(self.objects[name])
         reply = self._reply_now_or_later(result, replaced)
         assert reply in (None, calls.Committed(PutOutcome.STORED))
         self._see()
+
+    def _give_up(self, granted: Granted) -> None:
+        """It may still be written, or looked at: by the owner of an allocation even after its node
+        has come back."""
+        until_ms = granted.deadline_ms + RULES.quarantine_ms
+        self._quarantine(granted, until_ms)
+        if granted.name is None:
+            self._quarantine(granted, until_ms, by_memory=True)
 
     def _forget_token(self, token: int) -> None:
         del self.granted[token]
@@ -823,11 +866,11 @@ class MasterMachine(RuleBasedStateMachine):
                 tokens,
             ),
         )
-        assert [bool(held) for held in reply.keys_held] == [
-            s and not old for s in map(bool, stored)
-        ]
-        for its in stored:
-            if its is not None and not old:
+        for its, held in zip(stored, reply.keys_held, strict=True):
+            if its is None or old or its.lost_some:
+                assert not held
+            else:
+                assert held
                 self._promise(its)
         for token, held in zip(tokens, reply.tokens_held, strict=True):
             granted = self._valid(epoch, token)
@@ -849,10 +892,12 @@ class MasterMachine(RuleBasedStateMachine):
         self._remove(namespace, chain[-1:])
 
     def _remove(self, namespace: Namespace, batch: list[Key]) -> None:
-        removed, items = [], set()
+        removed = []
         for key in batch:
             removed.append((namespace, key) in self.objects)
-            items |= self._bury((namespace, key))
+            self._bury((namespace, key))
+        names = {(namespace, key) for key in batch}
+        items = {item for item, unwiped in self.unwiped.items() if unwiped.name in names}
         result = self.state.remove(self.now_ms, calls.Remove(namespace, batch))
         reply = self._reply_now_or_later(result, items)
         if reply is not None:
@@ -867,9 +912,11 @@ class MasterMachine(RuleBasedStateMachine):
         gone = {name for name in before if self._actual(name) is None}
         assert len(gone) <= limit
         assert all(namespace in ("", name[0]) for name in gone)
-        items: set[tuple[Place, Version]] = set()
         for name in gone:
-            items |= self._bury(name)
+            self._bury(name)
+        items = {
+            item for item, unwiped in self.unwiped.items() if namespace in ("", unwiped.name[0])
+        }
         self._reply_now_or_later(result, items)
         self._see()
 
@@ -878,14 +925,17 @@ class MasterMachine(RuleBasedStateMachine):
         if stored is None:
             return set()
         items = {(place, stored.version) for place in stored.places}
-        self.unwiped.update((item, extent_bytes(stored.size)) for item in items)
+        free_at_ms = self.now_ms + RULES.lease_ms
+        for item in items:
+            self.unwiped[item] = Unwiped(name, extent_bytes(stored.size), free_at_ms)
         return items
 
     def _reply_now_or_later(
         self, result: calls.Reply | Later, items: set[tuple[Place, Version]]
     ) -> calls.Reply | None:
         if not isinstance(result, Later):
-            assert not items, "acknowledged before it was wiped"
+            for item in items:
+                self._check_nobody_reads(item)
             return result
         assert items, "what is there to wait for?"
         self._new_ticket(result.ticket)
@@ -913,11 +963,13 @@ class MasterMachine(RuleBasedStateMachine):
     @rule()
     def tick(self) -> None:
         self.state.tick(self.now_ms)
+        self.ticked_ms = self.now_ms
         self.taboos = self._living_taboos()
         self._bury_dead()
         for token, granted in list(self.granted.items()):
             if granted.deadline_ms < self.now_ms:
                 self._forget_token(token)
+                self._give_up(granted)
                 self._quarantine(granted, self.now_ms + RULES.quarantine_ms)
         self._see(may_evict=True)
         for waiting in self.waiting.values():
@@ -944,6 +996,11 @@ class MasterMachine(RuleBasedStateMachine):
             self._see(may_evict=True)
         else:
             raise AssertionError("the background work does not end")
+        if self.ticked_ms == self.now_ms:
+            for item, unwiped in list(self.unwiped.items()):
+                if not self._alive([item[0]]) and unwiped.free_at_ms <= self.now_ms:
+                    self._wiped(item)
+            self._see(may_evict=True)
         for record in self.state.forest.records():
             segment = record.segment
             if record.complete and segment is not None and not record.children:
@@ -1002,8 +1059,7 @@ class MasterMachine(RuleBasedStateMachine):
                 case Send(session, message):
                     if isinstance(message, calls.MasterWipe):
                         node = sessions[session]
-                        items = self._of_order(node, message)
-                        assert all(item in self.unwiped for item in items)
+                        assert all(item in self.unwiped for item in self._of_order(node, message))
                         node.orders.append(message)
                     else:
                         assert isinstance(message, calls.MasterBeat)
@@ -1016,13 +1072,14 @@ class MasterMachine(RuleBasedStateMachine):
                     assert all(isinstance(value, (str, int)) for value in fields.values())
         if self.waiting:
             self.put_ms = self.now_ms
-        for ticket, unwiped in self.removals.items():
-            assert unwiped, f"ticket {ticket} was not answered, although all is wiped"
+        for ticket, items in self.removals.items():
+            assert items, f"ticket {ticket} was not answered, although all is wiped"
         self._see_gone(may_evict=may_evict)
 
     def _see_answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         if ticket in self.removals:
-            assert not self.removals.pop(ticket), "acknowledged before it was wiped"
+            for item in self.removals.pop(ticket):
+                self._check_nobody_reads(item)
             assert isinstance(
                 result, (calls.Removed, calls.Cleared, calls.PutEnded, calls.Committed)
             )
@@ -1044,6 +1101,11 @@ class MasterMachine(RuleBasedStateMachine):
             assert got in (first, then)
         self._take_grants(request, result)
 
+    def _check_nobody_reads(self, item: tuple[Place, Version]) -> None:
+        assert not self._alive([item[0]]), "acknowledged before it was wiped"
+        ended = item not in self.unwiped or self.unwiped[item].free_at_ms <= self.now_ms
+        assert ended, "acknowledged, but it may still be read on the node that is dead"
+
     def _actual(self, name: Name) -> Stored | None:
         """The object as the state has it."""
         record = self.state.forest.get(*name)
@@ -1062,6 +1124,7 @@ class MasterMachine(RuleBasedStateMachine):
             if actual is None or actual.version != stored.version:
                 gone.append(name)
             else:
+                actual.lost_some = stored.lost_some
                 actual.places.sort()
                 stored.places.sort()
                 assert actual == stored

@@ -71,7 +71,7 @@ class Client:
         self._network = network
         self._memories = memories
         self._piece_bytes = piece_bytes
-        self._piece_us = piece_us
+        self.piece_us = piece_us
         self._rate = rate
         self._call_ids = call_ids
         self._random = Random(process.scheduler.random.getrandbits(32))
@@ -91,12 +91,16 @@ class Client:
             lease_margin_s=margin_s,
             verify_payload=True,
             counters={},
+            failover_s=0.6,
         )
         # They have what ``Operations`` needs of the real ones.
         self.operations = Operations(config, self.context, cast(Any, self), cast(Any, self.views))
         oracle.clients[process.name] = self
-        process.on_death[self] = lambda: oracle.clients.pop(process.name)
+        process.on_death[self] = self._forget
         process.spawn("renew", self._renew_forever())
+
+    def _forget(self) -> None:
+        self.oracle.clients.pop(self.process.name)
 
     def clock(self) -> float:
         return self._clock_offset + self.process.scheduler.now_us * self._rate / 1e6
@@ -355,7 +359,7 @@ class Client:
             if not self.die_after_pieces:
                 self.oracle.note(f"{self.process.name} dies between two pieces")
                 self.process.scheduler.after(0, "die", self.process.kill)
-        await self.process.sleep(self._random.randint(*self._piece_us))
+        await self.process.sleep(self._random.randint(*self.piece_us))
 
     # --- zero copy ----------------------------------------------------------------------------
 
@@ -395,9 +399,8 @@ class Client:
 
     async def _renew_forever(self) -> None:
         while True:
-            pause_s = self.views.pause_s()
-            await self.sleep(pause_s)
-            await self.views.renew(pause_s)
+            await self.sleep(self.views.pause_s())
+            await self.views.renew()
 
     # --- what the oracle asks -----------------------------------------------------------------
 

@@ -198,7 +198,10 @@ class Cluster:
 
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
-                epoch=self._epoch, rules=self.rules, policy=self.options.policy, started_ms=started_ms
+                epoch=self._epoch,
+                rules=self.rules,
+                policy=self.options.policy,
+                started_ms=started_ms,
             )
 
         clock = (self.random.randint(0, 10**9), self._rate())
@@ -211,9 +214,7 @@ class Cluster:
         memory = Memory(name, process.host, self.segment_bytes, self.random)
         self._memories[memory.uuid] = memory
         self.oracle.note(f"{name} starts")
-        node = self.options.new_node(
-            process, self.network, self.oracle, memory, self.piece_bytes
-        )
+        node = self.options.new_node(process, self.network, self.oracle, memory, self.piece_bytes)
         self.network.listen(name, process, node.accept)
         return node
 

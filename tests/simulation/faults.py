@@ -17,6 +17,10 @@ KINDS = (
 )  # fmt: skip
 
 
+QUICK_US = (5, 200)
+"""Between two pieces of a transfer, where nothing is slow."""
+
+
 class Faults:
     """Injects them until ``stop``, which undoes what can be undone."""
 
@@ -44,6 +48,9 @@ class Faults:
         for process in cluster.processes():
             if process.stalled:
                 process.resume()
+        cluster.piece_us = QUICK_US
+        for client in cluster.clients.values():
+            client.piece_us = QUICK_US
         cluster.revive()
 
     def _again(self) -> None:

@@ -1,8 +1,9 @@
-"""What the simulator looks at inside ``MasterState``: the one place that knows its private parts."""
+"""What the simulator looks at inside ``MasterState``: the only place that knows private parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
 from kvstore.calls import Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.master_state import MasterState
@@ -69,8 +70,10 @@ def owner_of(
             return "grave"
     for record in state.forest.records():
         for its_segment, offset in record.extents():
-            if its_segment is segment and offset < stop and start < offset + extent_bytes(
-                record.size
+            if (
+                its_segment is segment
+                and offset < stop
+                and start < offset + extent_bytes(record.size)
             ):
                 return f"object {record.key!r} {record.epoch}.{record.counter}"
     return "free"

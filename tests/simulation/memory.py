@@ -44,8 +44,6 @@ class Memory:
         self._generation[0] = 0
         self.linked = False
 
-    def wipe(
-        self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]
-    ) -> None:
+    def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> None:
         """The production rule, which needs nothing of the system."""
         Segment.wipe(cast(Any, self), offsets, epochs, counters)

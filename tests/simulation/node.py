@@ -1,4 +1,4 @@
-"""The simulated node: the rules of ``kvstore.node.agent`` and of the data server, in virtual time."""
+"""The simulated node: the rules of ``kvstore.node.agent`` and of the data server."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ rules, each with the place where it is checked:
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -175,7 +176,10 @@ class Oracle:
         try:
             state.check_invariants()
         except AssertionError as error:
-            self.broken("invariants", f"after {request!r:.200}: {error}")
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self.broken(
+                "invariants", f"after {request!r:.200}: {where.line} ({where.name}) {error}"
+            )
         complete = inside.complete_objects(state)
         if complete != self._now_complete:
             self._compare(state, now_ms, request, complete)
@@ -400,9 +404,7 @@ class Oracle:
         if version not in self._stored:
             self.broken("not_stored", f"{_v(version)} was acknowledged and never complete")
 
-    def read(
-        self, client: str, name: Name, version: Version, data: bytes, started_us: int
-    ) -> None:
+    def read(self, client: str, name: Name, version: Version, data: bytes, started_us: int) -> None:
         """A get, or a view, of a key returned these bytes; it began at ``started_us``."""
         self.count("reads")
         written = self._written.get(version)
@@ -412,7 +414,9 @@ class Oracle:
         expected = self._contents.get((*name, written[1]))
         if expected is None or data != expected:
             self.broken(
-                "wrong_bytes", f"{client} got other bytes for {_show(name)} {_v(version)}", name[1].decode()
+                "wrong_bytes",
+                f"{client} got other bytes for {_show(name)} {_v(version)}",
+                name[1].decode(),
             )
         gone_us, rule = self._gone.get(version, (started_us, ""))
         if gone_us < started_us:

@@ -93,9 +93,7 @@ def told(cluster: Cluster, error: Exception, lines: int) -> str:
         f"  step {step:>6}  {now_us / 1e6:9.6f} s  {text}"
         for step, now_us, text in list(cluster.scheduler.story)[-15:]
     ]
-    trace = "" if isinstance(error, SimulationError) else "".join(
-        traceback.format_exception(error)
-    )
+    trace = "" if isinstance(error, SimulationError) else "".join(traceback.format_exception(error))
     options = cluster.options
     again = (
         f"python -m tests.simulation --seed {options.seed} --seconds {options.fault_seconds} "

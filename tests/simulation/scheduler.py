@@ -217,9 +217,7 @@ class Process:
 
     async def within(self, future: Future[ResultT], timeout_us: int) -> ResultT:
         """Raises TimedOutError."""
-        timer = self.after(
-            timeout_us, f"{self.name}/timeout", lambda: future.fail(TimedOutError())
-        )
+        timer = self.after(timeout_us, f"{self.name}/timeout", lambda: future.fail(TimedOutError()))
         try:
             return await future
         finally:

@@ -70,7 +70,8 @@ def found(options: Options, *rules: str, seeds: int = 12) -> str:
         try:
             Cluster(replace(options, seed=seed)).run()
         except SimulationError as error:
-            assert error.rule in rules, str(error)
+            if error.rule not in rules:
+                pytest.fail(f"found something else: {error}")
             return error.rule
     pytest.fail(f"{seeds} seeds have not found it")
 
@@ -155,9 +156,8 @@ class Unfenced(Node):
 
 
 def test_finds_a_missing_fence() -> None:
-    faults = ("stall_node_long", "isolate_node")
-    options = Options(seed=0, new_node=Unfenced, faults=faults, fault_seconds=10)
-    found(options, "late_write", "granted_leased", seeds=40)
+    options = Options(seed=0, new_node=Unfenced, faults=("kill_node", "isolate_node"))
+    found(options, "late_write")
 
 
 class Trusting(Node):
@@ -167,6 +167,5 @@ class Trusting(Node):
 
 
 def test_finds_joins_whose_answer_is_lost() -> None:
-    faults = ("isolate_node", "stall_node_long", "restart_master")
-    options = Options(seed=0, new_node=Trusting, faults=faults, fault_seconds=10)
-    found(options, "late_write", "granted_leased", "granted_view", "view_changed", seeds=60)
+    options = Options(seed=0, new_node=Trusting, faults=("kill_node", "isolate_node"))
+    found(options, "late_write", "granted_leased", "granted_view")

@@ -9,9 +9,12 @@ import numpy as np
 
 from kvstore import calls
 from kvstore.client.values import Bytes1D
-from kvstore.client.views import Granted, Named
+from kvstore.client.views import RENEW_PAUSE_S, Granted, Named
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Namespace
+
+POLL_S = 0.05
+"""How often the renewer looks for new leases, which the real one is woken for."""
 
 Ask = Callable[[calls.Request, float], Awaitable[calls.Reply]]
 
@@ -30,8 +33,10 @@ class SimLease:
         """Of the extent; set by the client, who made the mapping."""
         self.until = until
         self.holders = 1
+        self.renew_at = 0.0
         self._clock = clock
         self._kept = True
+        self._plan_renewal()
 
     @property
     def held(self) -> bool:
@@ -44,13 +49,19 @@ class SimLease:
         return max(0.0, self.until - self._clock()) if self.held else 0.0
 
     def extend(self, until: float) -> None:
-        if self.held:
-            self.until = max(self.until, until)
+        if self.held and until > self.until:
+            self.until = until
+            self._plan_renewal()
 
     def become(self, named: Named, until: float) -> None:
         self.what = named
         self.snapshot = self.array.tobytes()
         self.until = until
+        self._plan_renewal()
+
+    def _plan_renewal(self) -> None:
+        now = self._clock()
+        self.renew_at = now + max((self.until - now) / 3, RENEW_PAUSE_S)
 
 
 class SimViews:
@@ -100,15 +111,12 @@ class SimViews:
 
     def pause_s(self) -> float:
         """How long the renewer sleeps."""
-        left = [lease.seconds_left for lease in self.leases.values() if lease.held]
-        return max(min(left, default=0.3) / 3, 0.01)
+        wake_at = [lease.renew_at for lease in self.leases.values() if lease.held]
+        return max(0.001, min([*wake_at, self._clock() + POLL_S]) - self._clock())
 
-    async def renew(self, pause_s: float) -> None:
-        due = [
-            lease
-            for lease in self.leases.values()
-            if lease.held and lease.seconds_left <= pause_s * 2 + 0.05
-        ]
+    async def renew(self) -> None:
+        soon = self._clock() + RENEW_PAUSE_S
+        due = [lease for lease in self.leases.values() if lease.renew_at <= soon and lease.held]
         named: dict[Namespace, list[tuple[SimLease, Named]]] = {}
         granted: dict[int, list[tuple[SimLease, Granted]]] = {}
         for lease in due:

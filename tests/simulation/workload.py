@@ -41,7 +41,9 @@ class Mix:
             "put": 4.0, "put_chain": 3.0, "get": 5.0, "view": 1.5, "match": 3.0,
             "exists": 0.3, "remove": 1.0, "allocate": 1.0, "clear": 0.02, "look": 0.1,
         }  # fmt: skip
-        weights = {name: weight * random.choice((0, 0.3, 1, 1, 3)) for name, weight in usual.items()}
+        weights = {
+            name: weight * random.choice((0, 0.3, 1, 1, 3)) for name, weight in usual.items()
+        }
         weights["put"] = max(weights["put"], 1.0)
         weights["get"] = max(weights["get"], 1.0)
         return cls(
@@ -111,9 +113,7 @@ class Worker:
         values = [self._payload(namespace, key) for key in keys]
         self._note(f"put_chain {_names(keys)} parent={parent!r}")
         outcomes = await self.client.run(
-            self.client.operations.put_chain(
-                keys, values, namespace, parent, None, self._wait_ms()
-            )
+            self.client.operations.put_chain(keys, values, namespace, parent, None, self._wait_ms())
         )
         self._note(f"put_chain {_names(keys)}: {_outcomes(outcomes)}")
 
@@ -230,6 +230,7 @@ class Worker:
         """Put and get, with nothing in the way: both must succeed. A full pool of leased objects
         may say so, but not twice as long as a lease lives."""
         data = self._payload(namespace, key)
+        outcome = PutOutcome.REFUSED
         for attempt in range(4):
             try:
                 outcome = await self.client.run(
@@ -274,9 +275,9 @@ class Worker:
         return shared + own
 
     def _a_key(self) -> Key:
-        return self._flat_keys(1)[0] if self.random.random() < 0.6 else self._chain()[
-            self.random.randrange(CHAIN_KEYS)
-        ]
+        if self.random.random() < 0.6:
+            return self._flat_keys(1)[0]
+        return self.random.choice(self._chain())
 
 
 def _names(keys: list[Key]) -> str:

@@ -205,10 +205,8 @@ def test_a_block_that_becomes_a_leaf_late_is_marked_all_the_same(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "SETTLE_STEPS", 1)
-    cluster = new_cluster(one=8, two=8)
-    cluster.put("abcd", host="host-one")
-    cluster.state.node_said(0, cluster.sessions["one"], calls.NodeLeave())
-    cluster.state.work(0)  # has begun to forget the chain
+    cluster = new_cluster(one=8)
+    cluster.revoke(cluster.start("abcd"), settled=True)  # forgets the tip, the rest later
     cluster.put("b", parent="a")
 
     cluster.work()

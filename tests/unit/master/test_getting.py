@@ -121,6 +121,15 @@ def test_a_block_that_is_missing_is_noticed_although_depths_fit(new_cluster: New
     assert cluster.match("ab?d", placements=True) == 2
 
 
+def test_a_gap_is_seen_though_depths_below_it_are_those_of_before(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=12)
+    cluster.put("abcdefgh")
+    cluster.remove("fg")
+    cluster.put("g")  # a root now, but h is as deep as before
+
+    assert cluster.match("abcdefgh") == 5
+
+
 def test_chains_whose_blocks_arrive_in_reverse_match(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8)
     for above, name in reversed(list(zip("abcdef", "bcdefg", strict=True))):
@@ -180,6 +189,20 @@ def test_a_renewed_lease_goes_on_for_that_version_only(new_cluster: NewCluster) 
     assert not cluster.renew("b", version)
     cluster.remove("a")
     assert not cluster.renew("a", version)
+
+
+def test_the_lease_of_an_object_that_lost_a_replica_is_not_renewed(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("ab", replicas=2)
+    version = cluster.stat("b").version
+    assert cluster.renew("b", version)
+
+    cluster.kill("one")
+
+    assert not cluster.renew("b", version)  # who asks may read the one that was lost
+    assert cluster.lookup("b") == [["two"]]
+    cluster.work()
+    assert not cluster.renew("b", version)
 
 
 def test_one_replica_is_enough(new_cluster: NewCluster) -> None:

@@ -19,6 +19,8 @@ from tests.unit.master.cluster import EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
+WRITERS_MS = 40_000
+"""Put deadline and quarantine."""
 SUSPECT_MS = 2_000
 DEAD_MS = 6_000
 
@@ -120,6 +122,42 @@ def test_memory_of_before_is_not_given_out_for_one_lease(new_cluster: NewCluster
     cluster.after(1)
 
     cluster.put("a")
+
+
+def test_a_node_that_never_heard_that_it_had_joined_waits_for_its_writers(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    cluster.start("a")
+    cluster.break_stream("one")
+    offers = cluster.offers["one"]
+    join = JOIN._replace(name="one", segments=offers)  # says that it is fresh, and fenced nothing
+
+    cluster.state.node_joined(cluster.now_ms, 7, join)
+    cluster.sessions["one"] = 7
+    cluster.silent.clear()
+
+    cluster.after(WRITERS_MS - 1)
+    with pytest.raises(NoSpaceError):
+        cluster.put("b")
+    cluster.after(1)
+    cluster.put("b")
+
+
+def test_memory_that_was_allocated_waits_for_its_owner(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    token = cluster.allocate()
+    cluster.after(5_000)
+    assert cluster.renew_token(token)
+
+    cluster.join("one", again=True)
+    cluster.join("one", again=True)
+
+    cluster.after(WRITERS_MS - 1)
+    with pytest.raises(NoSpaceError):
+        cluster.put("b")
+    cluster.after(1)
+    cluster.put("b")
 
 
 # --- streams -----------------------------------------------------------------------------------

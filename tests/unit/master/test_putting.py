@@ -280,6 +280,18 @@ def test_an_allocation_becomes_an_object(new_cluster: NewCluster) -> None:
     assert cluster.commit(token, "c") is REFUSED
 
 
+def test_a_committed_allocation_is_leased_to_its_owner(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    cluster.commit(cluster.allocate(), "a")
+
+    cluster.after(LEASE_MS - 1)
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
+    cluster.after(1)
+
+    cluster.put("x")
+
+
 def test_a_commit_gives_back_what_it_does_not_need(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     token = cluster.allocate(4 * EXTENT - 1024)

@@ -78,8 +78,75 @@ def test_a_removal_is_acknowledged_when_the_node_dies_instead(new_cluster: NewCl
     ticket = _remove_later(cluster, "a")
 
     cluster.kill("one")
+    assert ticket not in cluster.answers  # who has a lease may still read there
+
+    cluster.after(LEASE_MS)
+    assert ticket in cluster.answers
+
+
+def test_a_removal_of_a_node_that_died_long_after_is_acknowledged_at_once(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.wipes_at_once = False
+    ticket = _remove_later(cluster, "a")
+    cluster.after(LEASE_MS)
+    assert ticket not in cluster.answers
+
+    cluster.say("one", calls.NodeLeave())
 
     assert ticket in cluster.answers
+
+
+def test_a_removal_waits_for_an_earlier_one_of_the_same_object(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("ab", chain=False)
+    cluster.wipes_at_once = False
+    first = _remove_later(cluster, "a")
+
+    again, both = _remove_later(cluster, "a"), _remove_later(cluster, "ab")
+    assert cluster.remove_later("x") == calls.Removed(b"\0")
+
+    last = cluster.orders.pop()
+    cluster.wipe()
+    assert set(cluster.answers) == {first, again}
+    cluster.orders = [last]
+    cluster.wipe()
+    assert set(cluster.answers) == {first, again, both}
+
+
+def test_a_removal_waits_for_the_wiping_of_overwritten_versions(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.wipes_at_once = False
+    request = calls.PutEnd(EPOCH, cluster.start("a", overwrite=True).tokens)
+    assert isinstance(cluster.state.put_end(cluster.now_ms, request), Later)
+    cluster.work()
+    (of_old_version,) = cluster.orders
+    cluster.orders = []
+    ticket = _remove_later(cluster, "a")
+
+    cluster.wipe()
+    assert ticket not in cluster.answers
+
+    cluster.orders = [of_old_version]
+    cluster.wipe()
+    assert ticket in cluster.answers
+
+
+def test_clearing_waits_for_earlier_removals_in_that_namespace(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    cluster.wipes_at_once = False
+    _remove_later(cluster, "a")
+
+    assert cluster.clear(10, namespace="other") == calls.Cleared(0, 0)
+    result = cluster.state.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
+
+    assert isinstance(result, Later)
+    cluster.wipe()
+    assert cluster.answers[result.ticket] == calls.Cleared(0, 0)
 
 
 def test_a_wipe_is_ordered_again_when_a_broken_stream_is_resumed(new_cluster: NewCluster) -> None:

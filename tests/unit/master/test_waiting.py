@@ -68,6 +68,15 @@ def test_without_any_node_the_error_says_so(new_cluster: NewCluster) -> None:
         new_cluster().start("a")
 
 
+def test_replicas_on_no_node_at_all_are_no_grant(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+
+    with pytest.raises(NoSpaceError) as refused:
+        cluster.start("ab", replicas=2)
+
+    assert refused.value.fields["missing_bytes"] == 4 * EXTENT
+
+
 def test_a_waiting_put_is_served_when_a_lease_ends(full: Cluster) -> None:
     ticket = full.wait("x")
 
@@ -88,6 +97,17 @@ def test_the_state_asks_to_be_woken_when_the_lease_ends(full: Cluster) -> None:
         full.after(next_ms - full.now_ms)
 
     assert next_ms == LEASE_MS
+
+
+def test_the_state_asks_at_once_when_a_lease_has_ended_meanwhile(full: Cluster) -> None:
+    full.wait("x")
+    full.after(LEASE_MS - 1)
+
+    late_ms = LEASE_MS + 7
+
+    due_ms = full.state.next_tick_ms(late_ms)
+    assert due_ms is not None
+    assert due_ms <= late_ms
 
 
 def test_a_waiting_put_is_served_when_a_node_joins(full: Cluster) -> None:
