@@ -293,6 +293,8 @@ def call_flow(
         except UnavailableError as refusal:
             # A master that is there and lets nobody in: it stands by, or stops.
             if not joining or isinstance(refusal, DeadlineExceededError):
+                if joining and reasons:  # the last of several attempts ran into the deadline
+                    raise _unreachable(link, reasons, failures, clock() - started) from None
                 raise
             failures += 1
             reasons[address] = refusal.message

@@ -192,13 +192,14 @@ class Graveyard:
                 yield grave.segment, offset, length
 
     def check_invariants(self) -> None:
-        counted: dict[Name, list[Grave]] = {}
+        of_names: set[tuple[Name, int]] = set()
         for grave in self._unwiped.values():
             assert not grave.wiped
             assert all(removal.orders > 0 for removal in grave.removals)
-            for name in grave.names:
-                counted.setdefault(name, []).append(grave)
-        assert counted == self._unwiped_of
+            of_names.update((name, grave.order) for name in grave.names)
+        assert of_names == {
+            (name, grave.order) for name, graves in self._unwiped_of.items() for grave in graves
+        }
         ends = [grave.free_at_ms for grave in self._by_end]
         assert ends == sorted(ends)
 

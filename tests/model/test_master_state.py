@@ -191,8 +191,7 @@ class MasterMachine(RuleBasedStateMachine):
                 if isinstance(taboo.where, int) and self.uuids[taboo.where] in uuids
             ]
             for granted in self.granted.values():
-                until_ms = granted.deadline_ms + RULES.quarantine_ms
-                self._quarantine(granted, until_ms, by_memory=True)
+                self._outlives_its_node(granted, uuids)
         self._join(name, host, [offer._replace(fresh=unheard) for offer in offers])
 
     def _join(self, name: str, host: str, offers: list[calls.SegmentOffer]) -> None:
@@ -362,9 +361,8 @@ class MasterMachine(RuleBasedStateMachine):
             if not stored.places:
                 del self.objects[name]
         for granted in self.granted.values():
-            if granted.name is None and any(place[0] in node.ids for place in granted.places):
-                until_ms = granted.deadline_ms + RULES.quarantine_ms
-                self._quarantine(granted, until_ms, by_memory=True)
+            if granted.name is None:
+                self._outlives_its_node(granted, {offer.uuid for offer in node.offers})
 
     def _of_order(self, node: ModelNode, order: calls.MasterWipe) -> list[tuple[Place, Version]]:
         (segment_id,) = (id_ for id_ in node.ids if self.uuids[id_] == order.uuid)
@@ -640,11 +638,19 @@ class MasterMachine(RuleBasedStateMachine):
                 Taboo(self.uuids[segment_id], offset, end, until_ms, "readers have a lease")
             )
 
-    def _quarantine(self, granted: Granted, until_ms: int, *, by_memory: bool = False) -> None:
+    def _quarantine(self, granted: Granted, until_ms: int) -> None:
         for segment_id, offset in granted.places:
             end = offset + extent_bytes(granted.size)
-            where = self.uuids[segment_id] if by_memory else segment_id
-            self.taboos.append(Taboo(where, offset, end, until_ms, "a write may land"))
+            self.taboos.append(Taboo(segment_id, offset, end, until_ms, "a write may land"))
+
+    def _outlives_its_node(self, granted: Granted, uuids: set[bytes]) -> None:
+        """Its writer is not fenced off this memory when that is mounted anew."""
+        until_ms = granted.deadline_ms + RULES.quarantine_ms
+        for segment_id, offset in granted.places:
+            uuid = self.uuids[segment_id]
+            if uuid in uuids:
+                end = offset + extent_bytes(granted.size)
+                self.taboos.append(Taboo(uuid, offset, end, until_ms, "its writer is not fenced"))
 
     def _node_of(self, segment_id: int) -> ModelNode:
         (node,) = (node for node in self.nodes.values() if segment_id in node.ids)
@@ -768,10 +774,9 @@ class MasterMachine(RuleBasedStateMachine):
     def _give_up(self, granted: Granted) -> None:
         """It may still be written, or looked at: by the owner of an allocation even after its node
         has come back."""
-        until_ms = granted.deadline_ms + RULES.quarantine_ms
-        self._quarantine(granted, until_ms)
+        self._quarantine(granted, granted.deadline_ms + RULES.quarantine_ms)
         if granted.name is None:
-            self._quarantine(granted, until_ms, by_memory=True)
+            self._outlives_its_node(granted, set(self.uuids.values()))
 
     def _forget_token(self, token: int) -> None:
         del self.granted[token]
@@ -1176,7 +1181,7 @@ class SlicedMachine(MasterMachine):
         self.patches.undo()
 
 
-MasterMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50)
-SlicedMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
+MasterMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
+SlicedMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50)
 test_master_state = MasterMachine.TestCase
 test_master_state_in_small_slices = SlicedMachine.TestCase

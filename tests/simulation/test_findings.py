@@ -31,7 +31,7 @@ A = Namespace("a")
 SIZE = 7 << 10
 """Of a payload; its extent is 8 KiB."""
 
-open_finding = pytest.mark.xfail(reason="open, see README.md", strict=False)
+open_finding = pytest.mark.xfail(reason="open, see README.md", strict=True)
 
 
 def joined(state: MasterState, now_ms: int, *, session: int, fresh: bool, objects: int = 1) -> None:
@@ -63,7 +63,6 @@ def stored(state: MasterState, now_ms: int, *keys: bytes, chain: bool = False) -
     state.put_end(now_ms, calls.PutEnd(1, grants.tokens))
 
 
-@open_finding
 def test_1_a_join_whose_answer_was_lost_has_given_out_memory() -> None:
     """The node never heard that it had joined: it says that it is fresh, and has not fenced."""
     state = new_state()
@@ -73,7 +72,6 @@ def test_1_a_join_whose_answer_was_lost_has_given_out_memory() -> None:
     assert isinstance(put_start(state, 30, b"other"), Later), "two writers, one extent"
 
 
-@open_finding
 def test_2_a_second_removal_waits_for_the_wiping_of_the_first() -> None:
     """Idempotent calls are sent again when a connection breaks: this is one removal, too."""
     state = new_state()
@@ -82,7 +80,6 @@ def test_2_a_second_removal_waits_for_the_wiping_of_the_first() -> None:
     assert isinstance(state.remove(30, calls.Remove(A, [Key(b"k")])), Later)
 
 
-@open_finding
 def test_3_a_removal_is_not_acknowledged_while_a_lease_on_a_dead_node_lives() -> None:
     """The node is cut off from the master only; who has a lease still reads there."""
     state = new_state()
@@ -116,7 +113,6 @@ def test_4_a_grant_of_one_master_is_not_written_where_the_next_one_says() -> Non
     assert isinstance(step, Ask), "writes an old grant to a segment of the new epoch"
 
 
-@open_finding
 def test_6_what_an_allocation_was_promised_outlives_its_node_s_rejoining() -> None:
     """Its owner computes into mapped memory, which no fence stops, for as long as its deadline."""
     state = new_state()
@@ -129,7 +125,6 @@ def test_6_what_an_allocation_was_promised_outlives_its_node_s_rejoining() -> No
     assert isinstance(put_start(state, 3_500, b"other"), Later), "two writers, one extent"
 
 
-@open_finding
 def test_7_a_committed_allocation_is_leased_to_who_committed_it() -> None:
     """Until the reply is there (and the renewal after it) its owner believes in its memory."""
     state = new_state()
@@ -139,7 +134,6 @@ def test_7_a_committed_allocation_is_leased_to_who_committed_it() -> None:
     assert isinstance(put_start(state, 30, b"other"), Later), "evicted under its owner's hands"
 
 
-@open_finding
 def test_8_a_match_does_not_count_over_a_gap() -> None:
     """6 is put again as a root; 7 keeps the depth that it had below it, and 5 is never probed."""
     state = new_state(objects=10)
@@ -151,7 +145,6 @@ def test_8_a_match_does_not_count_over_a_gap() -> None:
     assert matched.matches[0].matched == 5
 
 
-@open_finding
 def test_9_the_next_tick_is_due_when_a_lease_has_ended_already() -> None:
     state = new_state()
     stored(state, 10, b"k")

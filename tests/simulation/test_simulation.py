@@ -147,25 +147,3 @@ class Careless(Node):
 
 def test_finds_headers_that_are_not_wiped() -> None:
     found(Options(seed=0, new_node=Careless, faults=()), "removed_read")
-
-
-class Unfenced(Node):
-    """Joins anew without turning away the writers of before."""
-
-    fences = False
-
-
-def test_finds_a_missing_fence() -> None:
-    options = Options(seed=0, new_node=Unfenced, faults=("kill_node", "isolate_node"))
-    found(options, "late_write")
-
-
-class Trusting(Node):
-    """As the agent is today: finding 1 of README.md."""
-
-    fences_unanswered_joins = False
-
-
-def test_finds_joins_whose_answer_is_lost() -> None:
-    options = Options(seed=0, new_node=Trusting, faults=("kill_node", "isolate_node"))
-    found(options, "late_write", "granted_leased", "granted_view")
