@@ -24,7 +24,16 @@ from tests.simulation.node import Node
 from tests.simulation.oracle import SimulationError
 from tests.simulation.run import told
 
-logging.getLogger("kvstore").setLevel(logging.ERROR)  # thousands of failed nodes
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Thousands of failed nodes."""
+    logger = logging.getLogger("kvstore")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
 
 SEEDS = range(1, 33)
 
