@@ -39,7 +39,7 @@ def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
     return [bool(each) for each in removed.removed]
 
 
-CLEAR_STEP = 4_096
+CLEAR_STEP = 1_024
 """Objects removed per call: a few milliseconds of the master, one order to each node."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvstore.calls import SegmentInfo
+from kvstore.client.leases import Mounted
 from kvstore.client.steps import Transfer
 from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError, SegmentGoneError
 from kvstore.transport.base import Transport
@@ -60,6 +61,13 @@ class Movers:
                 if memory is not None:
                     return memory
         return None
+
+    def watch(self, segment: SegmentInfo) -> Mounted:
+        """Whether a segment that ``view`` has shown is mounted as it was, from now on."""
+        for transport in self._transports:
+            if (mounted := transport.watch(segment)) is not None:
+                return mounted
+        return lambda: False  # it was unmounted since
 
     def close(self) -> None:
         for transport in self._transports:

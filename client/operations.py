@@ -15,6 +15,7 @@ from kvstore.calls import PutOutcome
 from kvstore.client import asking, getting, putting
 from kvstore.client.asking import ObjectStat
 from kvstore.client.getting import Target
+from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.movers import Movers
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.putting import Item, PutOptions
@@ -31,7 +32,7 @@ from kvstore.client.values import (
     read_descriptor,
     writable,
 )
-from kvstore.client.views import Granted, Named, Views
+from kvstore.client.views import Views
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     InvalidArgumentError,
@@ -39,6 +40,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     ReservationLostError,
     SegmentGoneError,
+    UnavailableError,
 )
 from kvstore.limits import (
     NAMESPACES_MAX,
@@ -84,13 +86,16 @@ class Operations:
         wait_ms: int | None,
     ) -> Flow[PutOutcome]:
         encoded = encode(value)
-        allocation = self.views.allocation(encoded.data)
+        item = Item(check_key(key), encoded)
         options = self._options(namespace, parent, False, replicas, overwrite)
-        if allocation is not None:
-            return (yield from self._commit(Item(check_key(key), encoded), options))
-        outcomes = yield from putting.put(
-            self.context, [Item(check_key(key), encoded)], options, self._wait(wait_ms)
-        )
+        lease = self.views.allocation(encoded.data)
+        if lease is not None:
+            named, until = yield from self._settle_commit(lease)
+            if named is None:
+                return (yield from self._commit(lease, item, options, until))
+            if (named.namespace, named.key) == (options.namespace, item.key):
+                return PutOutcome.STORED
+        outcomes = yield from putting.put(self.context, [item], options, self._wait(wait_ms))
         return outcomes[0]
 
     def put_many(
@@ -145,33 +150,55 @@ class Operations:
             )
         array = _array(memory)
         granted = Granted(grants.epoch, grants.tokens[0], segment, offset, size)
-        self.views.add(array, granted, until)
+        self.views.add(array, granted, until, self.movers.watch(segment))
         return decode(described, array)
 
-    def _commit(self, item: Item, options: PutOptions) -> Flow[PutOutcome]:
+    def _settle_commit(self, lease: Lease) -> Flow[tuple[Named | None, float]]:
+        """What an allocation has become, if a commit of it had no answer; None: it is one still,
+        until when. (That commit may be on its way, and what it makes is leased for so long.)
+
+        Raises:
+            ReservationLostError: neither.
+        """
+        named = lease.unanswered
+        if named is None:
+            return None, self.context.clock() + lease.seconds_left
+        asked = self.context.clock()
+        renew = calls.Renew(
+            named.namespace, [named.key], [named.epoch], [named.counter],
+            named.epoch, [named.counter],
+        )  # fmt: skip
+        renewed = yield from ask(renew, calls.Renewed)
+        until = asked + renewed.lease_ms / 1000 - self.context.lease_margin_s
+        if renewed.keys_held[0] and lease.held:
+            lease.become(named, until)
+            return named, until
+        if not renewed.tokens_held[0]:
+            raise _lost()
+        return None, min(until, self.context.clock() + lease.seconds_left)
+
+    def _commit(
+        self, lease: Lease, item: Item, options: PutOptions, until: float
+    ) -> Flow[PutOutcome]:
         """Put what was computed into an allocation."""
-        lease = self.views.allocation(item.value.data)
-        assert lease is not None
         granted = lease.what
         assert isinstance(granted, Granted)
-        lost = ReservationLostError(
-            "the memory of this allocation is no longer ours: its deadline passed unrenewed",
-            advice="Stop writing to it; allocate again. Was the master away?",
-        )
         if not lease.held:
-            raise lost
+            raise _lost()
         replica = Replica(granted.segment, granted.offset)
         place = (granted.epoch, granted.token, replica)
-        until = self.context.clock() + lease.seconds_left
+        named = Named(options.namespace, item.key, granted.epoch, granted.token)
         try:
             outcome = yield from putting.commit(self.context, item, place, options, until)
         except SegmentGoneError:  # its node has joined another master, or left
-            raise lost from None
+            raise _lost() from None
+        except UnavailableError:
+            lease.unanswered = named
+            raise
         if outcome is PutOutcome.REFUSED:
-            raise lost
-        named = Named(options.namespace, item.key, granted.epoch, granted.token)
+            raise _lost()
         if outcome is not PutOutcome.STORED:  # the memory is quarantined, readable until then
-            lease.become(named, until)
+            lease.unneeded()
             return outcome
         asked = self.context.clock()
         renew = calls.Renew(
@@ -280,7 +307,8 @@ class Operations:
             array = _array(memory[HEADER_BYTES:])
             if placed.size:
                 named = Named(namespace, key, placed.epoch, placed.counter)
-                self.views.add(array, named, placed.until)
+                mounted = self.movers.watch(replica.segment)
+                self.views.add(array, named, placed.until, mounted)
             return _view_of(header, array, kind)
         return _Elsewhere()
 
@@ -352,6 +380,13 @@ LIST_PAGE = 1_000
 
 class _Elsewhere:
     """In place of a view: the object is there, but not in this address space."""
+
+
+def _lost() -> ReservationLostError:
+    return ReservationLostError(
+        "the memory of this allocation is no longer ours: its deadline passed unrenewed",
+        advice="Stop writing to it; allocate again. Was the master away?",
+    )
 
 
 def _array(memory: memoryview) -> Bytes1D:

@@ -8,7 +8,7 @@ less a margin: no two clocks are ever compared, and a promise never looks longer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvstore.calls import Placements, SegmentInfo
@@ -73,34 +73,31 @@ class PlacementCache:
 
 
 class SegmentTable:
-    """Segments of one epoch by id; ids mean nothing in another."""
+    """Segments by epoch and id: a number of one epoch may name another segment in the next.
+
+    One epoch is remembered, the last that was asked for. Any thread.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._epoch = 0
-        self._known: dict[int, SegmentInfo] = {}
+        self._of: tuple[int, dict[int, SegmentInfo]] = 0, {}
         self._failed: dict[bytes, float] = {}  # uuid -> until when to avoid it
 
-    def see_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._known = {}
-
-    def unknown(self, segment_ids: Sequence[int]) -> list[int]:
-        return [each for each in dict.fromkeys(segment_ids) if each not in self._known]
-
-    def learn(self, segments: Sequence[SegmentInfo]) -> None:
-        for segment in segments:
-            self._known[segment.segment_id] = segment
-
-    def get(self, segment_id: int) -> SegmentInfo | None:
-        return self._known.get(segment_id)
+    def of(self, epoch: int) -> dict[int, SegmentInfo]:
+        """What is known of this epoch's segments, by id; add to it what is learnt. It stays of that
+        epoch, also when another thread meets the next one."""
+        known_epoch, known = self._of
+        if known_epoch != epoch:
+            known = {}
+            self._of = epoch, known
+        return known
 
     def forget(self, segment: SegmentInfo) -> bool:
-        """Ask about it anew; whether it was of this epoch."""
-        if self._known.get(segment.segment_id) is not segment:
+        """Ask about it anew; whether it was of the epoch that is remembered."""
+        _, known = self._of
+        if known.get(segment.segment_id) is not segment:
             return False
-        self._known.pop(segment.segment_id, None)
+        known.pop(segment.segment_id, None)
         return True
 
     def failed(self, segment: SegmentInfo) -> None:
@@ -116,17 +113,22 @@ class SegmentTable:
             return False
         return True
 
-    def rows(self, placements: Placements, until: float) -> Iterator[Placed | None]:
+    def rows(
+        self, known: Mapping[int, SegmentInfo], placements: Placements, until: float
+    ) -> Iterator[Placed | None]:
         """One entry per row; None for a miss, or when no replica's segment is mounted any more.
 
         Replicas that failed a moment ago come last.
+
+        Args:
+            known: segments of the epoch that ``placements`` are of.
         """
         sizes, epochs, counters, replica_counts, segments, offsets = placements
         at = 0
         for row, count in enumerate(replica_counts):
             replicas = []
             for index in range(at, at + count):
-                segment = self._known.get(segments[index])
+                segment = known.get(segments[index])
                 if segment is not None:
                     replicas.append(Replica(segment, offsets[index]))
             at += count

@@ -11,7 +11,7 @@ where it waits; those of transfers are its result, one or None for each.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -82,21 +82,30 @@ def ask(request: calls.Request, kind: type[ResultT]) -> Flow[ResultT]:
     return reply
 
 
-def describe(context: Context, epoch: int, segment_ids: Sequence[int]) -> Flow[None]:
-    """Learn how to reach these segments, where that is not known."""
-    context.segments.see_epoch(epoch)
-    unknown = context.segments.unknown(segment_ids)
+def describe(
+    context: Context, epoch: int, segment_ids: Sequence[int]
+) -> Flow[Mapping[int, SegmentInfo]]:
+    """How to reach these segments of this epoch; without those that are not mounted any more.
+
+    None of them is, once another master answers: its numbers name other segments.
+    """
+    known = context.segments.of(epoch)
+    unknown = [each for each in dict.fromkeys(segment_ids) if each not in known]
     if unknown:
         described = yield from ask(calls.DescribeSegments(unknown), calls.Segments)
-        context.segments.learn(described.segments)
+        if described.epoch != epoch:
+            context.count("changed_epochs")
+            return {}
+        known.update((segment.segment_id, segment) for segment in described.segments)
+    return known
 
 
 def learn(
     context: Context, epoch: int, placements: Placements, until: float
 ) -> Flow[list[Placed | None]]:
     """Placements as objects, their segments described."""
-    yield from describe(context, epoch, placements.segments)
-    return list(context.segments.rows(placements, until))
+    known = yield from describe(context, epoch, placements.segments)
+    return list(context.segments.rows(known, placements, until))
 
 
 def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> Flow[None]:

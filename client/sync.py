@@ -12,12 +12,12 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client.asking import ObjectStat
+from kvstore.client.leases import Lease
 from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
 from kvstore.client.stub import MasterStub
 from kvstore.client.values import Buffer, Kind, Storable, Value
-from kvstore.client.views import Lease
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
 

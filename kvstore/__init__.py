@@ -22,15 +22,15 @@ from kvstore.errors import KVStoreError
 if TYPE_CHECKING:
     from kvstore.calls import PutOutcome
     from kvstore.client.aio import AsyncClient
+    from kvstore.client.leases import Lease
     from kvstore.client.sync import Client
-    from kvstore.client.views import Lease
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
 
 _HOMES = {
     "AsyncClient": "kvstore.client.aio",
     "Client": "kvstore.client.sync",
     "ClientConfig": "kvstore.config",
-    "Lease": "kvstore.client.views",
+    "Lease": "kvstore.client.leases",
     "MasterConfig": "kvstore.config",
     "NodeConfig": "kvstore.config",
     "PutOutcome": "kvstore.calls",

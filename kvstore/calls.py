@@ -294,6 +294,8 @@ class DescribeSegments(NamedTuple):
 
 
 class Segments(NamedTuple):
+    epoch: int
+    """Of the master that answers: the numbers of another one name other segments."""
     segments: Sequence[SegmentInfo]
     """Those of the asked ones that are mounted."""
 

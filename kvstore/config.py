@@ -297,11 +297,12 @@ class MasterConfig(Config):
         "of gigabytes over a slow network; memory of a writer that died is lost so long.",
     )
     quarantine_ms: Milliseconds = Field(
-        default=10_000,
+        default=20_000,
         ge=0,
         le=600_000,
         description="How long memory of an expired put stays unused after its deadline, because "
-        "a write may land late; at least --dead-ms.",
+        "a write may land late: what a socket may hold up for 10 s reaches a node that is stopped "
+        "for less than --dead-ms. At least --dead-ms.",
     )
     beat_ms: Milliseconds = Field(
         default=500,

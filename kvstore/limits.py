@@ -27,8 +27,9 @@ NAMESPACE_BYTES_MAX = 128
 DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384
-"""Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``, and a
-batch of that size holds the master's loop for a few milliseconds."""
+"""Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``. To
+ask of so many holds the master's loop for a few milliseconds; to put them would for about 80, so
+clients put at most ``kvstore.client.putting.PUT_KEYS_MAX`` at once."""
 
 NAMESPACES_MAX = 256
 """Namespaces in one ``match_prefix``: the ranks and cache groups of one engine."""

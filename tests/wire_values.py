@@ -179,7 +179,7 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
     calls.Renewed: st.builds(calls.Renewed, U64, U64, BYTES, BYTES),
     calls.Removed: st.builds(calls.Removed, BYTES),
     calls.Cleared: st.builds(calls.Cleared, U64, U64),
-    calls.Segments: st.builds(calls.Segments, st.lists(SEGMENT_INFO, max_size=4)),
+    calls.Segments: st.builds(calls.Segments, U64, st.lists(SEGMENT_INFO, max_size=4)),
     calls.Reported: st.builds(calls.Reported, U32),
     calls.ClusterStatus: st.builds(
         calls.ClusterStatus,

@@ -243,6 +243,15 @@ class Mapping:
         except ValueError:  # the memory was released
             return 0
 
+    def watch(self, generation: int) -> Callable[[], bool]:
+        """Tells whether the owner's mount is that one still. Keeps the memory mapped."""
+        try:
+            start = layout.GENERATION_OFFSET
+            word = self.memory[start : start + 8].cast("Q")
+        except ValueError:  # the memory was released
+            return lambda: False
+        return lambda: word[0] == generation
+
     def close(self) -> None:
         """Unmap, or leave that to the last memoryview that was handed out. Idempotent."""
         self._closed.set()

@@ -22,6 +22,7 @@ from typing import Final
 from kvstore.calls import (
     MasterAccepted,
     MasterBeat,
+    MasterMessage,
     MasterWipe,
     NodeBeat,
     NodeJoin,
@@ -84,6 +85,8 @@ class NodeAgent:
         """Of the master that we can resume with; 0: join anew."""
         self._fresh = True
         """Nobody was ever given an extent of our segment."""
+        self._unanswered = False
+        """A join was sent, and whether a master has accepted it, and grants, is not known."""
         self._stopping = asyncio.Event()
         self._sending = asyncio.Lock()
         """A stream takes one message at a time: beats, answers and the goodbye share it."""
@@ -116,6 +119,9 @@ class NodeAgent:
                     self._waiting(error)
             if self._stopping.is_set():
                 return
+            if self._unanswered:
+                self._unanswered = False
+                await asyncio.to_thread(self._fence)
             failures = failures + 1 if time.monotonic() - started < 1.0 else 1
             pause = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
             await self._stopped_within(pause)
@@ -134,6 +140,7 @@ class NodeAgent:
         """
         segment = self._segment
         async with NodeStream(master) as link:
+            await link.connect(JOIN_TIMEOUT_S)
             offer = SegmentOffer(
                 size=segment.size,
                 uuid=segment.uuid,
@@ -144,10 +151,8 @@ class NodeAgent:
                 generation=segment.generation,
                 fresh=self._fresh,
             )
-            await link.send(
-                NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
-            )
-            accepted = await asyncio.wait_for(link.receive(), JOIN_TIMEOUT_S)
+            join = NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
+            accepted = await self._answer_to(link, join)
             if not isinstance(accepted, MasterAccepted):
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
             resumed = self._epoch == accepted.epoch
@@ -175,6 +180,21 @@ class NodeAgent:
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception() or AssertionError
         raise UnavailableError("the master closed the stream")
+
+    async def _answer_to(self, link: NodeStream, join: NodeJoin) -> MasterMessage:
+        """What the master says to it. When it says nothing, it may have joined us all the same, and
+        grants what we do not know of: then we are not fresh, and ``run`` fences."""
+        await link.send(join)
+        try:
+            return await asyncio.wait_for(link.receive(), JOIN_TIMEOUT_S)
+        except (UnavailableError, TimeoutError) as error:
+            if not join.resume_epoch:
+                self._fresh, self._unanswered = False, True
+            if isinstance(error, UnavailableError):
+                raise
+            raise UnavailableError(
+                f"the master has not answered a join for {JOIN_TIMEOUT_S:.0f} s"
+            ) from None
 
     async def _send(self, link: NodeStream, message: NodeMessage) -> None:
         async with self._sending:

@@ -86,6 +86,14 @@ class Transport(Protocol):
         """
         ...
 
+    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        """Tells, whenever it is called, whether the segment is mounted as ``segment`` says: false
+        for good once its node has fenced, joined anew or left. None where ``view`` is.
+
+        Works as long as it lives, also after ``forget`` and ``close``; any thread; 0.1 us.
+        """
+        ...
+
     def forget(self, segment: SegmentInfo) -> None:
         """Drop connections and mappings of a segment that is gone."""
         ...

@@ -11,7 +11,7 @@ takeover may finish the piece it is in, which the master's quarantine covers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 from kvstore.calls import SegmentInfo
@@ -77,6 +77,11 @@ class ShmTransport:
             return mapping.memory[offset : offset + length]
         except ValueError:  # released by ``close`` or ``forget`` in another thread
             raise segment_gone(segment) from None
+
+    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        """As ``Transport.watch``."""
+        mapping = self._mapping(segment)
+        return None if mapping is None else mapping.watch(segment.generation)
 
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``. Views that were handed out stay valid."""

@@ -7,7 +7,7 @@ is closed, because nobody knows what is still on its way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Final
@@ -68,6 +68,10 @@ class TcpTransport:
                 connection.write(batch, deadline)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
+        """None: the memory is elsewhere."""
+        return None
+
+    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         """None: the memory is elsewhere."""
         return None
 

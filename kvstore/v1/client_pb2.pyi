@@ -763,6 +763,9 @@ class DescribeSegmentsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Of the master that answers: the numbers of another one name other segments."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SegmentInfo]:
         """Those of the asked ones that are mounted."""
@@ -771,10 +774,11 @@ class DescribeSegmentsReply(_message.Message):
         self,
         *,
         segments: _abc.Iterable[_common_pb2.SegmentInfo] | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

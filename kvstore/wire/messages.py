@@ -526,7 +526,7 @@ def _decode_describe_segments(data: bytes) -> calls.DescribeSegments:
 
 
 def _encode_segments(r: calls.Segments) -> bytes:
-    m = client_pb2.DescribeSegmentsReply()
+    m = client_pb2.DescribeSegmentsReply(epoch=r.epoch)
     for segment in r.segments:
         m.segments.add(**segment._asdict())
     return m.SerializeToString()
@@ -535,6 +535,7 @@ def _encode_segments(r: calls.Segments) -> bytes:
 def _decode_segments(data: bytes) -> calls.Segments:
     m = client_pb2.DescribeSegmentsReply.FromString(data)
     return calls.Segments(
+        m.epoch,
         [
             calls.SegmentInfo(
                 s.segment_id,
@@ -549,7 +550,7 @@ def _decode_segments(data: bytes) -> calls.Segments:
                 s.generation,
             )
             for s in m.segments
-        ]
+        ],
     )
 
 

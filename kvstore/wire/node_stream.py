@@ -80,6 +80,33 @@ class NodeStream:
         if self._channel is not None:
             await self._channel.close()
 
+    async def connect(self, timeout_s: float) -> None:
+        """Wait until somebody is there; until then nothing was sent.
+
+        Raises:
+            MasterUnreachableError: nobody is.
+        """
+        assert self._channel is not None, "enter the stream first"
+        ready = grpc.ChannelConnectivity.READY
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (state := self._channel.get_state(try_to_connect=True)) is not ready:
+                    if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                        raise await self._ending()
+                    await self._channel.wait_for_state_change(state)
+        except TimeoutError:
+            raise MasterUnreachableError(
+                f"nobody answers at {self._address} within {timeout_s:.0f} s",
+                advice="Is kvstore-master running?",
+                address=self._address,
+            ) from None
+
+    async def _ending(self) -> KVStoreError:
+        """What the session that has found nobody ends with."""
+        while not isinstance(received := await self._received.get(), KVStoreError):
+            pass
+        return received
+
     async def send(self, message: NodeMessage) -> None:
         """Returns when gRPC has taken the message.
 

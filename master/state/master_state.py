@@ -70,7 +70,7 @@ class MasterRules:
 
     lease_ms: int = 10_000
     put_deadline_ms: int = 30_000
-    quarantine_ms: int = 10_000
+    quarantine_ms: int = 20_000
     put_wait_max_ms: int = 30_000
     pending_puts_max: int = 65_536
     waiting_puts_max: int = 256
@@ -586,7 +586,8 @@ class MasterState:
     def describe_segments(self, now_ms: int, request: calls.DescribeSegments) -> calls.Segments:
         del now_ms
         known = self.pool.segments
-        return calls.Segments([describe(known[i]) for i in request.segment_ids if i in known])
+        mounted = [describe(known[i]) for i in request.segment_ids if i in known]
+        return calls.Segments(self.epoch, mounted)
 
     def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.Reported:
         for segment_id in request.segment_ids:

@@ -69,7 +69,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
         ),
         (calls.Remove(N, KEYS), calls.Removed(b"\x01\x00")),
         (calls.Clear(N, 100), calls.Cleared(2, 0)),
-        (calls.DescribeSegments([3, 4]), calls.Segments([SEGMENT])),
+        (calls.DescribeSegments([3, 4]), calls.Segments(7, [SEGMENT])),
         (calls.ReportFailure([3]), calls.Reported(1)),
         (
             calls.Status(),

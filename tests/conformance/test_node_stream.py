@@ -69,8 +69,19 @@ def scripted(server: Server, *messages: MasterMessage | Exception) -> None:
     server.service.script = script
 
 
+def test_nobody_answers() -> None:
+    async def session(address: str) -> None:
+        async with asyncio.timeout(10), NodeStream(address) as stream:
+            with pytest.raises(MasterUnreachableError, match="nobody answers"):
+                await stream.connect(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # and says nothing
+        asyncio.run(session(f"127.0.0.1:{listening.getsockname()[1]}"))
+
+
 def test_messages_go_both_ways(server: Server) -> None:
     async def scenario(stream: NodeStream) -> None:
+        await stream.connect(5)
         await stream.send(JOIN)
         assert await stream.receive() == ACCEPTED
         for number in range(100):
@@ -236,6 +247,8 @@ def test_nobody_there(server: Server) -> None:
 
     async def session() -> None:
         async with asyncio.timeout(10), NodeStream(f"127.0.0.1:{port}") as stream:
+            with pytest.raises(MasterUnreachableError, match="connection refused"):
+                await stream.connect(5)
             with pytest.raises(MasterUnreachableError, match="connection refused"):
                 await stream.send(JOIN)
             with pytest.raises(MasterUnreachableError) as caught:

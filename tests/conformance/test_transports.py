@@ -537,6 +537,24 @@ def test_a_view_is_the_segment_itself(shared_peer: Peer, transport: Transport) -
     assert view == noise(4096)
 
 
+def test_whoever_holds_a_view_can_tell_whether_its_node_has_fenced(
+    peer: Peer, transport: Transport
+) -> None:
+    """What a renewed lease depends on; so it works for as long as the view does."""
+    mounted = transport.watch(peer.info)
+    if mounted is None:
+        assert transport.name == "tcp"
+        return
+    older = transport.watch(peer.info._replace(generation=peer.info.generation - 1))
+    assert older is not None
+    assert (mounted(), older()) == (True, False)
+    transport.forget(peer.info)
+    transport.close()
+    assert mounted()
+    peer.ask("bump")
+    assert not mounted()
+
+
 def test_a_clean_stop_is_seen_by_those_who_map_the_segment(
     peer: Peer, transport: Transport
 ) -> None:

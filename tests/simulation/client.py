@@ -15,11 +15,11 @@ import numpy as np
 from kvstore import calls
 from kvstore.calls import SegmentInfo, Version
 from kvstore.client import stub_flow
+from kvstore.client.leases import Lease, Mounted, Named
 from kvstore.client.operations import Operations
 from kvstore.client.placements import PlacementCache, SegmentTable
 from kvstore.client.steps import Ask, Context, Flow, Pause, Transfer
 from kvstore.client.stub_flow import CarrierBrokenError, Link, call_flow
-from kvstore.client.views import Named
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     DeadlineExceededError,
@@ -38,7 +38,7 @@ from tests.simulation.memory import Memory
 from tests.simulation.network import BrokenStreamError, Network
 from tests.simulation.oracle import Believed, Oracle, View
 from tests.simulation.scheduler import Process, TimedOutError
-from tests.simulation.views import SimLease, SimViews
+from tests.simulation.views import Held, SimViews
 
 ResultT = TypeVar("ResultT")
 
@@ -380,18 +380,24 @@ class Client:
             mapped[address + HEADER_BYTES] = (segment.uuid, offset)
         return part
 
-    async def compute(self, lease: SimLease, data: bytes) -> bool:
+    def watch(self, segment: SegmentInfo) -> Mounted:
+        """As ``Movers.watch``."""
+        memory = self._mapping(segment)
+        return lambda: memory is not None and memory.generation == segment.generation
+
+    async def compute(self, lease: Lease, data: bytes) -> bool:
         """As a program that fills its allocation and asks now and then whether it is its own;
         returns whether all of it was written."""
         granted = lease.what
         assert not isinstance(granted, Named)
         version = Version(granted.epoch, granted.token)
-        memory = self._memories(lease.uuid)
+        place = self.views.place(lease)
+        memory = self._memories(place.uuid)
         assert memory is not None
         for start in range(0, len(data), self._piece_bytes):
             if not lease.held:
                 return False
-            offset = lease.offset + HEADER_BYTES + start
+            offset = place.offset + HEADER_BYTES + start
             piece = data[start : start + self._piece_bytes]
             self.oracle.write(memory, offset, piece, version, by_hand=True)
             await self.sleep(self._random.choice((0.001, 0.01, 0.2)))
@@ -413,20 +419,19 @@ class Client:
                         self.process.name, "leased", segment.uuid, offset,
                         HEADER_BYTES + placed.size, Version(placed.epoch, placed.counter),
                     )  # fmt: skip
-        for lease in self.views.leases.values():
-            if lease.held:
-                yield self._promise(lease)
+        for _, held in self.views.held():
+            yield self._promise(held)
 
     def views_on(self, uuid: bytes) -> Iterator[View]:
-        for lease in self.views.leases.values():
-            if lease.uuid == uuid and lease.held and isinstance(lease.what, Named):
-                data = memoryview(lease.array)  # type: ignore[arg-type]
-                yield View(self._promise(lease), data, lease.snapshot)
+        for _, held in self.views.held():
+            if held.uuid == uuid and isinstance(held.what, Named):
+                data = memoryview(held.array)  # type: ignore[arg-type]
+                yield View(self._promise(held), data, held.snapshot)
 
-    def _promise(self, lease: SimLease) -> Believed:
-        if isinstance(lease.what, Named):
-            what, version = "view", Version(lease.what.epoch, lease.what.counter)
+    def _promise(self, held: Held) -> Believed:
+        if isinstance(held.what, Named):
+            what, version = "view", Version(held.what.epoch, held.what.counter)
         else:
-            what, version = "allocation", Version(lease.what.epoch, lease.what.token)
-        length = HEADER_BYTES + lease.array.nbytes
-        return Believed(self.process.name, what, lease.uuid, lease.offset, length, version)
+            what, version = "allocation", Version(held.what.epoch, held.what.token)
+        length = HEADER_BYTES + held.array.nbytes
+        return Believed(self.process.name, what, held.uuid, held.offset, length, version)

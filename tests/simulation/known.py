@@ -6,10 +6,5 @@ raised, so that they hide nothing else. Whoever repairs one takes it out here.
 
 KNOWN_ISSUES = {
     "removed_read_from_dead": 3,
-    "old_epoch_write": 4,
-    "granted_lost_replica": 5,
-    "allocation_outlived": 6,
-    "granted_allocation": 6,
-    "committed_rewritten": 7,
 }
 """Rule and number of the finding."""

@@ -34,7 +34,7 @@ class Node:
     fences = True
     wipes = True
     fences_unanswered_joins = True
-    """Not what the agent does: see README.md, finding 1. False shows it."""
+    """False shows finding 1 of README.md."""
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int

@@ -156,3 +156,25 @@ class Careless(Node):
 
 def test_finds_headers_that_are_not_wiped() -> None:
     found(Options(seed=0, new_node=Careless, faults=()), "removed_read")
+
+
+class Unfenced(Node):
+    """Joins anew, and lets writers of before go on."""
+
+    fences = False
+
+
+def test_finds_a_missing_fence() -> None:
+    faults = ("kill_node", "isolate_node")
+    found(Options(seed=0, new_node=Unfenced, faults=faults), "late_write", "old_epoch_write")
+
+
+class Trusting(Node):
+    """Takes a join that was not answered for one that was not accepted."""
+
+    fences_unanswered_joins = False
+
+
+def test_finds_an_unanswered_join_that_was_accepted() -> None:
+    faults = ("kill_node", "isolate_node")
+    found(Options(seed=0, new_node=Trusting, faults=faults), "late_write", "old_epoch_write")

@@ -9,12 +9,11 @@ from random import Random
 from kvstore.calls import PutOutcome, Version
 from kvstore.client import getting
 from kvstore.client.getting import Target
+from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.operations import View
-from kvstore.client.views import Granted, Named
 from kvstore.errors import KVStoreError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from tests.simulation.client import Client
-from tests.simulation.views import SimLease
 
 NAMESPACES = (Namespace("a"), Namespace("b"))
 FLAT_KEYS = 10
@@ -148,7 +147,7 @@ class Worker:
         self._note(f"view {key.decode()} v{version.epoch}.{version.counter}")
         await self._hold(lease)
 
-    async def _hold(self, lease: SimLease) -> None:
+    async def _hold(self, lease: Lease) -> None:
         until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
         while lease.held and self.client.clock() < until and not self.paused():
             await self.client.sleep(0.05)

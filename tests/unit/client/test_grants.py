@@ -118,10 +118,12 @@ def test_an_end_that_had_been_done_is_found() -> None:
 
 def test_under_a_new_master_it_is_written_again() -> None:
     world = World()
-    world.answers[calls.PutStart] = [
-        grants([WRITE], [9], [(1, 4096)]),
-        grants([WRITE], [1], [(1, 8192)], epoch=EPOCH + 1),
-    ]
+
+    def of_the_new_master(_: calls.Request) -> calls.Grants:
+        world.epoch = EPOCH + 1
+        return grants([WRITE], [1], [(1, 8192)], epoch=EPOCH + 1)
+
+    world.answers[calls.PutStart] = [grants([WRITE], [9], [(1, 4096)]), of_the_new_master]
     world.answers[calls.PutEnd] = [calls.PutEnded([REFUSED]), calls.PutEnded([STORED])]
     assert put(world, A) == [STORED]
     header = unpack(world.memory[1][8192:], 1, 8192)
@@ -229,7 +231,7 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     )
     assert outcome is STORED
     (transfer,) = world.moved
-    assert sum(len(move.buffer) for move in transfer.moves) == len(WIPE) + HEADER_BYTES
+    assert sum(len(move.buffer) for move in transfer.moves) == HEADER_BYTES
     assert transfer.deadline == world.now + 3
     header = unpack(world.memory[1][4096:], 1, 4096)
     assert header is not None

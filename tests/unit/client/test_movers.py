@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -49,6 +49,9 @@ class FakeTransport:
         if segment.segment_id in self.errors:
             raise self.errors[segment.segment_id]
         return memoryview(b"mapped") if self.name == "shm" else None
+
+    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        return (lambda: True) if self.name == "shm" else None
 
     def forget(self, segment: SegmentInfo) -> None:
         self.forgotten.append(segment.segment_id)

@@ -53,29 +53,38 @@ def test_the_cache_is_bounded_and_forgets_what_it_learned_first() -> None:
 
 def test_ids_of_another_epoch_mean_nothing() -> None:
     table = SegmentTable(Clock())
-    table.see_epoch(1)
-    table.learn([segment(1)])
-    assert table.unknown([1, 2, 2]) == [2]
-    table.see_epoch(2)
-    assert table.unknown([1]) == [1]
+    of_one = table.of(1)
+    of_one[1] = segment(1)
+    assert table.of(1) is of_one
+    assert not table.of(2)
+    of_one[2] = segment(2)  # a thread that still works with the epoch of before
+    assert not table.of(2)
+
+
+def test_only_the_segment_itself_is_forgotten() -> None:
+    table = SegmentTable(Clock())
+    known, of_before = segment(1), segment(1, generation=9)
+    table.of(1)[1] = known
+    assert not table.forget(of_before)
+    assert table.of(1) == {1: known}
+    assert table.forget(known)
+    assert not table.forget(known)
 
 
 def test_rows_leave_out_replicas_that_are_not_mounted_and_put_failed_ones_last() -> None:
     clock = Clock()
     table = SegmentTable(clock)
-    table.see_epoch(1)
-    table.learn([segment(1), segment(2)])
+    known = {1: segment(1), 2: segment(2)}
     placements = Placements([5, 6, 0], [1, 1, 0], [1, 2, 0], [2, 1, 0], [1, 2, 9], [10, 20, 30])
-    first, second, third = table.rows(placements, 200.0)
+    first, second, third = table.rows(known, placements, 200.0)
     assert first is not None
     assert [replica.segment.segment_id for replica in first.replicas] == [1, 2]
     assert (second, third) == (None, None)
     table.failed(segment(1))
-    table.learn([segment(1)])
-    avoided = next(table.rows(placements, 200.0))
+    avoided = next(table.rows(known, placements, 200.0))
     assert avoided is not None
     assert [replica.segment.segment_id for replica in avoided.replicas] == [2, 1]
     clock.now += AVOID_SECONDS
-    again = next(table.rows(placements, 200.0))
+    again = next(table.rows(known, placements, 200.0))
     assert again is not None
     assert [replica.segment.segment_id for replica in again.replicas] == [1, 2]

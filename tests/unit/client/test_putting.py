@@ -6,6 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
+from kvstore.client import putting
 from kvstore.client.putting import ATTEMPTS, Item, PutOptions, put
 from kvstore.client.values import encode
 from kvstore.errors import (
@@ -157,3 +158,20 @@ def test_nothing_to_put_asks_nobody() -> None:
     world = World()
     assert store(world) == []
     assert world.asked == []
+
+
+def test_a_large_batch_is_granted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put of 16,384 blocks would hold the master for 80 ms."""
+    monkeypatch.setattr(putting, "PUT_KEYS_MAX", 2)
+    world = World()
+    world.answers[calls.PutStart] = [
+        grants([WRITE, FOUND], [1], [(1, AT)]),
+        grants([FOUND, FOUND], [], []),
+        grants([FOUND], [], []),
+    ]
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    outcomes = store(world, b"a", b"b", b"c", b"d", b"e", chain=True, parent=Key(b"root"))
+    assert outcomes == [STORED, FOUND, FOUND, FOUND, FOUND]
+    asked = world.requests(calls.PutStart)
+    assert [list(each.keys) for each in asked] == [[b"a", b"b"], [b"c", b"d"], [b"e"]]
+    assert [each.parent for each in asked] == [b"root", b"b", b"d"]

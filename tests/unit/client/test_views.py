@@ -1,7 +1,8 @@
-"""Leases under views: they follow the memory, are renewed in time, and never lie."""
+"""Leases of memory in a program's hands: renewed by a script, ended by finalizers."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -11,46 +12,58 @@ import numpy as np
 import pytest
 
 from kvstore import calls
-from kvstore.client.views import Granted, Lease, Named, Views
-from kvstore.errors import KVStoreError, MasterUnreachableError
-from kvstore.limits import Key, Namespace
-from tests.unit.client.world import segment
+from kvstore.calls import PutRevoke, Renew, Renewed
+from kvstore.client import leases as module
+from kvstore.client.leases import Granted, Lease, Mounted, Named
+from kvstore.client.values import Bytes1D
+from kvstore.client.views import Views
+from kvstore.errors import MasterUnreachableError
+from kvstore.limits import Key
+from tests.unit.client.world import N, segment
 
-NAMED = Named(Namespace("default"), Key(b"a"), 7, 1)
-GRANTED = Granted(7, 3, segment(1), 4096, 100)
+GRANTED = Granted(7, 9, segment(1), 4096, 64)
+
+
+def always() -> bool:
+    return True
+
+
+def add(
+    views: Views, array: Bytes1D, held: Named | Granted, until: float, mounted: Mounted = always
+) -> Lease:
+    return views.add(array, held, until, mounted)
+
+
+def named(number: int) -> Named:
+    return Named(N, Key(b"key-%d" % number), 7, number)
 
 
 class Master:
-    """Answers renewals as the test says, and lets it wait for them."""
+    """Answers renewals: promises so much more, to those that it holds."""
 
     def __init__(self) -> None:
-        self.reply: Callable[[calls.Request], calls.Reply | KVStoreError] = self.renew
         self.asked: list[calls.Request] = []
-        self.called = threading.Condition()
+        self.lease_ms = 800
+        self.held = True
+        self.away = False
+        self._asked = threading.Condition()
 
-    def ask(self, request: calls.Request, seconds: float) -> calls.Reply:
+    def __call__(self, request: calls.Request, seconds: float) -> calls.Reply:
         assert seconds > 0
-        with self.called:
+        with self._asked:
             self.asked.append(request)
-            self.called.notify_all()
-        reply = self.reply(request)
-        if isinstance(reply, KVStoreError):
-            raise reply
-        return reply
+            self._asked.notify_all()
+        if self.away:
+            raise MasterUnreachableError("away")
+        if isinstance(request, PutRevoke):
+            return calls.Revoked(1)
+        assert isinstance(request, Renew)
+        keys, tokens = bytes([self.held]) * len(request.keys), bytes([1]) * len(request.tokens)
+        return Renewed(self.lease_ms, 2 * self.lease_ms, keys, tokens)
 
-    def renew(self, request: calls.Request) -> calls.Reply:
-        if isinstance(request, calls.Renew):
-            held = bytes([1])
-            return calls.Renewed(600, 600, held * len(request.keys), held * len(request.tokens))
-        return calls.Revoked(1)
-
-    def wait_for(self, kind: type, count: int = 1) -> list[calls.Request]:
-        def found() -> list[calls.Request]:
-            return [each for each in self.asked if isinstance(each, kind)]
-
-        with self.called:
-            assert self.called.wait_for(lambda: len(found()) >= count, timeout=10)
-            return found()
+    def wait(self, until: Callable[[list[calls.Request]], bool]) -> None:
+        with self._asked:
+            assert self._asked.wait_for(lambda: until(self.asked), 10), self.asked
 
 
 @pytest.fixture
@@ -60,115 +73,219 @@ def master() -> Master:
 
 @pytest.fixture
 def views(master: Master) -> Iterator[Views]:
-    made = Views(master.ask, lease_margin_s=0.05)
-    yield made
-    made.close()
+    views = Views(master, lease_margin_s=0.05)
+    yield views
+    views.close()
 
 
-def soon(seconds: float = 0.4) -> float:
-    return time.monotonic() + seconds
+def memory(size: int = 64) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.zeros(size, np.uint8)
 
 
-def test_a_live_view_is_renewed_before_its_lease_ends(master: Master, views: Views) -> None:
-    array = np.zeros(64, np.uint8)
-    lease = views.add(array, NAMED, soon())
-    first = master.wait_for(calls.Renew, 3)[0]
-    assert isinstance(first, calls.Renew)
-    assert (list(first.keys), list(first.counters)) == ([b"a"], [1])
+def is_held(lease: Lease) -> bool:
+    return lease.held
+
+
+def soon() -> float:
+    return time.monotonic() + 0.8
+
+
+def later() -> float:
+    return time.monotonic() + 100
+
+
+def test_a_lease_is_renewed_while_its_memory_lives(views: Views, master: Master) -> None:
+    array = memory()
+    lease = add(views, array, named(1), soon())
+    master.wait(lambda asked: len(asked) >= 2)
     assert lease.held
-
-
-def test_slices_and_views_of_it_have_the_same_lease_and_keep_it(
-    master: Master, views: Views
-) -> None:
-    array = np.zeros(64, np.uint8)
-    lease = views.add(array, NAMED, soon(60))
-    part = array.view(np.float32).reshape(4, 4)[2:]
+    assert master.asked[0] == Renew(N, [Key(b"key-1")], [7], [1], 0, ())
     del array
     gc.collect()
-    assert views.of(part) is lease
-    assert len(views) == 1
-    del part
-    gc.collect()
     assert len(views) == 0
+    count = len(master.asked)
+    time.sleep(0.6)
+    assert len(master.asked) <= count + 1
 
 
-def test_two_views_of_one_object_share_a_lease_until_both_are_gone(
-    master: Master, views: Views
+def test_an_allocation_that_became_an_object_is_not_revoked(views: Views, master: Master) -> None:
+    array = memory()
+    lease = add(views, array, GRANTED, soon())
+    assert views.allocation(array.data) is lease
+    lease.become(named(1), soon())
+    assert views.allocation(array.data) is None
+    assert views.of(array) is lease
+    master.wait(lambda asked: any(isinstance(each, Renew) and each.keys for each in asked))
+    del array
+    gc.collect()
+    views.close()
+    assert not any(isinstance(request, PutRevoke) for request in master.asked)
+
+
+def test_what_the_master_does_not_know_ends_when_its_promise_does(
+    views: Views, master: Master
 ) -> None:
-    memory = bytearray(64)
-    first, second = np.frombuffer(memory, np.uint8), np.frombuffer(memory, np.uint8)
-    lease = views.add(first, NAMED, soon(60))
-    assert views.add(second, NAMED, soon(60)) is lease
+    master.held = False
+    array = memory()
+    until = soon()
+    lease = add(views, array, named(1), until)
+    master.wait(lambda asked: len(asked) >= 1)
+    assert is_held(lease)
+    while is_held(lease):
+        assert time.monotonic() < until + 0.1
+        time.sleep(0.005)
+    assert array.size
+
+
+def test_the_lease_counts_from_before_the_question_less_the_margin(
+    views: Views, master: Master
+) -> None:
+    master.lease_ms = 60_000
+    array = memory()
+    lease = add(views, array, named(1), time.monotonic() + 0.5)
+    master.wait(lambda asked: len(asked) == 1)
+    deadline = time.monotonic() + 5
+    while lease.seconds_left < 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert 59 < lease.seconds_left < 60 - 0.05
+    assert array.size
+
+
+def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: Views) -> None:
+    buffer = bytearray(64)
+    first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
+    lease = add(views, first, named(1), later())
+    assert add(views, second, named(1), later()) is lease
     del first
     gc.collect()
-    assert views.of(second) is lease
+    assert len(views) == 1
+    assert lease.held
     del second
     gc.collect()
     assert len(views) == 0
 
 
-@pytest.mark.parametrize("how", ["silent", "refused"])
-def test_a_promise_that_was_not_renewed_is_lost_for_good(
-    master: Master, views: Views, how: str
+def test_an_older_promise_of_the_same_memory_shortens_nothing(views: Views) -> None:
+    buffer = bytearray(64)
+    first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
+    lease = add(views, first, named(1), time.monotonic() + 100)
+    renew_at = lease.renew_at
+    assert add(views, second, named(1), time.monotonic() + 1) is lease
+    assert lease.seconds_left > 99
+    assert lease.renew_at == renew_at
+    assert first.size + second.size == 128
+
+
+def test_only_memory_within_a_lease_is_found(views: Views) -> None:
+    whole = memory(300)
+    array = np.frombuffer(whole.data[100:200], np.uint8)
+    lease = add(views, array, named(1), later())
+    assert views.of(array) is lease
+    assert views.of(array[50:]) is lease
+    assert views.of(array[::-1]) is lease
+    assert views.of(array.data[7:]) is lease
+    assert views.of(whole) is None
+    assert views.of(whole[99:]) is None
+    assert views.of(whole[200:]) is None
+    assert views.of(memory()) is None
+    assert views.of(memoryview(b"")) is None
+    assert views.of(whole[199:]) is lease
+
+
+def test_many_leases_are_renewed_in_batches(
+    views: Views, master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if how == "silent":
-        master.reply = lambda request: MasterUnreachableError("gone")
-    else:
-        master.reply = lambda request: calls.Renewed(600, 600, bytes(1), bytes(0))
-    array = np.zeros(64, np.uint8)
-    lease = views.add(array, NAMED, soon(0.3))
-    end = time.monotonic() + 10
-    while lease.held:
-        assert time.monotonic() < end
-        time.sleep(0.01)  # there is no event for time that passes
-    master.reply = master.renew
-    lease.extend(soon(60))
-    assert not lease.held
-    assert lease.seconds_left == 0
+    monkeypatch.setattr(module, "RENEW_KEYS_MAX", 40)
+    master.lease_ms = 60_000
+    arrays = [memory() for _ in range(100)]
+    until = soon()
+    leases = [add(views, array, named(n), until) for n, array in enumerate(arrays)]
+    master.wait(lambda _: all(lease.seconds_left > 10 for lease in leases))
+    renewed = [request for request in master.asked if isinstance(request, Renew)]
+    assert max(len(request.keys) for request in renewed) <= 40
+    assert sum(len(request.keys) for request in renewed) >= 100
+
+
+def test_a_lease_that_is_due_sooner_wakes_the_thread(views: Views, master: Master) -> None:
+    patient, hasty = memory(), memory()
+    add(views, patient, named(1), time.monotonic() + 3_600)
+    time.sleep(0.05)
+    add(views, hasty, named(2), soon())
+    master.wait(lambda asked: any(isinstance(e, Renew) and b"key-2" in e.keys for e in asked))
+    assert not any(isinstance(e, Renew) and b"key-1" in e.keys for e in master.asked)
+    assert patient.size + hasty.size == 128
+
+
+def test_closing_ends_the_thread_and_not_the_memory(master: Master) -> None:
+    with contextlib.closing(Views(master, lease_margin_s=0.05)) as views:
+        array = memory()
+        lease = add(views, array, named(1), soon())
+        views.close()
+        assert is_held(lease)
+        views.close()
+        late = memory()
+        add(views, late, named(2), soon())
+    while is_held(lease):
+        time.sleep(0.01)
+    assert array.size + late.size == 128
+    assert not any(thread.name == "kvstore-renew" for thread in threading.enumerate())
+
+
+def test_slices_and_reshapes_of_it_keep_the_lease(views: Views) -> None:
+    array = memory()
+    lease = add(views, array, named(1), later())
+    part = array.view(np.float32).reshape(4, 4)[2:]
+    del array
+    gc.collect()
+    assert views.of(part) is lease
+    del part
+    gc.collect()
+    assert len(views) == 0
+
+
+def test_a_dropped_allocation_is_given_back(views: Views, master: Master) -> None:
+    array = memory()
+    add(views, array, GRANTED, later())
+    del array
+    gc.collect()
+    master.wait(lambda asked: PutRevoke(7, [9], True) in asked)
+
+
+class Mount:
+    """A segment of the pool that can be mounted anew."""
+
+    same = True
+
+    def __call__(self) -> bool:
+        return self.same
+
+
+def test_a_promise_kept_by_another_replica_is_no_promise_of_this_memory(
+    views: Views, master: Master
+) -> None:
+    """Its node counted as dead and has joined anew, and the master says yes for the other one."""
+    mount = Mount()
+    array = memory()
+    lease = add(views, array, named(1), soon(), mount)
+    master.wait(lambda asked: len(asked) >= 1)
+    assert is_held(lease)
+    mount.same = False
+    assert is_held(lease), "what was promised is waited for"
+    deadline = time.monotonic() + 5
+    while is_held(lease):
+        assert time.monotonic() < deadline, "renewed for ever"
+        time.sleep(0.005)
     assert array.size
 
 
-def test_a_dropped_allocation_is_given_back(master: Master, views: Views) -> None:
-    array = np.zeros(64, np.uint8)
-    lease = views.add(array, GRANTED, soon(60))
-    assert views.allocation(array.data) is lease
-    del array
-    gc.collect()
-    revoke = master.wait_for(calls.PutRevoke)[0]
-    assert isinstance(revoke, calls.PutRevoke)
-    assert (revoke.epoch, list(revoke.tokens), revoke.settled) == (7, [3], True)
-
-
-def test_an_allocation_is_renewed_by_its_token_until_it_is_put(
-    master: Master, views: Views
-) -> None:
-    array = np.zeros(64, np.uint8)
-    lease = views.add(array, GRANTED, soon())
-    renew = master.wait_for(calls.Renew)[0]
-    assert isinstance(renew, calls.Renew)
-    assert (renew.epoch, list(renew.tokens), list(renew.keys)) == (7, [3], [])
-    lease.become(NAMED, soon(60))
-    assert views.allocation(array.data) is None
-    del array
-    gc.collect()
-    assert not [each for each in master.asked if isinstance(each, calls.PutRevoke)]
-
-
-def test_memory_that_is_not_of_the_pool_has_no_lease(views: Views) -> None:
-    memory = np.zeros(300, np.uint8)
-    array = memory[100:200].view()
-    views.add(array, NAMED, soon(60))
-    assert views.of(array[99:]) is not None
-    assert views.of(memory[200:]) is None
-    assert views.of(memory[:100]) is None
-    assert views.of(b"bytes") is None
-    assert views.allocation(memoryview(b"abc")) is None
-
-
-def test_closing_stops_the_renewing_thread(master: Master) -> None:
-    made = Views(master.ask, lease_margin_s=0.05)
-    lease: Lease = made.add(np.zeros(8, np.uint8), NAMED, soon(60))
-    made.close()
-    assert not [each for each in threading.enumerate() if each.name == "kvstore-renew"]
-    assert isinstance(lease, Lease)
+def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: Views) -> None:
+    """The next master grants its memory to others one lease later, and knows nothing of it."""
+    mount = Mount()
+    array = memory()
+    lease = add(views, array, GRANTED, later(), mount)
+    assert is_held(lease)
+    mount.same = False
+    assert not is_held(lease)
+    mount.same = True
+    assert not is_held(lease), "that is final"
+    assert array.size

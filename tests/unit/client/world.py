@@ -79,6 +79,8 @@ class World:
 
     def __init__(self, segments: int = 3, *, verify_payload: bool = True) -> None:
         self.now = 1_000.0
+        self.epoch = EPOCH
+        """Of the master that describes segments."""
         self.segments = {number: segment(number) for number in range(1, segments + 1)}
         self.memory = {number: bytearray(SIZE) for number in self.segments}
         self.failing: dict[int, list[KVStoreError | None]] = {}
@@ -86,7 +88,8 @@ class World:
         self.after_moves: Callable[[], None] = lambda: None
         self.answers: dict[type, Any] = {
             calls.DescribeSegments: lambda request: calls.Segments(
-                [self.segments[each] for each in request.segment_ids if each in self.segments]
+                self.epoch,
+                [self.segments[each] for each in request.segment_ids if each in self.segments],
             ),
             calls.ReportFailure: calls.Reported(1),
             calls.PutRevoke: calls.Revoked(1),

@@ -1,0 +1,86 @@
+"""What a node says to a master that does not answer as it should."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import MasterMessage, NodeJoin, NodeMessage
+from kvstore.memory.segment import Segment
+from kvstore.node.agent import NodeAgent
+from kvstore.transport.tcp_server import DataServer
+from tests.conformance.carrier_peers import ScriptedService, Server
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    with contextlib.closing(Segment.create("agent-test", 1 << 20)) as segment:
+        yield segment
+
+
+class Master:
+    """Takes joins, and answers none but the last of ``count``."""
+
+    def __init__(self, count: int) -> None:
+        self.joins: list[NodeJoin] = []
+        self._count = count
+
+    async def script(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
+        join = await anext(incoming)
+        assert isinstance(join, NodeJoin)
+        self.joins.append(join)
+        if len(self.joins) < self._count:
+            return
+        yield calls.MasterAccepted(7, 500, 6_000, [1])
+        async for _ in incoming:
+            pass
+
+
+def run(server: Server, segment: Segment, masters: str) -> None:
+    """An agent, until it has joined; in the server's loop."""
+
+    async def session() -> None:
+        data = DataServer([segment], "127.0.0.1", 0)
+        data.start()
+        joined = asyncio.Event()
+        agent = NodeAgent(
+            name="n", host="h", master=masters, segment=segment, server=data, address="h:1",
+            joined=lambda _: joined.set(),
+        )  # fmt: skip
+        running = asyncio.create_task(agent.run())
+        try:
+            async with asyncio.timeout(20):
+                await joined.wait()
+                agent.stop()
+                await running
+        finally:
+            running.cancel()
+            data.stop()
+
+    asyncio.run_coroutine_threadsafe(session(), server._loop).result(30)
+
+
+def test_a_join_that_was_not_answered_may_have_been_accepted(segment: Segment) -> None:
+    """Its master may have granted space since: so writers are fenced off, and it is not fresh."""
+    with Server(ScriptedService()) as server:
+        master = Master(2)
+        server.service.script = master.script
+        run(server, segment, server.address)
+    offers = [(join.segments[0].fresh, join.segments[0].generation) for join in master.joins]
+    assert offers == [(True, 1), (False, 2)]
+
+
+def test_a_join_that_never_left_has_changed_nothing(segment: Segment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        nobody = f"127.0.0.1:{sock.getsockname()[1]}"
+    with Server(ScriptedService()) as server:
+        master = Master(1)
+        server.service.script = master.script
+        run(server, segment, f"{nobody},{server.address}")
+    offers = [(join.segments[0].fresh, join.segments[0].generation) for join in master.joins]
+    assert offers == [(True, 1)]
