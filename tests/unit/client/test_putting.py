@@ -10,7 +10,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client import putting
 from kvstore.client.putting import ATTEMPTS, Item, PutOptions, put
-from kvstore.client.values import encode
+from kvstore.client.values import Value, encode
 from kvstore.errors import (
     MasterUnreachableError,
     NodeUnreachableError,
@@ -184,7 +184,7 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
     world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     world.answers[calls.PutEnd] = calls.PutEnded([STORED])
     first = np.arange(3, dtype=np.int16)
-    parts = [first, b"", bytearray(b"xyz"), memoryview(b"0123")]
+    parts: list[Value] = [first, b"", b"xyz", b"0123"]
     item = Item(Key(b"a"), encode(parts))
     options = PutOptions(namespace=Namespace("default"))
     assert world.run(put(world.context, [item], options, 0)) == [STORED]
