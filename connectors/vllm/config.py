@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvstore.config import ConnectorConfig, load
 from kvstore.errors import ConfigError
 
-log = logging.getLogger("kvstore.vllm")
+log = logging.getLogger("vllm.kvstore")
 
 MOONCAKE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger("kvstore.vllm")
+log = logging.getLogger("vllm.kvstore")
 
 LOOKUP_TIMEOUT_MS: Final = 200
 """Of one question to the master. The scheduler does not wait for it; a breaker counts it."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-log = logging.getLogger("kvstore.vllm")
+log = logging.getLogger("vllm.kvstore")
 
 FORMAT: Final = 1
 """Of keys, namespaces and the order of bytes in a block. One more with each change."""

@@ -26,7 +26,7 @@ from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX
 
-log = logging.getLogger("kvstore.vllm")
+log = logging.getLogger("vllm.kvstore")
 
 POLL_S: Final = (0.002, 0.005, 0.01, 0.02)
 """Between two questions about blocks that are being written."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger("kvstore.vllm")
+log = logging.getLogger("vllm.kvstore")
 
 LOADS_MAX = 2
 """Of one request: after so many that failed, everything is computed."""

@@ -27,7 +27,7 @@ from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.pages import Pages
 from kvstore.errors import ClosedError, KVStoreError
 
-log = logging.getLogger("kvstore.vllm")
+log = logging.getLogger("vllm.kvstore")
 
 RUN_BLOCKS_MAX = 256
 """Blocks of one exchange with the store: bounds page-locked memory and what one failure costs."""
