@@ -25,7 +25,7 @@ from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save, SaveEnd, namespace
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.pages import Pages
-from kvstore.errors import ClosedError, KVStoreError
+from kvstore.errors import ClosedError, KVStoreError, UnavailableError
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -156,7 +156,7 @@ class WorkerHalf:
         except ClosedError:
             return False
         except KVStoreError as error:
-            if not error.retriable:
+            if not isinstance(error, UnavailableError):  # it answers, and has no room, say
                 log.warning("%s_failed error=%s", doing, error)
             elif breaker.failed(time.monotonic()):
                 log.warning("store_not_answering, %s stops for a while: %s", doing, error)

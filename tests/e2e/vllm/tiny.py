@@ -23,8 +23,7 @@ def make_model(directory: Path, *, seed: int = 0, sliding: bool = False, mla: bo
     sliding-window layer in turn.
     """
     import torch
-    from transformers import Gemma3TextConfig, LlamaConfig
-    from transformers import Gemma3ForCausalLM, LlamaForCausalLM
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     shape: dict[str, Any] = {
