@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 LOOKUP_TIMEOUT_MS: Final = 200
-"""Of one question to the master. The scheduler does not wait for it; a breaker counts it."""
+"""Of one question to the master, at least. The scheduler does not wait for it; a breaker counts it."""
 
 ANNOUNCE_PAUSE_S: Final = 5.0
 RESET_TIMEOUT_S: Final = 30.0
@@ -239,7 +239,9 @@ class _SchedulerRole:
         self._groups = groups
         self._description = fingerprint.describe(vllm_config, kv_cache_config, config.model_id)
         self._namespaces: dict[int, list[str]] = {}
-        self._client = Client(config=client_config(config, LOOKUP_TIMEOUT_MS))
+        self._client = Client(
+            config=client_config(config, max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms))
+        )
         self._patient = Client(config=client_config(config, 5_000))
         events = vllm_config.kv_events_config
         self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))

@@ -254,7 +254,7 @@ def test_two_ranks_each_have_their_part(store: Cluster, llama: Path, engine: Sta
     two.saved()
     two.reset()
     again = two.generate(prompts)
-    assert cached(again) == [WHOLE] * 2
+    assert cached(again) == [WHOLE] * 2, two.metrics()
     assert tokens(first) == tokens(again) == tokens(plain)
     parts = [each for each in store.client().status().namespaces if each.name.startswith("vllm/")]
     assert sorted(each.name.rpartition("/")[2] for each in parts) == ["p0t0", "p0t1"]
