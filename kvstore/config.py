@@ -517,14 +517,23 @@ class ConnectorConfig(Config):
 
     section = "connector"
 
-    master: Master = ClientConfig.model_fields["master"]
+    master: Master = Field(
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        description="Where the master is, as of a client.",
+    )
     memory: Bytes = Field(
         default=0,
         description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
     )
-    transports: Transports = ClientConfig.model_fields["transports"]
-    verify: Verify = ClientConfig.model_fields["verify"]
-    replicas: Count = ClientConfig.model_fields["replicas"]
+    transports: Transports = Field(
+        default=TRANSPORTS, description="Ways to move bytes, the best first."
+    )
+    verify: Verify = Field(
+        default="payload", description="What is checked of loaded blocks, as of a client."
+    )
+    replicas: Count = Field(
+        default=1, ge=1, le=REPLICAS_MAX, description="Copies of saved blocks, on distinct nodes."
+    )
     save_decode: bool = Field(
         default=False,
         description="Store the blocks of generated tokens, too: the next turn of a conversation "
