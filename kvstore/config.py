@@ -223,6 +223,7 @@ class _As(NamedTuple):
 
 Bytes = Annotated[int, _As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
 Milliseconds = Annotated[int, _As("MS"), BeforeValidator(_number)]
+Share = Annotated[float, _As("SHARE")]
 Microseconds = Annotated[int, _As("US"), BeforeValidator(_number)]
 Count = Annotated[int, _As("N"), BeforeValidator(_number)]
 Port = Annotated[int, _As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
@@ -572,7 +573,7 @@ class ConnectorConfig(Config):
         description="How long a block may wait to be saved, and be kept from other use for it; "
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (seconds) sets it, too.",
     )
-    pinned_max: float = Field(
+    pinned_max: Share = Field(
         default=0.5,
         ge=0.0,
         le=1.0,

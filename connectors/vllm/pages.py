@@ -10,6 +10,9 @@ mapped segment. On a GPU a stream of their own gathers them into page-locked mem
 the compute stream by events and is never waited for by it.
 """
 
+# mypy: allow-untyped-calls
+# Because torch annotates its CUDA classes only in part.
+
 from __future__ import annotations
 
 import hashlib
@@ -132,7 +135,7 @@ def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, tuple[obje
             f"{cache.stride()}, which is no dense page for each of {blocks} blocks",
             advice="Please report the attention backend that made it.",
         )
-    offset = cache.storage_offset() * item
+    offset = int(cache.storage_offset()) * item
     shape = (str(cache.dtype), tuple(cache.shape[1:]), tuple(cache.stride()[1:]), parts)
     return Page(0, offset, stride * parts, size * parts), shape
 

@@ -176,7 +176,7 @@ def main() -> None:
         max_model_len=2048, enforce_eager=True, gpu_memory_utilization=0.1,
         disable_log_stats=False, **given,
     )  # fmt: skip
-    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    core = llm.llm_engine.engine_core.engine_core
     told: list[Any] = []
     publisher = core.scheduler.kv_event_publisher
     publisher.publish = lambda batch: told.extend(batch.events)
@@ -195,7 +195,7 @@ def main() -> None:
                     temperature=0, max_tokens=command["tokens"], ignore_eos=True, extra_args=extra
                 )
                 prompts = [{"prompt_token_ids": ids} for ids in command["prompts"]]
-                outputs = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+                outputs = llm.generate(prompts, sampling, use_tqdm=False)
                 answer(
                     [
                         {
