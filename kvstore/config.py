@@ -224,6 +224,7 @@ class _As(NamedTuple):
 Bytes = Annotated[int, _As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
 Milliseconds = Annotated[int, _As("MS"), BeforeValidator(_number)]
 Share = Annotated[float, _As("SHARE")]
+Text = Annotated[str, _As("TEXT")]
 Microseconds = Annotated[int, _As("US"), BeforeValidator(_number)]
 Count = Annotated[int, _As("N"), BeforeValidator(_number)]
 Port = Annotated[int, _As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
@@ -540,7 +541,7 @@ class ConnectorConfig(Config):
         description="Store the blocks of generated tokens, too: the next turn of a conversation "
         "finds them, on whichever engine it lands.",
     )
-    model_id: str = Field(
+    model_id: Text = Field(
         default="",
         description="What the weights are called; empty: name and revision, or, of a local "
         "directory, its files. Engines share blocks only when it is equal.",

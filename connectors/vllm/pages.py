@@ -247,7 +247,7 @@ class CUDAPages:
 
     def _views(self, group: int, staged: torch.Tensor) -> Buffers:
         del group
-        return [[memoryview(row.numpy())] for row in staged]  # type: ignore[arg-type]
+        return [[memoryview(row.numpy())] for row in staged]
 
 
 def pages_of(geometry: Geometry) -> Pages:
