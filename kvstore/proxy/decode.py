@@ -68,8 +68,11 @@ async def decode(parts: Parts, asked: Asked, request: web.Request) -> web.Stream
         if isinstance(outcome, web.StreamResponse):
             return outcome
         failed = outcome
-    if failed is not None:
-        return failed.response
+    return failed.response if failed is not None else no_decoder(asked)
+
+
+def no_decoder(asked: Asked) -> web.Response:
+    """For a client that nobody can answer now."""
     return error_response(
         503,
         "no decoder is usable now",

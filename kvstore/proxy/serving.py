@@ -24,7 +24,7 @@ from kvstore.proxy.asked import (
     request_id_of,
 )
 from kvstore.proxy.bodies import Route
-from kvstore.proxy.decode import decode
+from kvstore.proxy.decode import decode, no_decoder
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
 from kvstore.proxy.render import render
@@ -82,6 +82,8 @@ async def serve(parts: Parts, route: Route, request: web.Request) -> web.StreamR
 
 
 async def _answer(parts: Parts, asked: Asked, request: web.Request) -> web.StreamResponse:
+    if not parts.instances.usable("decode", clock_ms()):
+        return no_decoder(asked)  # before anything is computed for nobody
     refused = await render(parts, asked)
     if asked.token_ids is not None and parts.config.affinity == "prefix":
         asked.prints = fingerprints(asked.token_ids, blocks_max=parts.config.affinity_blocks_max)
