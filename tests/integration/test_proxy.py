@@ -141,7 +141,7 @@ def test_no_prefiller_where_it_would_not_help(
     tmp_path: Path, more: dict[str, object], reason: str
 ) -> None:
     async def scenario(w: World) -> None:
-        assert (await w.complete(**more))[0] == 200  # type: ignore[arg-type]
+        assert (await w.complete(**more))[0] == 200
         assert not w.prefillers[0].calls
         assert len(w.decoders[0].calls) == 1
         name = f'kvstore_proxy_prefill_skipped_total{{reason="{reason}"}}'
