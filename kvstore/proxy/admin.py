@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from aiohttp import web
@@ -41,7 +41,7 @@ class Admin:
     def __init__(self, instances: Instances, health: HealthChecks, *, token: str) -> None:
         self._instances = instances
         self._health = health
-        self._token = token.encode()
+        self._token = token
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/admin/instances", self._guarded(self._list))
@@ -52,7 +52,7 @@ class Admin:
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(request: web.Request) -> web.Response:
             request_id = request_id_of(request)
-            if not self._may(request):
+            if not may(request.remote, request.headers, self._token):
                 log.warning(
                     "admin_refused id=%s peer=%s path=%s",
                     request_id, request.remote, request.path,
@@ -71,15 +71,6 @@ class Admin:
             return response
 
         return guarded
-
-    def _may(self, request: web.Request) -> bool:
-        if "Origin" in request.headers:
-            return False
-        if _is_loopback(request.remote):
-            return True
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        matches = hmac.compare_digest(given.strip().encode(), self._token)
-        return bool(self._token) and scheme.lower() == "bearer" and matches
 
     async def _list(self, request: web.Request) -> web.Response:
         del request
@@ -122,6 +113,17 @@ class Admin:
         if given is not None and role is None:
             raise InvalidArgumentError(f"role is one of {', '.join(ROLES)}")
         return self._instances.at(_address(request.match_info["address"]), role)
+
+
+def may(peer: str | None, headers: Mapping[str, str], token: str) -> bool:
+    """Whether a request of ``peer`` (an IP address) is to be obeyed; no ``token``: this host's."""
+    if "Origin" in headers:
+        return False
+    if _is_loopback(peer):
+        return True
+    scheme, _, given = headers.get("Authorization", "").partition(" ")
+    matches = hmac.compare_digest(given.strip().encode(), token.encode())
+    return bool(token) and scheme.lower() == "bearer" and matches
 
 
 def _tell(event: str, request: web.Request, instance: Instance) -> None:

@@ -83,6 +83,8 @@ class Asked:
     decode: str = ""
     first_byte_ms: int | None = None
     retries: int = 0
+    broken: bool = False
+    """Whether the answer ended too early, after its first byte."""
 
     @property
     def since_ms(self) -> int:

@@ -163,6 +163,7 @@ async def _relay(
         await client.end()
     except EngineError as error:
         turn.failed(clock_ms())
+        asked.broken = True
         parts.metrics.broken_streams.inc()
         log.warning("stream_broken id=%s reason=%s", asked.request_id, error)
         if answer.is_events:

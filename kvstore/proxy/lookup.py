@@ -15,7 +15,7 @@ from typing import Final
 
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.proxy import records
 from kvstore.proxy.breaker import Breaker
 from kvstore.proxy.metrics import Metrics, clock_ms
@@ -105,19 +105,20 @@ class StoreLookup:
         async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
             if row.size > records.RECORD_BYTES_MAX or row.state != "complete":
                 continue
-            data = await self._client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
-            if data is not None:
-                self._take(found, bytes(row.key), bytes(data))
+            await self._read_one(found, row.key)
             if len(found) == records.RECORDS_MAX:
                 break
         if found.keys() != self._records.keys():
             log.info("fleet_read records=%d", len(found))
         self._records = dict(sorted(found.items()))
 
-    def _take(self, found: dict[bytes, FleetRecord], key: bytes, data: bytes) -> None:
+    async def _read_one(self, found: dict[bytes, FleetRecord], key: bytes) -> None:
         try:
-            record = records.parse(data)
-        except KVStoreError as error:
+            data = await self._client.get(key, namespace=FLEET_NAMESPACE, kind="bytes")
+            record = records.parse(bytes(data)) if isinstance(data, bytes) else None
+        except UnavailableError:
+            raise
+        except KVStoreError as error:  # of this record; the others may be good
             if key not in self._refused and len(self._refused) < records.RECORDS_MAX:
                 self._refused.add(key)
                 log.warning("record_refused key=%r reason=%s", key, error)

@@ -67,11 +67,13 @@ async def serve(parts: Parts, route: Route, request: web.Request) -> web.StreamR
             status = 400
             return error_response(400, str(error), "invalid_request_error", headers=tag)
         asked = Asked(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
-        response_or_stream = await _answer(parts, asked, request)
-        status = response_or_stream.status
-        if request.transport is None or request.transport.is_closing():
+        answer = await _answer(parts, asked, request)
+        status = answer.status
+        if asked.broken:
+            status = 502  # in the log and in the metrics: the client saw a good beginning
+        elif request.transport is None or request.transport.is_closing():
             status = CLIENT_LEFT
-        return response_or_stream
+        return answer
     finally:
         parts.in_flight -= 1
         parts.metrics.in_flight.dec()

@@ -357,6 +357,8 @@ def test_a_stream_that_breaks_ends_with_an_event_that_says_so(tmp_path: Path) ->
         error = json.loads(last.removeprefix(b"data: "))["error"]
         assert (error["type"], error["code"]) == ("upstream_error", 502)
         assert sum(len(engine.calls) for engine in w.decoders) == 1  # nobody began again
+        broken = 'kvstore_proxy_requests_total{route="completions",status="502"}'
+        await w.until(lambda: w.metric(broken))
 
     play(tmp_path, scenario, decode=2)
 
@@ -590,9 +592,12 @@ def test_sigterm_ends_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
         w.decoders[0].answer = held = Held(event("first"))
         async with w.streaming() as response:
             await response.content.readuntil(b"\n\n")
+            await asyncio.gather(w.healthz(), w.healthz())  # two connections that stay open
             w.server.process.send_signal(signal.SIGTERM)
             await w.until(lambda: _refuses(w))
             assert w.server.process.poll() is None
+            assert (await w.complete())[0] == 503  # on a connection that is still there
+            assert (await w.healthz())[1]["status"] == "stopping"
             held.go_on.set()
             assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
         assert await w.ended() == 0

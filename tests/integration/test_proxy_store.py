@@ -21,7 +21,7 @@ THRESHOLD = 16
 STORED = 'kvstore_proxy_prefill_skipped_total{reason="stored"}'
 
 
-def record(**more: Any) -> bytes:
+def record(**more: object) -> bytes:
     value = {
         "format": 1, "models": ["m"], "fingerprint": "f", "namespaces": NAMESPACES,
         "block_size": BLOCK, "hash_block_size": BLOCK // 2, "hash_algorithm": "sha256_cbor",
