@@ -9,10 +9,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.integration.cluster import Server
 from tests.integration.engines import (
     PROXY,
+    Call,
     Engine,
     Held,
     World,
@@ -249,7 +251,7 @@ def test_a_prefiller_that_nobody_listens_at_is_left_out(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
         gone = w.prefillers[0]
         await gone.stop()
-        assert (await w.complete())[0] == 200
+        assert (await w.complete([1, 2, 3, 4, 5]))[0] == 200  # ids: it is not asked to render
         state = await w.state_of(gone)
         assert state is not None
         assert not state["healthy"]
@@ -363,6 +365,24 @@ def test_a_stream_that_breaks_ends_with_an_event_that_says_so(tmp_path: Path) ->
     play(tmp_path, scenario, decode=2)
 
 
+def test_an_answer_that_breaks_and_is_no_stream_does_not_look_whole(tmp_path: Path) -> None:
+    async def half(request: web.Request, _call: Call) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        await response.write(b'{"choices": ')
+        return await hang_up(request, _call)
+
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = half
+        body = {"model": "m", "prompt": PROMPT}
+        async with w.http.post(w.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+
+    play(tmp_path, scenario)
+
+
 def test_a_stream_that_falls_silent_ends_with_an_event_that_says_so(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
         w.decoders[0].answer = held = Held(event("first"))
@@ -425,7 +445,16 @@ def test_the_least_busy_decoder_gets_the_next_request(tmp_path: Path) -> None:
             async with w.streaming() as other:
                 await other.content.readuntil(b"\n\n")
                 assert [len(engine.calls) for engine in w.decoders] == [1, 1]
+            # That one was left: its engine is free again, and chosen although it was the last.
+            await w.until(lambda: _idle(w, w.decoders[1]))
+            async with w.streaming() as third:
+                await third.content.readuntil(b"\n\n")
+                assert [len(engine.calls) for engine in w.decoders] == [1, 2]
                 held.go_on.set()
+
+    async def _idle(w: World, engine: Engine) -> bool:
+        state = await w.state_of(engine)
+        return state is not None and state["in_flight"] == 0
 
     play(tmp_path, scenario, decode=2)
 
