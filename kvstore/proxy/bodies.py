@@ -127,6 +127,13 @@ def stored_tokens(answer: object) -> int | None:
     return stored if type(stored) is int and stored >= 0 else None
 
 
+def error_message(answer: object) -> str | None:
+    """What an engine says about its error, in OpenAI's form; None: it says nothing in that form."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else None
+
+
 # --- what is sent ------------------------------------------------------------------------------
 
 

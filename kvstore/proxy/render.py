@@ -13,8 +13,14 @@ from kvstore.proxy.metrics import clock_ms
 
 log = logging.getLogger("kvstore.proxy")
 
-CANNOT: Final = frozenset({404, 405, 501})
-"""An engine without rendering."""
+CANNOT: Final = frozenset({403, 404, 405, 501})
+"""An engine without rendering; 403: vLLM without ``--enable-scale-out``."""
+
+WRONG: Final = frozenset({400, 401, 413, 422})
+"""The engine would not take the request itself either."""
+
+SAID_MAX: Final = 200
+"""Characters of an engine's words that are logged."""
 
 CANNOT_REST_MS: Final = 60_000
 """How long it is not asked again: it may be replaced by a newer one at the same address."""
@@ -52,16 +58,18 @@ async def render(parts: Parts, asked: Asked) -> bool:
         asked.token_ids = bodies.ids_of_rendered(asked.route, answer.json())
         parts.metrics.renders.labels("done" if asked.token_ids is not None else "refused").inc()
         return False
-    if answer.status in CANNOT:
+    said = bodies.error_message(answer.json())
+    # A missing model is an error of the engine's own, a missing route is its web server's.
+    is_wrong = answer.status in WRONG or (answer.status == 404 and said is not None)
+    cannot = answer.status in CANNOT and not is_wrong
+    if cannot:
         instance.renders_from_ms = clock_ms() + CANNOT_REST_MS
-        parts.metrics.renders.labels("unavailable").inc()
-        log.info("render_unavailable id=%s instance=%s", asked.request_id, instance.address)
-        return False
-    is_wrong = 400 <= answer.status < 500
-    parts.metrics.renders.labels("refused" if is_wrong else "failed").inc()
-    log.info(
-        "render_refused id=%s instance=%s status=%d",
-        asked.request_id, instance.address, answer.status,
+    outcome = "refused" if is_wrong else "unavailable" if cannot else "failed"
+    parts.metrics.renders.labels(outcome).inc()
+    log.log(
+        logging.INFO if is_wrong else logging.WARNING,
+        "render_%s id=%s instance=%s status=%d said=%r",
+        outcome, asked.request_id, instance.address, answer.status, (said or "")[:SAID_MAX],
     )  # fmt: skip
     return is_wrong
 

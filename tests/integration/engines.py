@@ -143,6 +143,7 @@ class Engine:
         self.calls: list[Call] = []
         self.renders: list[Call] = []
         self.render_status = 200
+        self.render_error: dict[str, Any] = {"detail": "Not Found"}
         self.health_status = 200
         self.health_asked = asyncio.Event()
         self.address = ""
@@ -177,7 +178,7 @@ class Engine:
         call = await _call(request)
         self.renders.append(call)
         if self.render_status != 200:
-            return web.json_response({"error": {}}, status=self.render_status)
+            return web.json_response(self.render_error, status=self.render_status)
         if "messages" in call.body:
             text = " ".join(message["content"] for message in call.body["messages"])
             return web.json_response({"token_ids": tokens_of(text), "features": None})

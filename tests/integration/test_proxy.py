@@ -105,11 +105,21 @@ def test_ids_that_the_client_sent_are_not_rendered(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-def test_without_rendering_both_hops_get_the_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (404, {"detail": "Not Found"}),
+        (403, {"error": {"message": "Scale-out endpoints are disabled."}}),
+        (501, {"error": {"message": "no"}}),
+    ],
+)
+def test_without_rendering_both_hops_get_the_text(
+    tmp_path: Path, code: int, said: dict[str, object]
+) -> None:
     async def scenario(w: World) -> None:
         engines = [*w.prefillers, *w.decoders]
         for engine in engines:
-            engine.render_status = 404
+            engine.render_status, engine.render_error = code, said
         for _ in range(4):
             assert (await w.complete())[0] == 200
         assert [call.body["prompt"] for call in w.prefillers[0].calls] == [PROMPT] * 4
@@ -152,13 +162,21 @@ def test_no_prefiller_where_it_would_not_help(
     play(tmp_path, scenario)
 
 
-def test_a_request_that_an_engine_calls_wrong_is_not_prefilled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [400, 404])
+def test_a_request_that_an_engine_calls_wrong_is_not_prefilled(tmp_path: Path, code: int) -> None:
     async def scenario(w: World) -> None:
-        for engine in (*w.prefillers, *w.decoders):
-            engine.render_status = 400
-        w.decoders[0].answer = status(400)
-        assert await w.complete() == (400, {"error": {"message": "says 400"}})
+        engines = [*w.prefillers, *w.decoders]
+        for engine in engines:
+            engine.render_status = code
+            engine.render_error = {"error": {"message": "there is no model nope"}}
+        w.decoders[0].answer = status(code)
+        assert await w.complete() == (code, {"error": {"message": f"says {code}"}})
         assert not w.prefillers[0].calls
+        # The engines go on rendering for others.
+        for engine in engines:
+            engine.render_status = 200
+        await w.complete()
+        assert w.decoders[0].calls[-1].body["prompt"] == IDS
 
     play(tmp_path, scenario)
 
