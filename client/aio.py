@@ -18,7 +18,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client.aio_stub import AsyncMasterStub
-from kvstore.client.asking import ObjectStat
+from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
 from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
@@ -184,12 +184,16 @@ class AsyncClient:
 
     async def match_prefix(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> int:
         """As ``Client.match_prefix``."""
-        return (await self._run(self._operations.match_prefix(keys, [namespace])))[0]
+        return (await self._run(self._operations.match_prefix(keys, [namespace])))[0].matched
 
     async def match_prefixes(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]
     ) -> list[int]:
         """As ``Client.match_prefixes``."""
+        return [match.matched for match in await self.matches(keys, namespaces=namespaces)]
+
+    async def matches(self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]) -> list[Match]:
+        """As ``Client.matches``."""
         return await self._run(self._operations.match_prefix(keys, namespaces))
 
     async def exists(self, key: AnyKey, *, namespace: str | None = None) -> bool:

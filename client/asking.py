@@ -12,13 +12,20 @@ from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
 
 
-def match_prefix(
-    namespaces: Sequence[Namespace], keys: Sequence[Key]
-) -> Flow[Sequence[calls.PrefixMatch]]:
+class Match(NamedTuple):
+    """How much of a chain is there, in one namespace."""
+
+    matched: int
+    """Leading keys that are present, and leased."""
+    being_written: int
+    """How many keys after those are being written at this moment."""
+
+
+def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[list[Match]]:
     if not keys:
-        return [calls.PrefixMatch(0, 0, calls.NO_PLACEMENTS)] * len(namespaces)
-    matched = yield from ask(calls.MatchPrefix(namespaces, keys, False), calls.Matched)
-    return matched.matches
+        return [Match(0, 0)] * len(namespaces)
+    answer = yield from ask(calls.MatchPrefix(namespaces, keys, False), calls.Matched)
+    return [Match(each.matched, each.being_written) for each in answer.matches]
 
 
 def exists(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:

@@ -13,7 +13,7 @@ import numpy as np
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client import asking, getting, putting
-from kvstore.client.asking import ObjectStat
+from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.getting import Target
 from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.movers import Movers
@@ -88,7 +88,7 @@ class Operations:
         encoded = encode(value)
         item = Item(check_key(key), encoded)
         options = self._options(namespace, parent, False, replicas, overwrite)
-        lease = self.views.allocation(encoded.data)
+        lease = None if encoded.more else self.views.allocation(encoded.data)
         if lease is not None:
             named, until = yield from self._settle_commit(lease)
             if named is None:
@@ -316,13 +316,12 @@ class Operations:
 
     def match_prefix(
         self, keys: Sequence[AnyKey], namespaces: Sequence[str | None]
-    ) -> Flow[list[int]]:
+    ) -> Flow[list[Match]]:
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
         checked = check_keys(keys, distinct=False)
         spaces = [self._namespace(each) for each in namespaces]
-        matches = yield from asking.match_prefix(spaces, checked)
-        return [match.matched for match in matches]
+        return (yield from asking.match_prefix(spaces, checked))
 
     def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         return asking.exists(self._namespace(namespace), check_keys(keys, distinct=False))

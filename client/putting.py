@@ -111,7 +111,7 @@ def _put_once(
         calls.PutStart(
             options.namespace,
             [item.key for item in items],
-            [len(item.value.data) for item in items],
+            [item.value.size for item in items],
             parent,
             options.chain,
             options.replicas,
@@ -194,18 +194,21 @@ def _write_object(
     """Wipe, payload, header: whoever finds the header finds a whole payload behind it."""
     hasher = xxh3_64()
     head = bytearray(HEADER_BYTES)
-    data = item.value.data
+    size = item.value.size
 
     def seal() -> None:
         header = Header(
-            namespace, item.key, parent, len(data), *version, hasher.intdigest(),
+            namespace, item.key, parent, size, *version, hasher.intdigest(),
             item.value.descriptor,
         )  # fmt: skip
         pack_into(head, header, segment.seed, offset)
 
     moves.append(Move(offset, _WIPE))
-    if len(data):
-        moves.append(Move(offset + HEADER_BYTES, data, hasher))
+    at = offset + HEADER_BYTES
+    for part in (item.value.data, *item.value.more):
+        if len(part):
+            moves.append(Move(at, part, hasher))
+            at += len(part)
     moves.append(Move(offset, memoryview(head), None, seal))
 
 

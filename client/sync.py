@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
-from kvstore.client.asking import ObjectStat
+from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
 from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
@@ -279,10 +279,14 @@ class Client:
 
         Takes O(log n) steps at the master for a chain that was put with ``put_chain``.
         """
-        return self._run(self._operations.match_prefix(keys, [namespace]))[0]
+        return self._run(self._operations.match_prefix(keys, [namespace]))[0].matched
 
     def match_prefixes(self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]) -> list[int]:
         """``match_prefix`` in several namespaces at once: an engine's ranks and cache groups."""
+        return [match.matched for match in self.matches(keys, namespaces=namespaces)]
+
+    def matches(self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]) -> list[Match]:
+        """``match_prefixes``, and how many keys after those are being written at this moment."""
         return self._run(self._operations.match_prefix(keys, namespaces))
 
     def exists(self, key: AnyKey, *, namespace: str | None = None) -> bool:

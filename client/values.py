@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 Kind = Literal["torch", "numpy", "bytes"]
 Value = Union["torch.Tensor", NDArray[np.generic], bytes]
 """What ``get`` returns: the kind that was put."""
-Storable = Union[Value, bytearray, memoryview]
-"""What ``put`` takes; ``bytearray`` and ``memoryview`` come back as ``bytes``."""
+Storable = Union[Value, bytearray, memoryview, Sequence[Union[Value, bytearray, memoryview]]]
+"""What ``put`` takes; ``bytearray`` and ``memoryview`` come back as ``bytes``, and so do several
+values in a list, one after the other: a gather list, as ``get_into`` takes scatter lists."""
 Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview]
 """What ``get_into`` fills: contiguous, writable, in CPU memory."""
 Bytes1D = NDArray[np.uint8]
@@ -49,11 +50,18 @@ class Described(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A value as bytes. ``data`` aliases the value where that is contiguous and on the CPU."""
+    """A value as bytes, which alias the value where that is contiguous and on the CPU."""
 
     descriptor: bytes
     data: memoryview
     """One-dimensional, ``B``-formatted; keeps what it needs alive."""
+    more: Sequence[memoryview] = ()
+    """What follows it, of a gather list."""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.data) + sum(map(len, self.more))
 
 
 # --- values to bytes ---------------------------------------------------------------------------
@@ -79,9 +87,12 @@ def encode(value: Storable) -> Encoded:
         if not data.c_contiguous:
             data = memoryview(bytes(data))
         return Encoded(_describe("bytes", "", ()), _flat(data))
+    if isinstance(value, list | tuple):
+        first, *more = [encode(part).data for part in value] or [memoryview(b"")]
+        return Encoded(_describe("bytes", "", ()), first, more)
     raise UnsupportedValueError(
         f"{type(value).__name__} cannot be stored",
-        advice="Put a torch tensor, a numpy array or bytes.",
+        advice="Put a torch tensor, a numpy array, bytes, or a list of those.",
         type=type(value).__name__,
     )
 

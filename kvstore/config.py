@@ -1,13 +1,13 @@
-"""Settings of the four kinds of process, and the one place that reads them.
+"""Settings of every kind of process, and the one place that reads them.
 
 A value comes from, first found wins:
 
 1. a flag of the command line, or an argument in a program (``--lease-ms``, ``lease_ms=``);
 2. the environment: ``KVSTORE_MASTER_LEASE_MS``, ``KVSTORE_NODE_MEMORY``, ``KVSTORE_CLIENT_LANE``;
    where clients, nodes and proxies find the master is ``KVSTORE_MASTER`` for all of them;
-3. a TOML file with the sections ``[master]``, ``[node]``, ``[client]`` and ``[proxy]``: the one
-   that ``--config`` or ``KVSTORE_CONFIG`` names, else ``./kvstore.toml``, else
-   ``~/.config/kvstore/kvstore.toml``; files are never merged, and an empty name means none;
+3. a TOML file with the sections ``[master]``, ``[node]``, ``[client]``, ``[connector]`` and
+   ``[proxy]``: the one that ``--config`` or ``KVSTORE_CONFIG`` names, else ``./kvstore.toml``,
+   else ``~/.config/kvstore/kvstore.toml``; files are never merged, and an empty name means none;
 4. the default written here.
 
 What is unknown, misspelt, unreadable or out of range is refused with ``ConfigError``, which names
@@ -269,11 +269,11 @@ Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, _As("TEXT")]
 
 
-# --- the four kinds ----------------------------------------------------------------------------
+# --- the kinds ---------------------------------------------------------------------------------
 
 
 class Config(BaseModel):
-    """What the four have in common: frozen, keyword-only, checked when built.
+    """What all have in common: frozen, keyword-only, checked when built.
 
     Raises (all of them, when built):
         ConfigError: an unknown name, or a value out of its range; ``fields["key"]`` names it.
@@ -543,6 +543,66 @@ class ClientConfig(Config):
         return self
 
 
+class ConnectorConfig(Config):
+    """The connector of an inference engine (``kv_connector_extra_config`` of vLLM)."""
+
+    section = "connector"
+
+    master: Master = ClientConfig.model_fields["master"]
+    memory: Bytes = Field(
+        default=0,
+        description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
+    )
+    transports: Transports = ClientConfig.model_fields["transports"]
+    verify: Verify = ClientConfig.model_fields["verify"]
+    replicas: Count = ClientConfig.model_fields["replicas"]
+    save_decode: bool = Field(
+        default=False,
+        description="Store the blocks of generated tokens, too: the next turn of a conversation "
+        "finds them, on whichever engine it lands.",
+    )
+    model_id: str = Field(
+        default="",
+        description="What the weights are called; empty: name and revision, or, of a local "
+        "directory, its files. Engines share blocks only when it is equal.",
+    )
+    lookup_deadline_ms: Milliseconds = Field(
+        default=20,
+        ge=1,
+        le=10_000,
+        description="How long a request waits to learn what the store has, before that counts as "
+        "nothing. Other requests go on meanwhile.",
+    )
+    writers_wait_ms: Milliseconds = Field(
+        default=500,
+        ge=0,
+        le=60_000,
+        description="How long a request waits for blocks that another engine is writing at this "
+        "moment, instead of computing them again.",
+    )
+    transfer_timeout_ms: Milliseconds = Field(
+        default=10_000,
+        ge=10,
+        le=600_000,
+        description="The longest that loading the blocks of one request, or saving those of one "
+        "step, may take.",
+    )
+    pin_timeout_ms: Milliseconds = Field(
+        default=60_000,
+        ge=100,
+        le=3_600_000,
+        description="How long a block may wait to be saved, and be kept from other use for it; "
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (seconds) sets it, too.",
+    )
+    pinned_max: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share of the engine's blocks that may be waiting to be saved; beyond, "
+        "blocks are not saved.",
+    )
+
+
 class ProxyConfig(Config):
     """A ``kvstore-proxy``."""
 
@@ -694,7 +754,13 @@ class ProxyConfig(Config):
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
 
-KINDS: tuple[type[Config], ...] = (MasterConfig, NodeConfig, ClientConfig, ProxyConfig)
+KINDS: tuple[type[Config], ...] = (
+    MasterConfig,
+    NodeConfig,
+    ClientConfig,
+    ConnectorConfig,
+    ProxyConfig,
+)
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 

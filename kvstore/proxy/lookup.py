@@ -24,6 +24,9 @@ from kvstore.proxy.records import FLEET_NAMESPACE, FleetRecord, Held
 log = logging.getLogger("kvstore.proxy")
 
 REFRESH_S: Final = 3.0
+KEYS_AT_ONCE: Final = 512
+"""Hashed before others get a turn: some milliseconds."""
+
 CLIENT_TIMEOUT_MS: Final = 2_000
 FAILURES_MAX: Final = 3
 REST_MS: Final = 1_000
@@ -70,7 +73,7 @@ class StoreLookup:
         self._breaker.begin(clock_ms())
         try:
             with self._metrics.lookup_seconds.time():
-                keys = record.keys(token_ids)
+                keys = await _keys(record, token_ids)
                 blocks = await self._blocks(record, keys) if keys else 0
         except (KVStoreError, TimeoutError) as error:
             self._breaker.failed(clock_ms())
@@ -133,3 +136,12 @@ class StoreLookup:
                 log.info("store_reachable")
             else:
                 log.warning("store_unreachable reason=%s", reason)
+
+
+async def _keys(record: FleetRecord, token_ids: Sequence[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    for key in record.keys(token_ids):
+        keys.append(key)
+        if len(keys) % KEYS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return keys

@@ -7,7 +7,8 @@ They put one object per fingerprint (equal for engines that can share) into the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kvstore.errors import KVStoreError, ProtocolError
@@ -34,8 +35,8 @@ class FleetRecord(NamedTuple):
     hash_algorithm: str
     none_hash: bytes
 
-    def keys(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Of the full blocks of a prompt, as many as one question may be about."""
+    def keys(self, token_ids: Sequence[int]) -> Iterator[bytes]:
+        """Of the full blocks of a prompt, as many as one question may be about, one by one."""
         every = self.block_size // self.hash_block_size
         hashes = block_hashes(
             token_ids,
@@ -44,7 +45,7 @@ class FleetRecord(NamedTuple):
             algorithm=self.hash_algorithm,
             blocks_max=BATCH_KEYS_MAX * every,
         )
-        return hashes[every - 1 :: every]
+        return islice(hashes, every - 1, None, every)
 
 
 class Held(NamedTuple):

@@ -34,7 +34,7 @@ def keys(tokens: Sequence[int]) -> list[bytes]:
     hashes = block_hashes(
         tokens, block_size=BLOCK // 2, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
     )
-    return hashes[1::2]
+    return list(hashes)[1::2]
 
 
 def put(cluster: Cluster, namespace: str, blocks: int) -> None:

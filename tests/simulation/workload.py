@@ -124,7 +124,8 @@ class Worker:
     async def _match(self) -> None:
         namespace = self.random.choice(NAMESPACES)
         keys = self._chain()
-        matched = (await self.client.run(self.client.operations.match_prefix(keys, [namespace])))[0]
+        asked = self.client.operations.match_prefix(keys, [namespace])
+        matched = (await self.client.run(asked))[0].matched
         self._note(f"match {keys[0].decode()}..: {matched}")
         if matched:
             await self.read(namespace, keys[:matched])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client import putting
 from kvstore.client.putting import ATTEMPTS, Item, PutOptions, put
-from kvstore.client.values import encode
+from kvstore.client.values import Value, encode
 from kvstore.errors import (
     MasterUnreachableError,
     NodeUnreachableError,
@@ -175,3 +177,25 @@ def test_a_large_batch_is_granted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     asked = world.requests(calls.PutStart)
     assert [list(each.keys) for each in asked] == [[b"a", b"b"], [b"c", b"d"], [b"e"]]
     assert [each.parent for each in asked] == [b"root", b"b", b"d"]
+
+
+def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
+    world = World()
+    world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
+    first = np.arange(3, dtype=np.int16)
+    parts: list[Value] = [first, b"", b"xyz", b"0123"]
+    item = Item(Key(b"a"), encode(parts))
+    options = PutOptions(namespace=Namespace("default"))
+    assert world.run(put(world.context, [item], options, 0)) == [STORED]
+    (transfer,) = world.moved
+    assert [len(move.buffer) for move in transfer.moves] == [64, 6, 3, 4, 1024]
+    whole = first.tobytes() + b"xyz0123"
+    header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
+    assert header is not None
+    assert (header.payload_size, header.payload_checksum) == (13, xxh3_64_intdigest(whole))
+    assert world.memory[1][AT + 1024 : AT + 1024 + 13] == whole
+
+
+def test_an_empty_gather_list_is_an_empty_value() -> None:
+    assert encode([]).size == 0

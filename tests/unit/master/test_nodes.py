@@ -19,7 +19,7 @@ from tests.unit.master.cluster import EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
-WRITERS_MS = 40_000
+WRITERS_MS = 50_000
 """Put deadline and quarantine."""
 SUSPECT_MS = 2_000
 DEAD_MS = 6_000

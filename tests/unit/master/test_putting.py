@@ -21,7 +21,7 @@ from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
 DEADLINE_MS = 30_000
-QUARANTINE_MS = 10_000
+QUARANTINE_MS = 20_000
 WRITE, FOUND, BEING_WRITTEN = PutOutcome.WRITE, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN
 STORED, REFUSED = PutOutcome.STORED, PutOutcome.REFUSED
 

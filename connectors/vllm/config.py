@@ -1,0 +1,103 @@
+"""The connector's settings: ``kv_connector_extra_config``, ``KVSTORE_*``, or a ``mooncake.json``.
+
+What Mooncake's users have keeps its meaning where it has one: ``MOONCAKE_CONFIG_PATH`` names a JSON
+file, whose values count where nothing else says otherwise. Unknown keys are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.config import ConnectorConfig, load
+from kvstore.errors import ConfigError
+
+log = logging.getLogger("vllm.kvstore")
+
+MOONCAKE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
+ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
+"""Seconds, as in the demos of vLLM's own Mooncake connectors."""
+
+_WITHOUT_MEANING: Final = {
+    "local_hostname": "nodes say themselves where they are",
+    "metadata_server": "the master knows all that is needed",
+    "device_name": "there is no RDMA transport yet",
+    "local_buffer_size": "bytes move without a buffer of ours",
+    "mode": "a worker contributes memory when global_segment_size says so",
+}
+_KNOWN: Final = ("master_server_address", "global_segment_size", "protocol", *_WITHOUT_MEANING)
+
+
+def read_config(
+    extra: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> ConnectorConfig:
+    """The connector's settings.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: an unknown, misspelt or wrong setting; it says which, and where it is.
+    """
+    environ = os.environ if environ is None else environ
+    config = load(ConnectorConfig, dict(extra), environ=environ, origin="kv_connector_extra_config")
+    given = config.model_fields_set
+    more: dict[str, Any] = {}
+    if path := environ.get(MOONCAKE_VARIABLE):
+        more |= _from_mooncake(Path(path))
+    if seconds := environ.get(ABORT_VARIABLE):
+        more["pin_timeout_ms"] = _milliseconds(seconds)
+    more = {key: value for key, value in more.items() if key not in given}
+    if not more:
+        return config
+    return load(
+        ConnectorConfig, {**more, **extra}, environ=environ, origin=f"{MOONCAKE_VARIABLE}: {{key}}"
+    )
+
+
+def _from_mooncake(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}", advice=f"{MOONCAKE_VARIABLE} names it."
+        ) from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path} is no JSON object", advice=f"{MOONCAKE_VARIABLE} names it.")
+    for key in read:
+        if key not in _KNOWN:
+            raise ConfigError(
+                f"unknown key {key!r} in {path}",
+                advice=f"Known are: {', '.join(_KNOWN)}.",
+                key=key,
+                origin=str(path),
+            )
+        if key in _WITHOUT_MEANING and read[key]:
+            log.info("mooncake_key_ignored key=%s reason=%s", key, _WITHOUT_MEANING[key])
+    values: dict[str, Any] = {}
+    if address := read.get("master_server_address"):
+        values["master"] = address
+    if size := read.get("global_segment_size"):
+        values["memory"] = _mooncake_size(size)
+    if str(read.get("protocol", "tcp")).lower() not in ("tcp", ""):
+        log.warning("protocol_not_available protocol=%s used=shm,tcp", read["protocol"])
+    return values
+
+
+def _mooncake_size(size: int | str) -> int | str:
+    """There ``4gb`` and ``4g`` are binary."""
+    text = str(size).strip().lower().removesuffix("b").rstrip()
+    return f"{text[:-1].strip()}{text[-1].upper()}iB" if text[-1:] in ("k", "m", "g", "t") else size
+
+
+def _milliseconds(seconds: str) -> int:
+    try:
+        return max(100, int(float(seconds) * 1000))
+    except ValueError:
+        raise ConfigError(
+            f"{ABORT_VARIABLE} is {seconds!r}, not a number of seconds", key=ABORT_VARIABLE
+        ) from None

@@ -1,0 +1,68 @@
+"""Cache groups as the store sees them: which blocks make up how many tokens of a prompt.
+
+Layers with one kind of attention share a *group* and its block table. Every group has its own
+block size, a multiple of the *hash block* that request hashes are computed for; a block's key is
+the hash at its end, which names everything before it, too. All full blocks of all groups are
+stored, so a prefix of n tokens is there when each group's chain reaches n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.connectors.vllm.messages import Run
+
+NULL_BLOCK = 0
+"""In a block table: no memory, because the window of a sliding-window layer has passed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of one model that can be stored by hash."""
+
+    hash_block_tokens: int
+    align_tokens: int
+    """Hits end at a multiple of this: the least common multiple of the groups' blocks."""
+    block_tokens: dict[int, int]
+    """By group id."""
+
+    def __post_init__(self) -> None:
+        for group, tokens in self.block_tokens.items():
+            assert tokens % self.hash_block_tokens == 0, f"group {group}: {tokens}"
+            assert self.align_tokens % tokens == 0, f"group {group}: {tokens}"
+
+    def keys(self, group: int, hashes: Sequence[bytes]) -> list[bytes]:
+        """Of each full block of a group, from those of each hash block."""
+        step = self.block_tokens[group] // self.hash_block_tokens
+        return [bytes(each) for each in hashes[step - 1 :: step]]
+
+    def aligned(self, tokens: int) -> int:
+        return tokens - tokens % self.align_tokens
+
+    def runs(
+        self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]],
+        first: dict[int, int], tokens: int,
+    ) -> Iterator[Run]:  # fmt: skip
+        """The blocks of the first ``tokens`` tokens, in unbroken pieces, null blocks left out.
+
+        Args:
+            hashes: of the request.
+            block_ids: its block table, by group id.
+            first: index of the first block that is wanted, by group id.
+        """
+        for group, block_tokens in self.block_tokens.items():
+            keys = self.keys(group, hashes[: tokens // self.hash_block_tokens])
+            table = block_ids[group]
+            end = min(tokens // block_tokens, len(keys), len(table))
+            start = first.get(group, 0)
+            while start < end:
+                if table[start] == NULL_BLOCK:
+                    start += 1
+                    continue
+                stop = start
+                while stop < end and table[stop] != NULL_BLOCK:
+                    stop += 1
+                parent = keys[start - 1] if start else None
+                yield Run(group, keys[start:stop], list(table[start:stop]), start, parent)
+                start = stop

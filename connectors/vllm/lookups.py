@@ -1,0 +1,270 @@
+"""What the store has of each prompt, asked off the scheduler's thread, under a deadline.
+
+    new request ──► wanted ──► asked ──► answered: so many tokens
+                                │  ▲
+                                ▼  │ blocks that are missing are being written: asked again
+                              waiting ──► answered with what there is, when ``writers_wait`` is over
+
+The scheduler looks at an answer and never at the store: while there is none it is told to come
+again, and after ``lookup_deadline`` it counts as nothing. A store that does not answer is left alone
+by a breaker. One thread does the asking, and what else needs the store on the scheduler's side.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from kvstore.client.asking import Match
+from kvstore.connectors.vllm.breaker import Breaker
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.errors import KVStoreError
+from kvstore.limits import BATCH_KEYS_MAX
+
+log = logging.getLogger("vllm.kvstore")
+
+POLL_S: Final = (0.002, 0.005, 0.01, 0.02)
+"""Between two questions about blocks that are being written."""
+
+STEP_PATIENCE_S: Final = 0.002
+"""How long one scheduler step may wait for answers, all its requests together: most answers take
+0.2 ms, and a step without work would otherwise spin."""
+
+FRESH_S: Final = 5.0
+"""An answer is believed for so long: half of the shortest usual lease."""
+
+PENDING_MAX: Final = 4_096
+"""Questions under way; beyond, the answer is nothing."""
+
+Ask = Callable[[Sequence[bytes], Sequence[str]], Sequence[Match]]
+"""Keys and namespaces: how many leading keys are there. Raises KVStoreError within its time-out."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Lookup:
+    """One question and, once ``done`` is set, its answer."""
+
+    hashes: list[bytes]
+    expected_tokens: int
+    """What the prefiller has said that it stores; 0: nothing was said."""
+    asked: float
+    done: threading.Event = field(default_factory=threading.Event)
+    tokens: int = 0
+    failed: bool = False
+    waits_for_writers: bool = False
+    wanted_since: float = 0.0
+    """When the scheduler first came for it; 0: has not yet."""
+    answered: float = 0.0
+    attempts: int = 0
+    next_at: float = 0.0
+
+
+class Lookups:
+    """Started and closed by the scheduler's half; all methods but the thread's are its thread's."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        groups: Groups,
+        *,
+        deadline_s: float,
+        writers_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.breaker = Breaker()
+        self._counters: dict[str, int] = {}
+        self._latencies_us: list[int] = []
+        self._ask = ask
+        self._groups = groups
+        self._deadline_s = deadline_s
+        self._writers_wait_s = writers_wait_s
+        self._clock = clock
+        self._namespaces: dict[int, list[str]] = {}
+        self._lookups: dict[str, Lookup] = {}
+        self._patience_s = STEP_PATIENCE_S
+        self._changed = threading.Condition()
+        self._active: list[Lookup] = []
+        self._errands: list[Callable[[], None]] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-lookups", daemon=True)
+
+    def start(self, namespaces: dict[int, list[str]]) -> None:
+        """``namespaces``: of each cache group, those of all workers that hold layers of it."""
+        self._namespaces = namespaces
+        self._thread.start()
+
+    # --- the scheduler ------------------------------------------------------------------------
+
+    def want(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> Lookup:
+        """Have it asked; again, if the request has grown or the answer is old."""
+        now = self._clock()
+        known = self._lookups.get(request_id)
+        if known is not None and len(known.hashes) == len(hashes):
+            if not known.done.is_set() or now - known.answered < FRESH_S:
+                return known
+        lookup = Lookup([bytes(each) for each in hashes], expected_tokens, now)
+        self._lookups[request_id] = lookup
+        with self._changed:
+            if len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
+                self._answer(lookup, failed=True)
+            else:
+                self._active.append(lookup)
+                self._changed.notify()
+        return lookup
+
+    def tokens(self, lookup: Lookup) -> int | None:
+        """How many leading tokens the store has; None: come again in the next step."""
+        if not lookup.done.is_set() and self._patience_s > 0:
+            before = time.monotonic()
+            lookup.done.wait(self._patience_s)
+            self._patience_s -= time.monotonic() - before
+        if lookup.done.is_set():
+            return lookup.tokens
+        now = self._clock()
+        lookup.wanted_since = lookup.wanted_since or now
+        patience = self._deadline_s + (self._writers_wait_s if lookup.waits_for_writers else 0)
+        if now - lookup.wanted_since < patience:
+            return None
+        with self._changed:
+            if not lookup.done.is_set():
+                self._count("lookups_late")
+                self._answer(lookup, tokens=lookup.tokens)
+        return lookup.tokens
+
+    def new_step(self) -> None:
+        self._patience_s = STEP_PATIENCE_S
+
+    def forget(self, request_id: str) -> None:
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None and not lookup.done.is_set():
+            with self._changed:
+                self._answer(lookup, failed=True)
+
+    def clear(self) -> None:
+        for request_id in list(self._lookups):
+            self.forget(request_id)
+
+    def errand(self, work: Callable[[], T]) -> Future[T]:
+        """Have the thread do something else with the store, between two questions."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:  # whoever waits for it is told
+                future.set_exception(error)
+
+        with self._changed:
+            self._errands.append(run)
+            self._changed.notify()
+        return future
+
+    def take_counters(self) -> dict[str, int]:
+        """What happened since the last time."""
+        with self._changed:
+            counters, self._counters = self._counters, {}
+        return counters
+
+    def take_latencies_us(self) -> list[int]:
+        """Of the questions that were answered since the last time."""
+        with self._changed:
+            times, self._latencies_us = self._latencies_us, []
+        return times
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closing and not self._errands:
+                    now = self._clock()
+                    self._active = [each for each in self._active if not each.done.is_set()]
+                    due = [each for each in self._active if each.next_at <= now]
+                    if due:
+                        break
+                    wake = min((each.next_at for each in self._active), default=now + 60)
+                    self._changed.wait(wake - now)
+                if self._closing:
+                    for lookup in self._active:
+                        self._answer(lookup, failed=True)
+                    return
+                errands, self._errands = self._errands, []
+                due = [] if errands else due
+            for errand in errands:
+                errand()
+            for lookup in due:
+                if not lookup.done.is_set():
+                    self._look(lookup)
+
+    def _look(self, lookup: Lookup) -> None:
+        started = self._clock()
+        if self.breaker.is_open(started):
+            with self._changed:
+                self._answer(lookup, failed=True)
+            return
+        try:
+            tokens, being_written = self._match(lookup.hashes)
+        except KVStoreError as error:
+            with self._changed:
+                self._count("lookups_failed")
+                self._answer(lookup, failed=True)
+            if self.breaker.failed(self._clock()):
+                log.warning("store_not_answering, going on without it: %s", error)
+            return
+        self.breaker.succeeded()
+        now = self._clock()
+        self._latencies_us.append(int((now - started) * 1e6))
+        lookup.attempts += 1
+        whole = len(lookup.hashes) * self._groups.hash_block_tokens
+        missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
+        with self._changed:
+            lookup.tokens = tokens
+            waited = now - lookup.asked
+            if (being_written or missing) and tokens < whole and waited < self._writers_wait_s:
+                lookup.waits_for_writers = True
+                lookup.next_at = now + POLL_S[min(lookup.attempts, len(POLL_S)) - 1]
+                return
+            if lookup.waits_for_writers:
+                self._count("lookups_waited_for_writers")
+            self._answer(lookup, tokens=tokens)
+
+    def _match(self, hashes: list[bytes]) -> tuple[int, bool]:
+        """Tokens that every group of every worker has, and whether more are being written."""
+        tokens = len(hashes) * self._groups.hash_block_tokens
+        being_written = False
+        for block_tokens, groups in self._by_block_tokens():
+            keys = self._groups.keys(groups[0], hashes)[:BATCH_KEYS_MAX]
+            if not keys:
+                return 0, False
+            names = [name for group in groups for name in self._namespaces[group]]
+            matches = self._ask(keys, names)
+            tokens = min(tokens, min(match.matched for match in matches) * block_tokens)
+            being_written |= any(match.being_written for match in matches)
+        return self._groups.aligned(tokens), being_written
+
+    def _by_block_tokens(self) -> Iterable[tuple[int, list[int]]]:
+        by_size: dict[int, list[int]] = {}
+        for group, tokens in self._groups.block_tokens.items():
+            by_size.setdefault(tokens, []).append(group)
+        return by_size.items()
+
+    def _answer(self, lookup: Lookup, *, tokens: int = 0, failed: bool = False) -> None:
+        lookup.tokens, lookup.failed, lookup.answered = tokens, failed, self._clock()
+        lookup.done.set()
+
+    def _count(self, what: str) -> None:
+        self._counters[what] = self._counters.get(what, 0) + 1

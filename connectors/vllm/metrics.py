@@ -1,0 +1,151 @@
+"""What vLLM's ``/metrics`` tells of the store: counts, tokens, bytes of blocks, microseconds.
+
+Each half collects plain numbers for a moment, vLLM carries them to the API server and adds them up;
+there they become Prometheus metrics with the prefix ``vllm:kvstore_``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COUNTERS: Final = {
+    "lookups": "Lookups that the store answered",
+    "lookups_failed": "Lookups that the store did not answer",
+    "lookups_late": "Lookups that were not answered by their deadline",
+    "lookups_waited_for_writers": "Lookups that waited for blocks being written",
+    "hit_tokens": "Tokens found in the store and loaded",
+    "missed_tokens": "Tokens of prompts that were looked up and not found",
+    "loaded_requests": "Requests that loaded blocks",
+    "load_blocks": "Blocks loaded, counted by each worker and cache group",
+    "load_failures": "Loads of which not all blocks came",
+    "save_blocks": "Blocks saved, counted by each worker and cache group",
+    "save_failures": "Saves that the store did not take",
+    "saves_refused": "Saves left out because too many blocks were waiting",
+    "load_bytes": "Bytes loaded",
+    "save_bytes": "Bytes saved",
+    "breaker_opened": "How often a breaker has opened",
+}
+GAUGES: Final = {
+    "pinned_blocks": "Blocks kept from other use until they are saved",
+    "breaker_open": "Whether the breaker of lookups is open",
+}
+TIMES: Final = {
+    "lookup_us": "Time of a lookup, microseconds",
+    "load_us": "Time from order to arrival of one request's blocks, microseconds",
+    "save_us": "Time of saving one step's blocks of one request, microseconds",
+}
+BUCKETS_US: Final = (
+    *(50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000),
+    *(200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000),
+)
+SAMPLES_MAX: Final = 1_000
+"""Times of one kind that are kept between two steps."""
+
+
+@dataclass
+class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
+    """Numbers of one interval: of each counter the sum, of each gauge the last, of times a list."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def count(self, name: str, number: int = 1) -> None:
+        if number:
+            self.data[name] = self.data.get(name, 0) + number
+
+    def gauge(self, name: str, value: int) -> None:
+        self.data[name] = value
+
+    def time(self, name: str, microseconds: int) -> None:
+        times = self.data.setdefault(name, [])
+        if len(times) < SAMPLES_MAX:
+            times.append(microseconds)
+
+    def add(self, what: str, seconds: float, *, blocks: int, size: int, failed: int) -> None:
+        """One ``load`` or ``save``."""
+        self.count(f"{what}_blocks", blocks)
+        self.count(f"{what}_bytes", size)
+        self.count(f"{what}_failures", failed)
+        self.time(f"{what}_us", int(seconds * 1e6))
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            if name in TIMES:
+                self.data.setdefault(name, []).extend(value)
+                del self.data[name][SAMPLES_MAX:]
+            elif name in GAUGES:
+                self.gauge(name, value)
+            else:
+                self.count(name, value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line."""
+        reduced: dict[str, int | float] = {}
+        for name, value in sorted(self.data.items()):
+            if name in TIMES:
+                ordered = sorted(value)
+                reduced[f"{name}_p50"] = ordered[len(ordered) // 2]
+                reduced[f"{name}_max"] = ordered[-1]
+            else:
+                reduced[name] = value
+        return reduced
+
+
+class StorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """As Prometheus metrics, one child per engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        for name, text in COUNTERS.items():
+            self._metrics[name] = self._counter_cls(
+                name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames
+            )
+        for name, text in GAUGES.items():
+            self._metrics[name] = self._gauge_cls(
+                name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames
+            )
+        for name, text in TIMES.items():
+            self._metrics[name] = self._histogram_cls(
+                name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames,
+                buckets=list(BUCKETS_US),
+            )  # fmt: skip
+        for metric in self._metrics.values():  # so that they are seen before the first event
+            for labels in per_engine_labelvalues.values():
+                metric.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in (transfer_stats_data or {}).items():
+            metric = self._metrics.get(name)
+            if metric is None:
+                continue
+            child = metric.labels(*labels)
+            if name in TIMES:
+                for each in value:
+                    child.observe(each)
+            elif name in GAUGES:
+                child.set(value)
+            else:
+                child.inc(value)

@@ -1,0 +1,74 @@
+"""Real engines against a real store. Skipped where vLLM is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.vllm.engine import Engine
+from tests.integration.cluster import Cluster
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+MakeModel = Callable[..., Path]
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """A tiny model on disk; each kind is made once. Arguments: those of ``tiny``'s command line."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def make(*options: str, name: str = "model") -> Path:
+        if (name, *options) not in made:
+            directory = tmp_path_factory.mktemp("models") / name
+            command = [sys.executable, "-m", "tests.e2e.vllm.tiny", str(directory), *options]
+            subprocess.run(command, check=True, capture_output=True)
+            made[name, *options] = directory
+        return made[name, *options]
+
+    return make
+
+
+@pytest.fixture
+def llama(make_model: MakeModel) -> Path:
+    return make_model()
+
+
+@pytest.fixture
+def engine() -> Iterator[StartEngine]:
+    """Starts engines, which end with the test."""
+    started: list[Engine] = []
+
+    def start(*arguments: object, **more: object) -> Engine:
+        started.append(Engine(*arguments, **more))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Cluster]:
+    """A master and a node, with the promises that they make by default."""
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.start(memory="256MiB")
+        yield cluster
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
+def prompt(seed: int, tokens: int = 600) -> list[int]:
+    """Token ids of ordinary bytes."""
+    rng = random.Random(seed)
+    return [rng.randrange(2, 258) for _ in range(tokens)]

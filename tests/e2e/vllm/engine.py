@@ -1,0 +1,230 @@
+"""One vLLM engine in a process of its own, told what to do by JSON lines, and its handle for tests.
+
+``python -m tests.e2e.vllm.engine`` reads its arguments, then one command per line, from stdin, and
+answers each with one line on stdout. vLLM's own words go to stderr, which the test keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "2",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+START_S = 180.0
+ANSWER_S = 120.0
+MODULE = "kvstore.connectors.vllm"
+
+
+def transfer_config(master: str, role: str = "kv_both", **extra: object) -> dict[str, object]:
+    """What ``--kv-transfer-config`` takes.
+
+    Lookups have more time than by default: both cores are busy with more than one engine here.
+    """
+    extra = {"lookup_deadline_ms": 2_000} | extra
+    return {
+        "kv_connector": "MooncakeStoreConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": role,
+        "kv_connector_extra_config": {"master": master, **extra},
+    }
+
+
+class Engine:
+    """The handle. ``close`` ends it, whatever happened to it."""
+
+    def __init__(
+        self, model: Path, transfer: dict[str, object] | None, *, environ: dict[str, str] | None = None,
+        **arguments: object,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            transfer: see ``transfer_config``; None: without a connector.
+            arguments: more of ``vllm.LLM``.
+        """
+        self.log: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env={**os.environ, **ENVIRONMENT, **(environ or {})},
+            start_new_session=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read_log, name="engine-log")
+        self._reader.start()
+        self._answers: list[str] = []
+        try:
+            said = self._ask({"model": str(model), "transfer": transfer, **arguments}, START_S)
+            assert said == {"ready": True}, said
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self, prompts: list[list[int]], *, tokens: int = 8, params: dict[str, object] | None = None
+    ) -> list[Result]:
+        """Greedy; all prompts at once."""
+        answer = self._ask(
+            {"do": "generate", "prompts": prompts, "tokens": tokens, "params": params}
+        )
+        return [Result(each) for each in answer]
+
+    def reset(self, *, store: bool = False) -> bool:
+        """Forget the engine's own prefix cache; and, if told so, what the store has of the model."""
+        return bool(self._ask({"do": "reset", "store": store}))
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the connector, without their prefix."""
+        return dict(self._ask({"do": "metrics"}))
+
+    def events(self) -> list[dict[str, Any]]:
+        """KV events of the store that were published since the last time."""
+        return list(self._ask({"do": "events"}))
+
+    def saved(self) -> None:
+        """Wait until nothing is pinned."""
+        self._ask({"do": "saved"})
+
+    def close(self) -> None:
+        process = self._process
+        if process.stdin is not None:
+            try:
+                process.stdin.close()
+                process.wait(30)
+            except (subprocess.TimeoutExpired, BrokenPipeError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+        except ProcessLookupError:
+            pass
+        self._reader.join()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _ask(self, command: dict[str, object], seconds: float = ANSWER_S) -> Any:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(command) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        finally:
+            timer.cancel()
+            timer.join()
+        assert line, "the engine has died, or did not answer in time:\n" + "".join(self.log[-60:])
+        return json.loads(line)
+
+    def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.log.append(line)
+
+
+class Result:
+    """Of one prompt."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.tokens: list[int] = answer["tokens"]
+        self.cached: int = answer["cached"]
+        """Tokens of the prompt that were not computed."""
+        self.params: dict[str, Any] | None = answer["params"]
+
+    def __repr__(self) -> str:
+        return f"Result(cached={self.cached}, tokens={self.tokens})"
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever vLLM prints is no answer of ours
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    given = json.loads(sys.stdin.readline())
+    from vllm import LLM, SamplingParams
+
+    if given.get("tensor_parallel_size", 1) == 1:
+        given["distributed_executor_backend"] = "uni"
+    llm = LLM(
+        model=given.pop("model"), kv_transfer_config=given.pop("transfer"), dtype="float32",
+        max_model_len=2048, enforce_eager=True, gpu_memory_utilization=0.1,
+        disable_log_stats=False, **given,
+    )  # fmt: skip
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    told: list[Any] = []
+    publisher = core.scheduler.kv_event_publisher
+    publisher.publish = lambda batch: told.extend(batch.events)
+
+    def answer(value: object) -> None:
+        print(json.dumps(value), file=out, flush=True)
+
+    answer({"ready": True})
+    for line in sys.stdin:
+        command = json.loads(line)
+        connector = core.scheduler.connector
+        match command["do"]:
+            case "generate":
+                extra = {"kv_transfer_params": command["params"]} if command["params"] else None
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=command["tokens"], ignore_eos=True, extra_args=extra
+                )
+                prompts = [{"prompt_token_ids": ids} for ids in command["prompts"]]
+                outputs = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+                answer(
+                    [
+                        {
+                            "tokens": list(each.outputs[0].token_ids),
+                            "cached": each.num_cached_tokens or 0,
+                            "params": each.kv_transfer_params,
+                        }
+                        for each in outputs
+                    ]
+                )
+            case "reset":
+                answer(llm.reset_prefix_cache(reset_connector=command["store"]))
+            case "saved":
+                while connector.has_pending_push_work():
+                    llm.llm_engine.step()
+                answer(True)
+            case "metrics":
+                found = {
+                    each.name.removeprefix("vllm:kvstore_"): getattr(each, "value", None)
+                    for each in llm.get_metrics()
+                    if each.name.startswith("vllm:kvstore_")
+                }
+                answer({name: value for name, value in found.items() if value is not None})
+            case "events":
+                answer(
+                    [
+                        {"kind": type(each).__name__, "keys": len(each.block_hashes)}
+                        for each in told
+                        if getattr(each, "medium", "") == "kvstore"
+                    ]
+                )
+                told.clear()
+    core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""What the connector promises, on real vLLM engines (in processes of their own) and a real store."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.e2e.vllm.conftest import MakeModel, StartEngine, prompt
+from tests.e2e.vllm.engine import Result, transfer_config
+from tests.e2e.vllm.tiny import BLOCK_TOKENS
+from tests.integration.cluster import Cluster, until
+
+WHOLE = 4 * BLOCK_TOKENS
+"""Of a prompt of 600 tokens: its full blocks."""
+
+
+def tokens(results: list[Result]) -> list[list[int]]:
+    return [each.tokens for each in results]
+
+
+def cached(results: list[Result]) -> list[int]:
+    return [each.cached for each in results]
+
+
+def test_one_engine_finds_every_full_block_again(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    prompts = [prompt(seed) for seed in range(3)]
+    plain = engine(llama, None).generate(prompts)
+    one = engine(llama, transfer_config(store.address))
+
+    first = one.generate(prompts)
+    assert cached(first) == [0, 0, 0]
+    assert [each.params for each in first] == [{"stored_tokens": WHOLE}] * 3
+    one.saved()
+    assert one.reset()
+    again = one.generate(prompts)
+
+    assert cached(again) == [WHOLE] * 3
+    assert tokens(first) == tokens(again) == tokens(plain)
+    metrics = one.metrics()
+    assert metrics["hit_tokens"] == 3 * WHOLE
+    assert metrics["save_blocks"] == metrics["load_blocks"] == 12
+    assert metrics["load_bytes"] == metrics["save_bytes"] > 0
+    assert metrics["pinned_blocks"] == metrics["breaker_open"] == 0
+
+
+def test_a_prompt_of_whole_blocks_leaves_one_to_compute(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    """At least one token must be computed, so the last block cannot be loaded."""
+    one = engine(llama, transfer_config(store.address))
+    first = one.generate([prompt(1, WHOLE)])
+    one.saved()
+    one.reset()
+    again = one.generate([prompt(1, WHOLE)])
+    assert cached(again) == [WHOLE - BLOCK_TOKENS]
+    assert tokens(again) == tokens(first)
+
+
+def test_roles_and_what_a_request_may_ask_for(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    producer = engine(llama, transfer_config(store.address, "kv_producer"))
+    consumer = engine(llama, transfer_config(store.address, "kv_consumer"))
+    first, second, third = prompt(1), prompt(2), prompt(3)
+
+    put = producer.generate([first])
+    unstored = producer.generate([second], params={"no_store": True})
+    producer.saved()
+    producer.reset()
+    assert cached(producer.generate([first])) == [0], "a producer only puts"
+
+    got = consumer.generate([first])
+    assert cached(got) == [WHOLE]
+    assert tokens(got) == tokens(put)
+    missed = consumer.generate([second])
+    assert cached(missed) == [0]
+    assert tokens(missed) == tokens(unstored)
+    assert missed[0].params is None, "a consumer only gets"
+    consumer.reset()
+    assert cached(consumer.generate([first], params={"no_load": True})) == [0]
+    consumer.reset()
+    most = {"max_load_tokens": 2 * BLOCK_TOKENS + 5}
+    assert cached(consumer.generate([first], params=most)) == [2 * BLOCK_TOKENS]
+
+    consumer.generate([third])
+    assert cached(producer.generate([third])) == [0]
+    assert consumer.metrics()["save_blocks"] == 0
+
+
+def test_what_was_generated_is_found_on_another_engine(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    """The next turn of a conversation."""
+    one = engine(llama, transfer_config(store.address, save_decode=True))
+    other = engine(llama, transfer_config(store.address))
+    turn = prompt(1, BLOCK_TOKENS + 60)
+    (said,) = one.generate([turn], tokens=2 * BLOCK_TOKENS)
+    one.saved()
+    longer = turn + said.tokens + prompt(2, 30)
+    (there,) = other.generate([longer])
+    assert there.cached == 3 * BLOCK_TOKENS
+    one.reset()
+    (here,) = one.generate([longer], params={"no_load": True})
+    assert here.tokens == there.tokens
+
+
+def test_another_model_in_a_directory_of_the_same_name_is_another_model(
+    store: Cluster, make_model: MakeModel, engine: StartEngine
+) -> None:
+    """Equal configuration, equal path but for its beginning, other weights; and it is told so."""
+    ours, theirs = make_model("--seed", "1"), make_model("--seed", "2")
+    assert ours.name == theirs.name
+    one = engine(ours, transfer_config(store.address))
+    one.generate([prompt(1)])
+    one.saved()
+    other = engine(theirs, transfer_config(store.address))
+    plain = engine(theirs, None)
+    found = other.generate([prompt(1)])
+    assert cached(found) == [0]
+    assert tokens(found) == tokens(plain.generate([prompt(1)]))
+    other.saved()
+    assert any("FLEET" in line and "weights" in line for line in other.log)
+    assert not any("FLEET" in line for line in one.log)
+
+
+def test_a_reset_of_one_model_leaves_the_others(
+    store: Cluster, make_model: MakeModel, engine: StartEngine
+) -> None:
+    one = engine(make_model("--seed", "1"), transfer_config(store.address))
+    other = engine(make_model("--seed", "2"), transfer_config(store.address))
+    for each in (one, other):
+        each.generate([prompt(1)])
+        each.saved()
+    assert one.reset(store=True)
+    other.reset()
+    assert cached(other.generate([prompt(1)])) == [WHOLE]
+    assert cached(one.generate([prompt(1)])) == [0]
+
+
+def test_events_tell_what_the_store_has_and_has_no_more(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    one = engine(llama, transfer_config(store.address), kv_events_config=events)
+    one.generate([prompt(1)])
+    one.saved()
+    assert one.events() == [{"kind": "BlockStored", "keys": 4}]
+    one.reset(store=True)
+    one.generate([prompt(2, BLOCK_TOKENS + 1)])
+    one.saved()
+    assert one.events() == [
+        {"kind": "BlockRemoved", "keys": 4},
+        {"kind": "BlockStored", "keys": 1},
+    ]
+
+
+def test_an_engine_works_without_a_store_and_uses_it_when_it_comes(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    assert store.master_server is not None
+    store.master_server.kill()
+    one = engine(llama, transfer_config(store.address))
+    without = one.generate([prompt(seed) for seed in range(8)])
+    assert cached(without) == [0] * 8
+    one.saved()
+    store.master()
+
+    def hit() -> Result | None:
+        one.reset()
+        (found,) = one.generate([prompt(0)])
+        one.saved()
+        return found if found.cached else None
+
+    # Until a breaker has let a lookup and a save through, and the node's memory is free again.
+    found = until(hit, within_s=60)
+    assert found is not None
+    assert found.cached == WHOLE
+    assert found.tokens == without[0].tokens
+
+
+def test_a_master_that_is_stopped_costs_requests_nothing_they_would_notice(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    one = engine(llama, transfer_config(store.address, lookup_deadline_ms=20))
+    one.generate([prompt(100)])
+    one.saved()
+    assert store.master_server is not None
+    store.master_server.freeze()
+    try:
+        # One at a time: if each waited for the store until a time-out, this would take minutes.
+        results = [one.generate([prompt(seed)])[0] for seed in range(30)]
+        metrics = one.metrics()
+    finally:
+        store.master_server.resume()
+    assert all(len(each.tokens) == 8 for each in results)
+    answered_late = metrics["lookups_late"] + metrics["lookups_failed"]
+    assert 3 <= answered_late < 30, "a breaker keeps it from asking every time"
+
+
+def test_blocks_that_cannot_be_loaded_are_computed_and_not_tried_for_ever(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    """The node is stopped, and the master does not know yet: it still says where the blocks are."""
+    settings = {"transports": ["tcp"], "transfer_timeout_ms": 500}
+    one = engine(llama, transfer_config(store.address, **settings))
+    first = one.generate([prompt(1)])
+    one.saved()
+    one.reset()
+    (node,) = store.nodes
+    node.freeze()
+    try:
+        again = one.generate([prompt(1)])
+        metrics = one.metrics()
+    finally:
+        node.resume()
+    assert tokens(again) == tokens(first)
+    assert 1 <= metrics["load_failures"] <= 2
+
+
+def test_a_sliding_window_model_hits_and_is_right(
+    store: Cluster, make_model: MakeModel, engine: StartEngine
+) -> None:
+    """Two cache groups, of which one keeps a window of two blocks."""
+    model = make_model("--sliding")
+    prompts = [prompt(seed, 1_100) for seed in range(3)]
+    plain = engine(model, None).generate(prompts)
+    one = engine(model, transfer_config(store.address))
+    first = one.generate(prompts)
+    one.saved()
+    before = one.metrics()
+    one.reset()
+    again = one.generate(prompts)
+    assert cached(again) == [8 * BLOCK_TOKENS] * 3
+    assert tokens(plain) == tokens(first) == tokens(again)
+    loaded = one.metrics()["load_blocks"] - before["load_blocks"]
+    groups = {
+        int(found[1])
+        for each in store.client().status().namespaces
+        if (found := re.search(r"/g(\d+)/", each.name))
+    }
+    assert len(groups) > 1
+    assert loaded < 3 * 8 * len(groups), "blocks before the window are not loaded"
+
+
+def test_two_ranks_each_have_their_part(store: Cluster, llama: Path, engine: StartEngine) -> None:
+    """Tensor parallel 2: every block is two objects."""
+    prompts = [prompt(seed) for seed in range(2)]
+    plain = engine(llama, None).generate(prompts)
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    two = engine(llama, transfer_config(store.address), tensor_parallel_size=2, environ=environ)
+    first = two.generate(prompts)
+    two.saved()
+    two.reset()
+    again = two.generate(prompts)
+    assert cached(again) == [WHOLE] * 2, two.metrics()
+    assert tokens(first) == tokens(again) == tokens(plain)
+    parts = [each for each in store.client().status().namespaces if each.name.startswith("vllm/")]
+    assert sorted(each.name.rpartition("/")[2] for each in parts) == ["p0t0", "p0t1"]
+    assert [each.objects for each in parts] == [8, 8]
