@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.proxy.hashes import block_hashes
@@ -13,7 +12,7 @@ from tests.integration.engines import World, play
 
 BLOCK = 8
 NONE_HASH = bytes(range(32))
-NAMESPACES = ["m@rank0", "m@rank1"]
+NAMESPACES = ["m@group0", "m@group1"]
 PROMPT = list(range(100, 141))
 """41 tokens: five full blocks and one token."""
 
@@ -30,17 +29,16 @@ def record(**more: object) -> bytes:
     return json.dumps(value).encode()
 
 
-def keys(tokens: Sequence[int]) -> list[bytes]:
-    hashes = block_hashes(
-        tokens, block_size=BLOCK // 2, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
-    )
-    return list(hashes)[1::2]
-
-
 def put(cluster: Cluster, namespace: str, blocks: int) -> None:
-    """The first blocks of PROMPT."""
-    chain = keys(PROMPT)[:blocks]
-    cluster.client().put_chain(chain, [b"kv"] * blocks, namespace=namespace)
+    """The first blocks of PROMPT; in the second namespace in halves, as of a group of layers with
+    smaller blocks."""
+    hashes = block_hashes(
+        PROMPT, block_size=BLOCK // 2, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
+    )
+    chain = list(hashes)[: 2 * blocks]
+    if namespace == NAMESPACES[0]:
+        chain = chain[1::2]
+    cluster.client().put_chain(chain, [b"kv"] * len(chain), namespace=namespace)
 
 
 async def known(w: World) -> bool:
