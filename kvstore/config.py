@@ -249,6 +249,8 @@ class _As(NamedTuple):
 
 Bytes = Annotated[int, _As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
 Milliseconds = Annotated[int, _As("MS"), BeforeValidator(_number)]
+Share = Annotated[float, _As("SHARE")]
+Text = Annotated[str, _As("TEXT")]
 Microseconds = Annotated[int, _As("US"), BeforeValidator(_number)]
 Count = Annotated[int, _As("N"), BeforeValidator(_number)]
 Port = Annotated[int, _As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
@@ -548,20 +550,29 @@ class ConnectorConfig(Config):
 
     section = "connector"
 
-    master: Master = ClientConfig.model_fields["master"]
+    master: Master = Field(
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        description="Where the master is, as of a client.",
+    )
     memory: Bytes = Field(
         default=0,
         description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
     )
-    transports: Transports = ClientConfig.model_fields["transports"]
-    verify: Verify = ClientConfig.model_fields["verify"]
-    replicas: Count = ClientConfig.model_fields["replicas"]
+    transports: Transports = Field(
+        default=TRANSPORTS, description="Ways to move bytes, the best first."
+    )
+    verify: Verify = Field(
+        default="payload", description="What is checked of loaded blocks, as of a client."
+    )
+    replicas: Count = Field(
+        default=1, ge=1, le=REPLICAS_MAX, description="Copies of saved blocks, on distinct nodes."
+    )
     save_decode: bool = Field(
         default=False,
         description="Store the blocks of generated tokens, too: the next turn of a conversation "
         "finds them, on whichever engine it lands.",
     )
-    model_id: str = Field(
+    model_id: Text = Field(
         default="",
         description="What the weights are called; empty: name and revision, or, of a local "
         "directory, its files. Engines share blocks only when it is equal.",
@@ -594,7 +605,7 @@ class ConnectorConfig(Config):
         description="How long a block may wait to be saved, and be kept from other use for it; "
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (seconds) sets it, too.",
     )
-    pinned_max: float = Field(
+    pinned_max: Share = Field(
         default=0.5,
         ge=0.0,
         le=1.0,

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 LOOKUP_TIMEOUT_MS: Final = 200
-"""Of one question to the master, at least. The scheduler does not wait for it; a breaker counts it."""
+"""Of one question to the master, at least. The scheduler does not wait; a breaker counts it."""
 
 ANNOUNCE_PAUSE_S: Final = 5.0
 RESET_TIMEOUT_S: Final = 30.0
@@ -228,7 +228,7 @@ class MooncakeStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
 
 
 class _SchedulerRole:
-    """The scheduler's half and what it needs of the outside: clients, the lookup thread, the fleet."""
+    """The scheduler's half, and what it needs outside: clients, the lookup thread, the fleet."""
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Any, groups: Groups
@@ -338,7 +338,7 @@ class _SchedulerRole:
         try:
             self._lookups.errand(clear).result(RESET_TIMEOUT_S)
         except (KVStoreError, TimeoutError) as error:
-            log.error("reset_failed error=%s", error)
+            log.warning("reset_failed error=%s", error)
             return False
         self.half.reset()
         self.events.cleared()

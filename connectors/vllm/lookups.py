@@ -6,8 +6,8 @@
                               waiting ──► answered with what there is, when ``writers_wait`` is over
 
 The scheduler looks at an answer and never at the store: while there is none it is told to come
-again, and after ``lookup_deadline`` it counts as nothing. A store that does not answer is left alone
-by a breaker. One thread does the asking, and what else needs the store on the scheduler's side.
+again, and after ``lookup_deadline`` it counts as nothing. A breaker leaves a store alone that does
+not answer. One thread does the asking, and what else needs the store on the scheduler's side.
 """
 
 from __future__ import annotations
@@ -106,9 +106,12 @@ class Lookups:
         """Have it asked; again, if the request has grown or the answer is old."""
         now = self._clock()
         known = self._lookups.get(request_id)
-        if known is not None and len(known.hashes) == len(hashes):
-            if not known.done.is_set() or now - known.answered < FRESH_S:
-                return known
+        if (
+            known is not None
+            and len(known.hashes) == len(hashes)
+            and (not known.done.is_set() or now - known.answered < FRESH_S)
+        ):
+            return known
         lookup = Lookup([bytes(each) for each in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
         with self._changed:
@@ -158,7 +161,7 @@ class Lookups:
         def run() -> None:
             try:
                 future.set_result(work())
-            except Exception as error:  # whoever waits for it is told
+            except Exception as error:  # noqa: BLE001  # whoever waits for it is told
                 future.set_exception(error)
 
         with self._changed:

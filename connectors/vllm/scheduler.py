@@ -202,11 +202,13 @@ class SchedulerHalf:
     def _savable(self, request: Request, scheduled: int) -> int:
         """Tokens whose blocks are whole after this step. Only what is confirmed has a hash: tokens
         that are guessed ahead have none."""
-        tokens = min(
+        tokens: int = min(
             request.num_computed_tokens + scheduled,
             len(request.block_hashes) * self._groups.hash_block_tokens,
         )
-        return tokens if self._config.save_decode else min(tokens, request.num_prompt_tokens)
+        if not self._config.save_decode:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return tokens
 
     def _pin(self, request: Request, runs: list[Run]) -> Save | None:
         """A reference for each block, so that it is not reused before it is saved."""

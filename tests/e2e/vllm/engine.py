@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ ANSWER_S = 120.0
 MODULE = "kvstore.connectors.vllm"
 
 
-def transfer_config(master: str, role: str = "kv_both", **extra: object) -> dict[str, object]:
+def transfer_config(master: str, role: str = "kv_both", **extra: Any) -> dict[str, object]:
     """What ``--kv-transfer-config`` takes.
 
     Lookups have more time than by default: both cores are busy with more than one engine here.
@@ -48,8 +49,8 @@ class Engine:
     """The handle. ``close`` ends it, whatever happened to it."""
 
     def __init__(
-        self, model: Path, transfer: dict[str, object] | None, *, environ: dict[str, str] | None = None,
-        **arguments: object,
+        self, model: Path, transfer: dict[str, object] | None, *,
+        environ: dict[str, str] | None = None, **arguments: object,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -74,7 +75,11 @@ class Engine:
             raise
 
     def generate(
-        self, prompts: list[list[int]], *, tokens: int = 8, params: dict[str, object] | None = None
+        self,
+        prompts: list[list[int]],
+        *,
+        tokens: int = 8,
+        params: Mapping[str, object] | None = None,
     ) -> list[Result]:
         """Greedy; all prompts at once."""
         answer = self._ask(
@@ -83,7 +88,7 @@ class Engine:
         return [Result(each) for each in answer]
 
     def reset(self, *, store: bool = False) -> bool:
-        """Forget the engine's own prefix cache; and, if told so, what the store has of the model."""
+        """Forget the engine's own prefix cache and, if told so, what the store has of the model."""
         return bool(self._ask({"do": "reset", "store": store}))
 
     def metrics(self) -> dict[str, float]:
@@ -171,7 +176,7 @@ def main() -> None:
         max_model_len=2048, enforce_eager=True, gpu_memory_utilization=0.1,
         disable_log_stats=False, **given,
     )  # fmt: skip
-    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    core = llm.llm_engine.engine_core.engine_core
     told: list[Any] = []
     publisher = core.scheduler.kv_event_publisher
     publisher.publish = lambda batch: told.extend(batch.events)
@@ -190,7 +195,7 @@ def main() -> None:
                     temperature=0, max_tokens=command["tokens"], ignore_eos=True, extra_args=extra
                 )
                 prompts = [{"prompt_token_ids": ids} for ids in command["prompts"]]
-                outputs = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+                outputs = llm.generate(prompts, sampling, use_tqdm=False)
                 answer(
                     [
                         {
