@@ -34,9 +34,9 @@ MODULE = "kvstore.connectors.vllm"
 def transfer_config(master: str, role: str = "kv_both", **extra: Any) -> dict[str, object]:
     """What ``--kv-transfer-config`` takes.
 
-    Lookups have more time than by default: both cores are busy with more than one engine here.
+    Lookups have more time than by default: here several engines share two cores.
     """
-    extra = {"lookup_deadline_ms": 2_000} | extra
+    extra = {"lookup_deadline_ms": 2_000, "writers_wait_ms": 5_000} | extra
     return {
         "kv_connector": "MooncakeStoreConnector",
         "kv_connector_module_path": MODULE,

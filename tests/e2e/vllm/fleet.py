@@ -20,7 +20,8 @@ from tests.integration.cluster import free_port, until
 
 START_S = 240.0
 REQUEST_S = 120.0
-BIN = Path(sys.executable).parent
+SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+"""As ``vllm serve``, which looks for a package that vLLM's build for CPUs is not called."""
 
 
 class Process:
@@ -92,7 +93,7 @@ class Fleet:
     def engine(self, role: str) -> Process:
         transfer = json.dumps(transfer_config(self._master, role))
         command = [
-            str(BIN / "vllm"), "serve", str(self._model), "--served-model-name", "tiny",
+            *SERVE, "--model", str(self._model), "--served-model-name", "tiny",
             "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
             "--gpu-memory-utilization", "0.1", "--kv-transfer-config", transfer,
             "--host", "127.0.0.1",
