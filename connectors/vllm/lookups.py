@@ -38,6 +38,8 @@ STEP_PATIENCE_S: Final = 0.002
 FRESH_S: Final = 5.0
 """An answer is believed for so long: half of the shortest usual lease."""
 
+NEVER_S: Final = 3_600.0
+
 PENDING_MAX: Final = 4_096
 """Questions under way; beyond, the answer is nothing."""
 
@@ -92,12 +94,20 @@ class Lookups:
         self._changed = threading.Condition()
         self._active: list[Lookup] = []
         self._errands: list[Callable[[], None]] = []
+        self._chore: Callable[[], float] = lambda: NEVER_S
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-lookups", daemon=True)
 
-    def start(self, namespaces: dict[int, list[str]]) -> None:
-        """``namespaces``: of each cache group, those of all workers that hold layers of it."""
+    def start(
+        self, namespaces: dict[int, list[str]], chore: Callable[[], float] = lambda: NEVER_S
+    ) -> None:
+        """
+        Args:
+            namespaces: of each cache group, those of all workers that hold layers of it.
+            chore: done by the thread at once, and again after the seconds that it returns.
+        """
         self._namespaces = namespaces
+        self._chore = chore
         self._thread.start()
 
     # --- the scheduler ------------------------------------------------------------------------
@@ -191,27 +201,32 @@ class Lookups:
     # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        chore_at = self._clock()
         while True:
             with self._changed:
+                due: list[Lookup] = []
                 while not self._closing and not self._errands:
                     now = self._clock()
                     self._active = [each for each in self._active if not each.done.is_set()]
                     due = [each for each in self._active if each.next_at <= now]
-                    if due:
+                    if due or chore_at <= now:
                         break
-                    wake = min((each.next_at for each in self._active), default=now + 60)
-                    self._changed.wait(wake - now)
+                    wake = min((each.next_at for each in self._active), default=chore_at)
+                    self._changed.wait(min(wake, chore_at) - now)
                 if self._closing:
                     for lookup in self._active:
                         self._answer(lookup, failed=True)
                     return
                 errands, self._errands = self._errands, []
-                due = [] if errands else due
+                if errands:
+                    due = []
             for errand in errands:
                 errand()
             for lookup in due:
                 if not lookup.done.is_set():
                     self._look(lookup)
+            if not errands and not due:
+                chore_at = self._clock() + self._chore()
 
     def _look(self, lookup: Lookup) -> None:
         started = self._clock()
@@ -225,7 +240,10 @@ class Lookups:
             with self._changed:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
-            if self.breaker.failed(self._clock()):
+                opened = self.breaker.failed(self._clock())
+                if opened:
+                    self._count("breaker_opened")
+            if opened:
                 log.warning("store_not_answering, going on without it: %s", error)
             return
         self.breaker.succeeded()

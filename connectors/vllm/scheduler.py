@@ -42,6 +42,8 @@ class Tracked:
     """By group: blocks before this one are in the store, or on their way."""
     offered: int = 0
     """Tokens that the last lookup has offered."""
+    missed: int | None = None
+    """Tokens that could have been there and were not; None: not looked up, or counted already."""
     limit: int | None = None
     """Tokens that may be offered after a load has failed."""
     failed_loads: int = 0
@@ -121,6 +123,7 @@ class SchedulerHalf:
             group: there // tokens for group, tokens in self._groups.block_tokens.items()
         }
         tokens = self._groups.aligned(min(there, limit))
+        tracked.missed = limit - max(tokens, computed)
         if tokens <= computed:
             return 0, False
         tracked.offered = tokens
@@ -149,6 +152,9 @@ class SchedulerHalf:
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """As ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        if tracked.missed:
+            self._count("missed_tokens", tracked.missed)
+            tracked.missed = None
         if tokens <= 0 or not tracked.offered:
             return
         first = {
