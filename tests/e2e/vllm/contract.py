@@ -2,11 +2,11 @@
 
     python -m tests.e2e.vllm.contract vllm-0.32.0.tar.gz MODEL_DIRECTORY [pytest arguments]
 
-The archive is vLLM's source distribution (on PyPI, among the files of its version); the model is one
-that ``tiny`` made. Those that are neutral to the connector are run: failed loads, invalid blocks,
-errors, what a failed load must not leave in the cache, output aggregation, and of the life cycles of
-remote prefill and decode those that need no other connector's parameters (``OTHERS`` do). There is
-no store: the connector has to do without.
+The archive is vLLM's source distribution (on PyPI, among the files of its version); the model is
+one that ``tiny`` made. Those that are neutral to the connector are run: failed loads, invalid
+blocks, errors, what a failed load must not leave in the cache, output aggregation, and of the life
+cycles of remote prefill and decode those that need no other connector's parameters (``OTHERS`` do).
+There is no store: the connector has to do without.
 """
 
 from __future__ import annotations
