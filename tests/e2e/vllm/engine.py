@@ -109,14 +109,20 @@ class Engine:
         self._ask({"do": "saved"})
 
     def stream(
-        self, running: list[int], new: list[list[int]], *, stop: int | None = None
+        self,
+        running: list[int],
+        new: list[list[int]],
+        *,
+        pid: int = 0,
+        signal: signal.Signals = signal.SIGSTOP,
     ) -> Stream:
         """One long generation, during which new prompts come one after the other.
 
         Args:
-            stop: a process that is stopped by SIGSTOP once the stream runs, and goes on after it.
+            pid: of a process that gets this signal once the stream runs; 0: of none.
         """
-        return Stream(**self._ask({"do": "stream", "running": running, "new": new, "stop": stop}))
+        command = {"do": "stream", "running": running, "new": new, "pid": pid, "signal": signal}
+        return Stream(**self._ask(command))
 
     def kill_before_load(self, pid: int) -> None:
         """``kill -9`` this process when the next load begins."""
@@ -299,13 +305,11 @@ def _stream(engine: Any, sampling: Any, command: dict[str, Any]) -> dict[str, An
             if number > 50:  # it runs evenly
                 worst = max(worst, now - last)
             last = now
-            if number == 50 and command["stop"]:
-                os.kill(command["stop"], signal.SIGSTOP)
+            if number == 50 and command["pid"]:
+                os.kill(command["pid"], command["signal"])
             if number >= 60 and number % 30 == 0 and waiting:
                 index, ids = waiting.pop(0)
                 add(f"new-{index}", ids, 1)
-    if command["stop"]:
-        os.kill(command["stop"], signal.SIGCONT)
     names = [f"new-{index}" for index in range(len(command["new"]))]
     return {
         "worst_gap_s": worst,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 from pathlib import Path
 from typing import Any
@@ -19,26 +20,31 @@ RUNS = 5
 
 
 @pytest.mark.timeout(400)
-def test_a_store_that_stops_does_not_hold_up_a_running_stream(
-    store: Cluster, llama: Path, engine: StartEngine
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_master_that_stops_or_dies_does_not_hold_up_a_running_stream(
+    store: Cluster, llama: Path, engine: StartEngine, how: signal.Signals
 ) -> None:
     """Of five runs each, taken in turn, the median of the worst gaps between two tokens of a stream
     and that of how long new requests wait."""
     without = engine(llama, None)
     with_store = engine(llama, transfer_config(store.address, lookup_deadline_ms=20))
-    assert store.master_server is not None
-    pid = store.master_server.pid
     plain: list[Stream] = []
     stopped: list[Stream] = []
     for run in range(-1, RUNS):  # the first one warms up
+        master = store.master_server
+        assert master is not None
         new = [prompt(1_000 + 10 * run + number) for number in range(8)]
-        measured = (
-            without.stream(prompt(run + 1), new), with_store.stream(prompt(run + 1), new, stop=pid)
-        )  # fmt: skip
+        without_it = without.stream(prompt(run + 1), new)
+        with_it = with_store.stream(prompt(run + 1), new, pid=master.pid, signal=how)
         if run >= 0:
-            plain.append(measured[0])
-            stopped.append(measured[1])
-            assert measured[1].cached == [0] * 8
+            plain.append(without_it)
+            stopped.append(with_it)
+            assert with_it.cached == [0] * 8
+        if how is signal.SIGSTOP:
+            master.resume()
+        else:
+            master.process.wait()
+            store.master()
         until(lambda: store.status().epoch)
 
     def worst(streams: list[Stream]) -> float:
@@ -56,7 +62,7 @@ def test_a_store_that_stops_does_not_hold_up_a_running_stream(
         with_store.saved()
         return found.cached == WHOLE
 
-    until(hit, within_s=30)
+    until(hit, within_s=60)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
