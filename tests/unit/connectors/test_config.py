@@ -61,7 +61,7 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one() -> None:
 
 
 def test_a_wrong_value_is_named_with_its_place() -> None:
-    with pytest.raises(ConfigError, match="lookup_deadline_ms.*kv_connector_extra_config"):
+    with pytest.raises(ConfigError, match=r"lookup_deadline_ms.*kv_connector_extra_config"):
         read_config({"lookup_deadline_ms": 0}, NO_FILE)
 
 
@@ -139,7 +139,7 @@ def test_a_size_that_is_none_is_refused_with_its_place(mooncake: Mooncake, writt
 
 
 def test_an_unknown_mooncake_key_is_named(mooncake: Mooncake) -> None:
-    with pytest.raises(ConfigError, match="'globl_segment_size' in .*mooncake.json") as raised:
+    with pytest.raises(ConfigError, match=r"'globl_segment_size' in .*mooncake\.json") as raised:
         read_config({}, mooncake(globl_segment_size=1))
     assert "global_segment_size" in raised.value.advice
 
@@ -156,11 +156,11 @@ def test_an_unreadable_mooncake_file_is_refused(tmp_path: Path) -> None:
     for text in (None, "{", "[1]", '"text"'):
         if text is not None:
             path.write_text(text)
-        with pytest.raises(ConfigError, match="mooncake.json") as raised:
+        with pytest.raises(ConfigError, match=r"mooncake\.json") as raised:
             read_config({}, {**NO_FILE, MOONCAKE_VARIABLE: str(path)})
         assert MOONCAKE_VARIABLE in raised.value.advice
     path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ConfigError, match="mooncake.json"):
+    with pytest.raises(ConfigError, match=r"mooncake\.json"):
         read_config({}, {**NO_FILE, MOONCAKE_VARIABLE: str(path)})
 
 
