@@ -159,7 +159,7 @@ class Engine:
         self.asked = Asked()
         self.events = Events(self.groups, wanted=self.events_wanted)
         self.half = SchedulerHalf(
-            self.config, self.groups, self.asked, self.events,  # type: ignore[arg-type]
+            self.config, self.groups, self.asked, self.events,
             loads=self.loads, saves=self.saves, workers=self.workers,
         )  # fmt: skip
         self.pool = Pool(self.blocks)
@@ -204,7 +204,7 @@ class Engine:
         tokens = self.matched(request, computed)
         assert tokens is not None
         tables = self.allocate(request, computed + tokens)
-        self.half.allocated(request, tables, tokens)  # type: ignore[arg-type]
+        self.half.allocated(request, tables, tokens)
         return tokens
 
     def fill(self, request: Request, tokens: int) -> None:
@@ -226,7 +226,7 @@ class Engine:
         request.num_computed_tokens = 0
 
     def finish(self, request: Request) -> dict[str, Any] | None:
-        said = self.half.finished(request)  # type: ignore[arg-type]
+        said = self.half.finished(request)
         self.free(request)
         del self.requests[request.request_id], self.tables[request.request_id]
         self.finished.add(request.request_id)
@@ -240,10 +240,10 @@ class Engine:
         for request_id, tokens in scheduled.items():
             request = self.requests[request_id]
             tables = self.allocate(request, request.num_computed_tokens + tokens)
-            self.half.allocated(request, tables, 0)  # type: ignore[arg-type]
+            self.half.allocated(request, tables, 0)
         known = State({request_id: self.tables[request_id] for request_id in scheduled})
         output = Output(dict(scheduled), self.finished, known if scheduled else None)
-        orders = self.half.orders(output)  # type: ignore[arg-type]
+        orders = self.half.orders(output)
         self.finished = set()
         for request_id, tokens in scheduled.items():
             request = self.requests[request_id]

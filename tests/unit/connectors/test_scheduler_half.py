@@ -37,7 +37,7 @@ def test_one_token_is_left_to_compute() -> None:
 def test_no_answer_yet_is_none() -> None:
     engine = Engine()
     request = engine.add("r", 21, there=None)
-    assert engine.half.matched_tokens(request, 0) == (None, False)  # type: ignore[arg-type]
+    assert engine.half.matched_tokens(request, 0) == (None, False)
     engine.asked.there["r"] = 8
     assert engine.matched(request) == 8
 
@@ -96,7 +96,7 @@ def test_an_offer_that_is_not_taken_is_no_load() -> None:
     request = engine.add("r", 21, there=16)
     assert engine.matched(request) == 16
     tables = engine.allocate(request, 21)
-    engine.half.allocated(request, tables, 0)  # type: ignore[arg-type]
+    engine.half.allocated(request, tables, 0)
     assert engine.step().loads == []
 
 
@@ -406,7 +406,7 @@ class Scheduling(RuleBasedStateMachine):
                 continue
             self.waiting.remove(request)
             tables = engine.allocate(request, tokens)
-            engine.half.allocated(request, tables, tokens)  # type: ignore[arg-type]
+            engine.half.allocated(request, tables, tokens)
             if tokens:
                 assert tokens < request.num_tokens
                 self.loading[request.request_id] = ordered[request.request_id] = tokens
