@@ -159,7 +159,7 @@ class Engine:
         self.asked = Asked()
         self.events = Events(self.groups, wanted=self.events_wanted)
         self.half = SchedulerHalf(
-            self.config, self.groups, self.asked, self.events,
+            self.config, self.groups, self.asked, self.events,  # type: ignore[arg-type]
             loads=self.loads, saves=self.saves, workers=self.workers,
         )  # fmt: skip
         self.pool = Pool(self.blocks)
