@@ -225,6 +225,8 @@ class Lookups:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
             if self.breaker.failed(self._clock()):
+                with self._changed:
+                    self._count("breaker_opened")
                 log.warning("store_not_answering, going on without it: %s", error)
             return
         except Exception:  # a bug of ours must not end the thread

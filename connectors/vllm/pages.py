@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Buffers = list[list[memoryview]]
 """Of each block: its pages, or pieces of several that lie side by side."""
+
+Lent = AbstractContextManager[Buffers]
 
 
 class Pages(Protocol):
@@ -40,18 +42,13 @@ class Pages(Protocol):
         the thread that computes; costs it nothing."""
         ...
 
-    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> _Lent:
+    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Lent:
         """The bytes of these blocks, to be read while the context is open."""
         ...
 
-    def writing(self, group: int, block_ids: Sequence[int], after: Any) -> _Lent:
+    def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Lent:
         """Room for them; in the blocks when the context has closed without an error."""
         ...
-
-
-class _Lent(Protocol):
-    def __enter__(self) -> Buffers: ...
-    def __exit__(self, *error: object) -> bool | None: ...
 
 
 class Page(NamedTuple):

@@ -159,6 +159,8 @@ class WorkerHalf:
             if not isinstance(error, UnavailableError):  # it answers, and has no room, say
                 log.warning("%s_failed error=%s", doing, error)
             elif breaker.failed(time.monotonic()):
+                with self._lock:
+                    self._stats.count("breaker_opened")
                 log.warning("store_not_answering, %s stops for a while: %s", doing, error)
             return False
         except Exception:  # a bug of ours must not take the engine's request along

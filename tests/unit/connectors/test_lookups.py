@@ -373,7 +373,7 @@ def test_a_store_that_does_not_answer_has_nothing_and_is_left_alone(
     assert lookups.breaker.is_open(clock.now)
     failures(lookups, 20)
     assert len(store.asked) == 3
-    assert lookups.take_counters() == {"lookups_failed": 3}
+    assert lookups.take_counters() == {"lookups_failed": 3, "breaker_opened": 1}
 
 
 def test_a_store_that_is_back_is_found_by_one_probe(

@@ -299,6 +299,11 @@ def test_without_a_master_every_order_is_reported(start: Start) -> None:
     assert report.failed_loads == dict.fromkeys(arrived, 0)
     assert set(report.saves.values()) == {SaveEnd(1, 0)}
     assert worker.take_bad_blocks() == set(range(1, 9))
+    stats = worker.take_stats()
+    assert stats is not None
+    counted = {name: stats.data[name] for name in ("load_failures", "save_failures")}
+    assert counted == {"load_failures": 8, "save_failures": 8}
+    assert stats.data["breaker_opened"] == 2  # that of loads, and that of saves
 
 
 def test_a_master_that_goes_is_survived(start: Start) -> None:
@@ -340,7 +345,7 @@ def test_a_save_that_has_waited_too_long_is_dropped(
     worker.save(Orders("f", [], [Save(1, [run(0, [1])])]))
     assert held.asked.wait(LONG_S)
     now = time.monotonic
-    monkeypatch.setattr(module.time, "monotonic", lambda: now() - 61)  # ordered a minute ago
+    monkeypatch.setattr(time, "monotonic", lambda: now() - 61)  # ordered a minute ago
     worker.save(Orders("f", [], [Save(2, [run(0, [2], name="late")])]))
     monkeypatch.undo()
     worker.save(Orders("f", [], [Save(3, [run(0, [3], name="fresh")])]))
