@@ -431,6 +431,25 @@ def test_what_is_forgotten_is_not_asked(start: Start, store: Store) -> None:
     assert lookups.want("first", hashes(1)) is not first
 
 
+def test_what_is_forgotten_while_it_is_its_turn_is_not_asked(start: Start, store: Store) -> None:
+    store.answers = [[Match(1, 0)]]
+    lookups = start()
+    store.hold()
+    began = threading.Event()
+    errand = lookups.errand(lambda: (began.set(), store.go_on.wait(LONG_S)))
+    assert began.wait(LONG_S)
+    for name in ("first", "second"):
+        lookups.want(name, hashes(1))
+    store.go_on.set()
+    store.go_on = threading.Event()
+    errand.result(LONG_S)
+    store.wait_until_asked()
+    lookups.forget("second")
+    store.go_on.set()
+    lookups.errand(lambda: None).result(LONG_S)
+    assert len(store.asked) == 1
+
+
 def test_clearing_forgets_all(start: Start, store: Store) -> None:
     store.answers = [[Match(1, 0)], [Match(0, 0)]]
     lookups = start()
