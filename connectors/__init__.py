@@ -1,1 +1,1 @@
-"""Connectors translate an engine's life cycle into client calls. None yet."""
+"""Connectors translate an engine's life cycle into client calls."""

@@ -1,13 +1,13 @@
-"""Settings of the three kinds of process, and the one place that reads them.
+"""Settings of every kind of process, and the one place that reads them.
 
 A value comes from, first found wins:
 
 1. a flag of the command line, or an argument in a program (``--lease-ms``, ``lease_ms=``);
 2. the environment: ``KVSTORE_MASTER_LEASE_MS``, ``KVSTORE_NODE_MEMORY``, ``KVSTORE_CLIENT_LANE``;
-   where clients and nodes find the master is ``KVSTORE_MASTER`` for both;
-3. a TOML file with the sections ``[master]``, ``[node]`` and ``[client]``: the one that
-   ``--config`` or ``KVSTORE_CONFIG`` names, else ``./kvstore.toml``, else
-   ``~/.config/kvstore/kvstore.toml``; files are never merged, and an empty name means none;
+   where clients, nodes and proxies find the master is ``KVSTORE_MASTER`` for all of them;
+3. a TOML file with the sections ``[master]``, ``[node]``, ``[client]``, ``[connector]`` and
+   ``[proxy]``: the one that ``--config`` or ``KVSTORE_CONFIG`` names, else ``./kvstore.toml``,
+   else ``~/.config/kvstore/kvstore.toml``; files are never merged, and an empty name means none;
 4. the default written here.
 
 What is unknown, misspelt, unreadable or out of range is refused with ``ConfigError``, which names
@@ -168,6 +168,30 @@ def _master(value: str) -> str:
     return ",".join(places)
 
 
+def _optional_master(value: str) -> str:
+    return _master(value) if value.strip() else ""
+
+
+def _addresses(value: object) -> object:
+    """Words between commas or blanks; a flag that was given several times is a tuple of those."""
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        return value
+    found = []
+    for word in (word for each in value for word in each.replace(",", " ").split()):
+        try:
+            host, port = split_address(word)
+        except InvalidArgumentError as error:
+            raise _RefusedError(error.message, error.advice) from error
+        if not port:
+            raise _RefusedError("must name a port: nobody can connect to port 0")
+        found.append(join_address(host, port))
+    if len(set(found)) != len(found):
+        raise _RefusedError("must name each once")
+    return tuple(found)
+
+
 def _advertise(value: str) -> str:
     if value:
         try:
@@ -219,15 +243,22 @@ class _As(NamedTuple):
     """Metadata of a type: what ``--help`` calls its values."""
 
     metavar: str
+    many: bool = False
+    """Whether the flag may be given several times."""
 
 
 Bytes = Annotated[int, _As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
 Milliseconds = Annotated[int, _As("MS"), BeforeValidator(_number)]
+Share = Annotated[float, _As("SHARE")]
+Text = Annotated[str, _As("TEXT")]
 Microseconds = Annotated[int, _As("US"), BeforeValidator(_number)]
 Count = Annotated[int, _As("N"), BeforeValidator(_number)]
 Port = Annotated[int, _As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
 Host = Annotated[str, _As("HOST"), Field(min_length=1)]
 Master = Annotated[str, _As("HOST:PORT,..."), AfterValidator(_master)]
+OptionalMaster = Annotated[str, _As("HOST:PORT,..."), AfterValidator(_optional_master)]
+Addresses = Annotated[tuple[str, ...], _As("HOST:PORT,...", many=True), BeforeValidator(_addresses)]
+Limit = Annotated[int, _As("SIZE"), BeforeValidator(_size)]
 Advertise = Annotated[str, _As("HOST[:PORT]"), AfterValidator(_advertise)]
 Name = Annotated[str, _As("NAME"), AfterValidator(_name)]
 NamespaceName = Annotated[str, _As("NAME"), AfterValidator(_namespace)]
@@ -236,13 +267,15 @@ Transports = Annotated[
 ]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 Verify = Annotated[Literal["payload", "header"], BeforeValidator(_lower)]
+Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
+Secret = Annotated[str, _As("TEXT")]
 
 
-# --- the three kinds ---------------------------------------------------------------------------
+# --- the kinds ---------------------------------------------------------------------------------
 
 
 class Config(BaseModel):
-    """What the three have in common: frozen, keyword-only, checked when built.
+    """What all have in common: frozen, keyword-only, checked when built.
 
     Raises (all of them, when built):
         ConfigError: an unknown name, or a value out of its range; ``fields["key"]`` names it.
@@ -517,20 +550,29 @@ class ConnectorConfig(Config):
 
     section = "connector"
 
-    master: Master = ClientConfig.model_fields["master"]
+    master: Master = Field(
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        description="Where the master is, as of a client.",
+    )
     memory: Bytes = Field(
         default=0,
         description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
     )
-    transports: Transports = ClientConfig.model_fields["transports"]
-    verify: Verify = ClientConfig.model_fields["verify"]
-    replicas: Count = ClientConfig.model_fields["replicas"]
+    transports: Transports = Field(
+        default=TRANSPORTS, description="Ways to move bytes, the best first."
+    )
+    verify: Verify = Field(
+        default="payload", description="What is checked of loaded blocks, as of a client."
+    )
+    replicas: Count = Field(
+        default=1, ge=1, le=REPLICAS_MAX, description="Copies of saved blocks, on distinct nodes."
+    )
     save_decode: bool = Field(
         default=False,
         description="Store the blocks of generated tokens, too: the next turn of a conversation "
         "finds them, on whichever engine it lands.",
     )
-    model_id: str = Field(
+    model_id: Text = Field(
         default="",
         description="What the weights are called; empty: name and revision, or, of a local "
         "directory, its files. Engines share blocks only when it is equal.",
@@ -563,7 +605,7 @@ class ConnectorConfig(Config):
         description="How long a block may wait to be saved, and be kept from other use for it; "
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (seconds) sets it, too.",
     )
-    pinned_max: float = Field(
+    pinned_max: Share = Field(
         default=0.5,
         ge=0.0,
         le=1.0,
@@ -572,7 +614,164 @@ class ConnectorConfig(Config):
     )
 
 
-KINDS: tuple[type[Config], ...] = (MasterConfig, NodeConfig, ClientConfig, ConnectorConfig)
+class ProxyConfig(Config):
+    """A ``kvstore-proxy``."""
+
+    section = "proxy"
+
+    prefill: Addresses = Field(
+        default=(),
+        description="Engines that put the KV cache of a prompt into the store before it is "
+        "decoded. Without any of them decoders do all the work.",
+    )
+    decode: Addresses = Field(
+        default=(),
+        description="Engines that answer. More of both can be added while the proxy runs.",
+    )
+    host: Host = Field(
+        default="127.0.0.1",
+        description="Address to listen on. Loopback until you say otherwise, because the proxy "
+        "asks nobody who he is; 0.0.0.0 is every interface.",
+    )
+    port: Port = Field(default=8_000, description="TCP port to listen on; 0 takes any.")
+    master: OptionalMaster = Field(
+        default="",
+        description="The store's master, to ask whether it holds a prompt already; empty asks "
+        f"nobody, and every long prompt goes to a prefiller. Port {DEFAULT_PORT} when only a host "
+        "is given.",
+    )
+    prefill_threshold: Count = Field(
+        default=256,
+        ge=0,
+        le=16_777_216,
+        description="Tokens below which a prompt, or what the store lacks of it, is left to the "
+        "decoder: so few ride along in a decoding step, which waits for weights and not for "
+        "arithmetic, and cost it less than the way over a prefiller and the store.",
+    )
+    affinity: Affinity = Field(
+        default="none",
+        description="none: the engine with the fewest requests; prefix: rather the one that "
+        "lately had the longest beginning of this prompt.",
+    )
+    affinity_slack: Count = Field(
+        default=4,
+        ge=0,
+        le=65_536,
+        description="How many more requests than the least busy engine the one preferred by "
+        "--affinity may have: a few wait shorter than a prefix takes to load.",
+    )
+    affinity_blocks_max: Count = Field(
+        default=131_072,
+        ge=1,
+        le=16_777_216,
+        description="Blocks of 64 tokens that --affinity remembers, the latest ones: eight "
+        "million tokens, some 20 MiB.",
+    )
+    retries: Count = Field(
+        default=2,
+        ge=0,
+        le=64,
+        description="How many other decoders are tried when one fails before its first byte.",
+    )
+    inflight_max: Count = Field(
+        default=1_024,
+        ge=1,
+        le=1_048_576,
+        description="Requests at once; the next one is told to come back (503, Retry-After): "
+        "what some decoders run together, each with its body in memory.",
+    )
+    body_max: Annotated[Limit, Field(ge=1_024, le=1 << 30)] = Field(
+        default=32 << 20,
+        description="The largest request body: a million token ids are 8 MiB; images take more.",
+    )
+    connect_timeout_ms: Milliseconds = Field(
+        default=2_000,
+        ge=1,
+        le=600_000,
+        description="How long a connection to an engine may take: two lost SYNs.",
+    )
+    render_timeout_ms: Milliseconds = Field(
+        default=5_000,
+        ge=1,
+        le=600_000,
+        description="How long an engine may take to make token ids of a prompt; without them "
+        "the request goes on, and is tokenized twice.",
+    )
+    prefill_timeout_ms: Milliseconds = Field(
+        default=30_000,
+        ge=1,
+        le=3_600_000,
+        description="How long one prefiller may take; one other is tried, then the decoder "
+        "computes the prompt. More than your longest prompt takes.",
+    )
+    first_byte_timeout_ms: Milliseconds = Field(
+        default=600_000,
+        ge=1,
+        le=86_400_000,
+        description="How long a decoder may take until its first byte, which without streaming "
+        "is the whole answer: what OpenAI's own clients wait.",
+    )
+    idle_timeout_ms: Milliseconds = Field(
+        default=120_000,
+        ge=1,
+        le=86_400_000,
+        description="The longest silence within a body or an answer, of either side.",
+    )
+    lookup_timeout_ms: Milliseconds = Field(
+        default=20,
+        ge=1,
+        le=10_000,
+        description="How long to wait for the store to say what it holds: a small part of what "
+        "the shortest prefill takes.",
+    )
+    health_interval_ms: Milliseconds = Field(
+        default=1_000,
+        ge=10,
+        le=3_600_000,
+        description="How often each engine is asked whether it is well.",
+    )
+    health_timeout_ms: Milliseconds = Field(
+        default=1_000,
+        ge=1,
+        le=600_000,
+        description="Silence after which such a question counts as failed; two failures in a "
+        "row make an engine unhealthy.",
+    )
+    breaker_failures: Count = Field(
+        default=5,
+        ge=1,
+        le=1_000_000,
+        description="Failed requests in a row after which an engine gets none for a while, "
+        "although it says that it is well.",
+    )
+    breaker_open_ms: Milliseconds = Field(
+        default=5_000,
+        ge=1,
+        le=3_600_000,
+        description="How long that is; then one request tries whether it works again.",
+    )
+    grace_ms: Milliseconds = Field(
+        default=30_000,
+        ge=0,
+        le=3_600_000,
+        description="What requests under way get to end when the proxy is asked to stop: what "
+        "Kubernetes waits before it kills.",
+    )
+    admin_token: Secret = Field(
+        default="",
+        description="Lets others than this host change the instances, by 'Authorization: Bearer "
+        "TEXT'. Better given as a variable: flags can be read by every user of the host.",
+    )
+    log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
+
+
+KINDS: tuple[type[Config], ...] = (
+    MasterConfig,
+    NodeConfig,
+    ClientConfig,
+    ConnectorConfig,
+    ProxyConfig,
+)
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -600,13 +799,16 @@ class Setting(NamedTuple):
     """Empty for a switch."""
     default: str
     help: str
+    many: bool = False
+    """Whether the flag may be given several times."""
 
 
 def settings(kind: type[Config]) -> list[Setting]:
     """The settings of a kind, in the order of their definition."""
     found = []
     for key, field in kind.model_fields.items():
-        metavar = next((item.metavar for item in field.metadata if isinstance(item, _As)), "")
+        shown = next((item for item in field.metadata if isinstance(item, _As)), _As(""))
+        metavar = shown.metavar
         if not metavar and field.annotation is not bool:
             metavar = "|".join(getattr(field.annotation, "__args__", ()))
         found.append(
@@ -617,6 +819,7 @@ def settings(kind: type[Config]) -> list[Setting]:
                 metavar=metavar,
                 default=_default_text(field.default, metavar),
                 help=field.description or "",
+                many=shown.many,
             )
         )
     return found

@@ -1,6 +1,6 @@
 """A circuit breaker: a store that does not answer is not asked for a while.
 
-    closed ──(``failures_max`` in a row)──► open ──(``open_s`` over)──► one probe ──► closed, or open
+    closed ──(``failures_max`` in a row)──► open ──(``open_s`` over)──► a probe ──► closed, or open
 
 Pure: the time is an argument. One thread at a time, except for ``is_open``.
 """

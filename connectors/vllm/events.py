@@ -1,7 +1,7 @@
 """KV events: which blocks of this engine the store has, and which it has no more.
 
 Stored is told when every worker has stored a block. Removed is found out: the store evicts on its
-own and tells nobody, so what was told is asked about again now and then, a bounded number at a time.
+own and tells nobody, so what was told is asked about again now and then, a few thousand at a time.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
                               waiting ──► answered with what there is, when ``writers_wait`` is over
 
 The scheduler looks at an answer and never at the store: while there is none it is told to come
-again, and after ``lookup_deadline`` it counts as nothing. A store that does not answer is left alone
-by a breaker. One thread does the asking, and what else needs the store on the scheduler's side.
+again, and after ``lookup_deadline`` it counts as nothing. A breaker leaves a store alone that does
+not answer. One thread does the asking, and what else needs the store on the scheduler's side.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ STEP_PATIENCE_S: Final = 0.002
 
 FRESH_S: Final = 5.0
 """An answer is believed for so long: half of the shortest usual lease."""
+
+NEVER_S: Final = 3_600.0
 
 PENDING_MAX: Final = 4_096
 """Questions under way; beyond, the answer is nothing."""
@@ -92,12 +94,20 @@ class Lookups:
         self._changed = threading.Condition()
         self._active: list[Lookup] = []
         self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._chore: Callable[[], float] = lambda: NEVER_S
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-lookups", daemon=True)
 
-    def start(self, namespaces: dict[int, list[str]]) -> None:
-        """``namespaces``: of each cache group, those of all workers that hold layers of it."""
+    def start(
+        self, namespaces: dict[int, list[str]], chore: Callable[[], float] = lambda: NEVER_S
+    ) -> None:
+        """
+        Args:
+            namespaces: of each cache group, those of all workers that hold layers of it.
+            chore: done by the thread at once, and again after the seconds that it returns.
+        """
         self._namespaces = namespaces
+        self._chore = chore
         self._thread.start()
 
     # --- the scheduler ------------------------------------------------------------------------
@@ -106,9 +116,12 @@ class Lookups:
         """Have it asked; again, if the request has grown or the answer is old."""
         now = self._clock()
         known = self._lookups.get(request_id)
-        if known is not None and len(known.hashes) == len(hashes):
-            if not known.done.is_set() or now - known.answered < FRESH_S:
-                return known
+        if (
+            known is not None
+            and len(known.hashes) == len(hashes)
+            and (not known.done.is_set() or now - known.answered < FRESH_S)
+        ):
+            return known
         lookup = Lookup([bytes(each) for each in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
         with self._changed:
@@ -187,22 +200,25 @@ class Lookups:
     # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        chore_at = self._clock()
         while True:
             with self._changed:
+                due: list[Lookup] = []
                 while not self._closing and not self._errands:
                     now = self._clock()
                     self._active = [each for each in self._active if not each.done.is_set()]
                     due = [each for each in self._active if each.next_at <= now]
-                    if due:
+                    if due or chore_at <= now:
                         break
-                    wake = min((each.next_at for each in self._active), default=now + 60)
-                    self._changed.wait(wake - now)
+                    wake = min((each.next_at for each in self._active), default=chore_at)
+                    self._changed.wait(min(wake, chore_at) - now)
                 if self._closing:
                     for lookup in self._active:
                         self._answer(lookup, failed=True)
                     return
                 errands, self._errands = self._errands, []
-                due = [] if errands else due
+                if errands:
+                    due = []
             for future, work in errands:
                 try:
                     future.set_result(work())
@@ -211,6 +227,8 @@ class Lookups:
             for lookup in due:
                 if not lookup.done.is_set():
                     self._look(lookup)
+            if not errands and not due:
+                chore_at = self._clock() + self._chore()
 
     def _look(self, lookup: Lookup) -> None:
         started = self._clock()
@@ -224,9 +242,10 @@ class Lookups:
             with self._changed:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
-            if self.breaker.failed(self._clock()):
-                with self._changed:
+                opened = self.breaker.failed(self._clock())
+                if opened:
                     self._count("breaker_opened")
+            if opened:
                 log.warning("store_not_answering, going on without it: %s", error)
             return
         except Exception:  # a bug of ours must not end the thread

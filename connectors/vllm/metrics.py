@@ -60,7 +60,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped her
     """Numbers of one interval: of each counter the sum, of each gauge the last, of times a list."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not self.data

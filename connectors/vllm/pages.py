@@ -1,14 +1,17 @@
 """The paged KV cache of one worker as plain memory: where the bytes of each block are.
 
 Of every layer a block is one *page*, a run of bytes. What is stored of a block is the pages of its
-group's layers, one after the other in the layers' order, in the bytes' own order: no transposing, no
-conversion. Engines whose pages look the same inside (``layout``) understand each other, however the
-pages lie among each other.
+group's layers, one after the other in the layers' order, in the bytes' own order: nothing is
+transposed or converted. Engines whose pages look the same inside (``layout``) understand each
+other, however the pages lie among each other.
 
-On a CPU the pages are given away as they are: the store copies straight between them and the mapped
-segment. On a GPU they are gathered into page-locked memory by a stream of their own, which waits for
+On a CPU the pages are given away as they are: the store copies straight between them and the
+mapped segment. On a GPU a stream of their own gathers them into page-locked memory; it waits for
 the compute stream by events and is never waited for by it.
 """
+
+# mypy: allow-untyped-calls
+# Because torch annotates its CUDA classes only in part.
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ class Pages(Protocol):
     """Of one block, by group: what is stored of it."""
 
     def mark(self) -> Any:
-        """A moment of the compute stream, to be waited for by ``reading`` and ``writing``. Called by
-        the thread that computes; costs it nothing."""
+        """A moment of the compute stream, for ``reading`` and ``writing`` to wait for. The thread
+        that computes calls it, and is not held up."""
         ...
 
     def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Lent:
@@ -132,7 +135,7 @@ def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, tuple[obje
             f"{cache.stride()}, which is no dense page for each of {blocks} blocks",
             advice="Please report the attention backend that made it.",
         )
-    offset = cache.storage_offset() * item
+    offset = int(cache.storage_offset()) * item
     inner = zip(cache.shape[1:], cache.stride()[1:], strict=True)
     strides = tuple(step if length > 1 else 0 for length, step in inner)  # of one, it means nothing
     shape = (str(cache.dtype), tuple(cache.shape[1:]), strides, parts)
@@ -246,7 +249,7 @@ class CUDAPages:
 
     def _views(self, group: int, staged: torch.Tensor) -> Buffers:
         del group
-        return [[memoryview(row.numpy())] for row in staged]  # type: ignore[arg-type]
+        return [[memoryview(row.numpy())] for row in staged]
 
 
 def pages_of(geometry: Geometry) -> Pages:

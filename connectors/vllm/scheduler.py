@@ -43,6 +43,8 @@ class Tracked:
     """By group: blocks before this one are in the store, or on their way."""
     offered: int = 0
     """Tokens that the last lookup has offered."""
+    missed: int | None = None
+    """Tokens that could have been there and were not; None: not looked up, or counted already."""
     limit: int | None = None
     """Tokens that may be offered after a load has failed."""
     failed_loads: int = 0
@@ -122,6 +124,7 @@ class SchedulerHalf:
             group: there // tokens for group, tokens in self._groups.block_tokens.items()
         }
         tokens = self._groups.aligned(min(there, limit))
+        tracked.missed = limit - max(tokens, computed)
         if tokens <= computed:
             return 0, False
         tracked.offered = tokens
@@ -150,6 +153,9 @@ class SchedulerHalf:
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """As ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        if tracked.missed:
+            self._count("missed_tokens", tracked.missed)
+            tracked.missed = None
         if tokens <= 0 or not tracked.offered:
             return
         first = {
@@ -206,11 +212,13 @@ class SchedulerHalf:
     def _savable(self, request: Request, scheduled: int) -> int:
         """Tokens whose blocks are whole after this step. Only what is confirmed has a hash: tokens
         that are guessed ahead have none."""
-        tokens = min(
+        tokens: int = min(
             request.num_computed_tokens + scheduled,
             len(request.block_hashes) * self._groups.hash_block_tokens,
         )
-        return tokens if self._config.save_decode else min(tokens, request.num_prompt_tokens)
+        if not self._config.save_decode:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return tokens
 
     def _fitting(self, tracked: Tracked, tokens: int) -> int:
         """As many of these tokens as may be pinned now: the rest is saved in a later step."""

@@ -1,11 +1,11 @@
-"""The half of the connector in each vLLM worker: moves blocks between the paged cache and the store.
+"""The half of the connector in each vLLM worker: moves blocks between paged cache and store.
 
     Orders ─► queue of loads ─► a thread: store ─► blocks ─► arrived, or which blocks are bad
            └► queue of saves ─► a thread: blocks ─► store ─► ended
 
-The thread that computes only puts orders into queues and takes reports out. Both queues are bounded,
-by the scheduler's limit of pinned blocks and by how many requests wait; each transfer has a time-out,
-so everything is reported in the end, whatever the store does.
+The thread that computes only puts orders into queues and takes reports out. Both queues are
+bounded, by the scheduler's limit of pinned blocks and by how many requests wait; each transfer has
+a time-out, so everything is reported in the end, whatever the store does.
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ def config_options(
                 setting.key,
                 metavar=setting.metavar or None,
                 default=None,
+                multiple=setting.many,
+                callback=_given if setting.many else None,
                 help=setting.help + note,
             )(command)
         return click.option(
@@ -63,6 +65,11 @@ def config_options(
         )(command)
 
     return add
+
+
+def _given(_context: click.Context, _option: click.Parameter, values: object) -> object:
+    """For click an option that may come several times is there even when it was not given."""
+    return values or None
 
 
 def version_option(command: Command) -> Command:

@@ -88,4 +88,6 @@ def test_torch_and_transformers_are_not_needed_to_import_anything() -> None:
 
 @pytest.mark.parametrize("package", SETUPTOOLS["packages"])
 def test_every_package_can_be_imported(package: str) -> None:
+    if package == "kvstore.connectors.vllm":
+        pytest.importorskip("vllm")
     importlib.import_module(package)

@@ -1,9 +1,10 @@
-"""What the connector promises, on real vLLM engines (in processes of their own) and a real store."""
+"""What the connector promises, on real vLLM engines, each in its process, and a real store."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.vllm.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.vllm.engine import Result, transfer_config
@@ -203,7 +204,7 @@ def test_blocks_that_cannot_be_loaded_are_computed_and_not_tried_for_ever(
     store: Cluster, llama: Path, engine: StartEngine
 ) -> None:
     """The node is stopped, and the master does not know yet: it still says where the blocks are."""
-    settings = {"transports": ["tcp"], "transfer_timeout_ms": 500}
+    settings: dict[str, Any] = {"transports": ["tcp"], "transfer_timeout_ms": 500}
     one = engine(llama, transfer_config(store.address, **settings))
     first = one.generate([prompt(1)])
     one.saved()

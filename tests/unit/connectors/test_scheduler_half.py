@@ -289,7 +289,7 @@ def test_what_could_not_be_loaded_is_not_offered_again() -> None:
     assert "r" not in engine.asked.known
     assert engine.matched(request) == 12
     assert engine.matched(request, 12) == 0
-    counted = {"loaded_requests": 1, "hit_tokens": 32, "loads_failed": 1}
+    counted = {"loaded_requests": 1, "hit_tokens": 32, "missed_tokens": 4, "loads_failed": 1}
     assert engine.half.take_counters() == counted
 
 

@@ -1,0 +1,62 @@
+"""The command ``kvstore-proxy``."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+
+from kvstore import logs
+from kvstore.cli.options import (
+    CONTEXT,
+    SOURCES,
+    config_options,
+    debug_option,
+    run,
+    version_option,
+)
+from kvstore.config import ProxyConfig, load
+from kvstore.errors import StartupError
+
+EXAMPLE = """\b
+Examples:
+  kvstore-proxy --prefill 10.0.0.1:8100 --decode 10.0.0.2:8200,10.0.0.3:8200
+  kvstore-proxy --master 10.0.0.7:50001 --affinity prefix ...
+
+\b
+Engines come and go while it runs, by requests from this host:
+  curl localhost:8000/admin/instances
+  curl localhost:8000/admin/instances -d '{"role": "decode", "address": "10.0.0.4:8200"}'
+  curl -X POST localhost:8000/admin/instances/10.0.0.4:8200/drain
+  curl -X DELETE localhost:8000/admin/instances/10.0.0.4:8200"""
+
+EXTRA = ("aiohttp", "cbor2", "multidict", "prometheus_client")
+
+
+@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@config_options(ProxyConfig)
+@debug_option
+@version_option
+def command(config_path: str | None, **flags: object) -> int:
+    """Run a proxy: clients speak OpenAI's protocol to it, it has prompts computed by prefillers
+    and answered by decoders, which meet in the store."""
+    config = load(ProxyConfig, flags, config_path=config_path, origin="{flag}")
+    logs.configure(config.log_level)
+    try:
+        from kvstore.proxy.app import run as serve  # after the settings: a typo is told at once
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRA:
+            raise
+        raise StartupError(
+            f"the proxy needs {error.name}, which is not installed",
+            advice="pip install 'kvstore[proxy]'",
+        ) from None
+    return serve(config)
+
+
+def main() -> NoReturn:
+    run(command, "kvstore-proxy")
+
+
+if __name__ == "__main__":
+    main()

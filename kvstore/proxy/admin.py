@@ -1,0 +1,159 @@
+"""Instances added, drained and removed while the proxy runs: ``/admin/instances``.
+
+For this host and, with ``--admin-token``, for whoever knows the token. A request that a browser
+makes for some page is refused, wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from aiohttp import web
+
+from kvstore.config import join_address, split_address
+from kvstore.errors import InvalidArgumentError
+from kvstore.proxy import bodies
+from kvstore.proxy.asked import REQUEST_ID, error_response, request_id_of
+from kvstore.proxy.health import HealthChecks
+from kvstore.proxy.instances import ROLES, Instance, Instances, Role
+from kvstore.proxy.metrics import clock_ms
+
+log = logging.getLogger("kvstore.proxy")
+
+INSTANCES_MAX: Final = 1_024
+"""Each is asked for its health at once."""
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def rows(instances: Instances) -> list[dict[str, Any]]:
+    """All instances, as JSON."""
+    return [view._asdict() for view in instances.views(clock_ms())]
+
+
+class Admin:
+    """Handlers of the admin API."""
+
+    def __init__(self, instances: Instances, health: HealthChecks, *, token: str) -> None:
+        self._instances = instances
+        self._health = health
+        self._token = token
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/admin/instances", self._guarded(self._list))
+        router.add_post("/admin/instances", self._guarded(self._add))
+        router.add_post("/admin/instances/{address}/drain", self._guarded(self._drain))
+        router.add_delete("/admin/instances/{address}", self._guarded(self._remove))
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(request: web.Request) -> web.Response:
+            request_id = request_id_of(request)
+            if not may(request.remote, request.headers, self._token):
+                log.warning(
+                    "admin_refused id=%s peer=%s path=%s",
+                    request_id, request.remote, request.path,
+                )  # fmt: skip
+                response = error_response(
+                    403,
+                    "this is for the proxy's own host, or for who knows its --admin-token",
+                    "permission_denied",
+                )
+            else:
+                try:
+                    response = await handler(request)
+                except InvalidArgumentError as error:
+                    response = error_response(400, str(error), "invalid_request_error")
+            response.headers[REQUEST_ID] = request_id
+            return response
+
+        return guarded
+
+    async def _list(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"instances": rows(self._instances)})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        """The answer tells whether it is healthy, because it has been asked by then."""
+        body = bodies.parse(await request.read())
+        role = _role(body.get("role"))
+        if role is None:
+            raise InvalidArgumentError(f"role is one of {', '.join(ROLES)}")
+        address = _address(body.get("address"))
+        if not self._instances.at(address, role) and len(list(self._instances)) >= INSTANCES_MAX:
+            raise InvalidArgumentError(f"there are {INSTANCES_MAX} instances, no more are allowed")
+        instance, is_new = self._instances.add(role, address)
+        log.info("instance_added id=%s role=%s instance=%s", request_id_of(request), role, address)
+        await self._health.check(instance)
+        return web.json_response(instance.view(clock_ms())._asdict(), status=201 if is_new else 200)
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        found = self._named(request)
+        for instance in found:
+            self._instances.drain(instance)
+            _tell("instance_drains", request, instance)
+        views = [each.view(clock_ms())._asdict() for each in found]
+        return web.json_response({"instances": views}, status=202) if found else _unknown()
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        found = self._named(request)
+        for instance in found:
+            self._instances.remove(instance)
+            _tell("instance_removed", request, instance)
+        views = [each.view(clock_ms())._asdict() for each in found]
+        return web.json_response({"instances": views}) if found else _unknown()
+
+    def _named(self, request: web.Request) -> list[Instance]:
+        """In every role, or in that of ``?role=``."""
+        given = request.query.get("role")
+        role = _role(given)
+        if given is not None and role is None:
+            raise InvalidArgumentError(f"role is one of {', '.join(ROLES)}")
+        return self._instances.at(_address(request.match_info["address"]), role)
+
+
+def may(peer: str | None, headers: Mapping[str, str], token: str) -> bool:
+    """Whether a request of ``peer`` (an IP address) is to be obeyed; no ``token``: this host's."""
+    if "Origin" in headers:
+        return False
+    if _is_loopback(peer):
+        return True
+    scheme, _, given = headers.get("Authorization", "").partition(" ")
+    matches = hmac.compare_digest(given.strip().encode(), token.encode())
+    return bool(token) and scheme.lower() == "bearer" and matches
+
+
+def _tell(event: str, request: web.Request, instance: Instance) -> None:
+    log.info(
+        "%s id=%s role=%s instance=%s in_flight=%d",
+        event, request_id_of(request), instance.role, instance.address, instance.in_flight,
+    )  # fmt: skip
+
+
+def _unknown() -> web.Response:
+    return error_response(404, "there is no such instance", "not_found")
+
+
+def _role(value: object) -> Role | None:
+    return next((role for role in ROLES if role == value), None)
+
+
+def _address(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgumentError("address is HOST:PORT")
+    host, port = split_address(value)
+    if not port:
+        raise InvalidArgumentError("address must name a port")
+    return join_address(host, port)
+
+
+def _is_loopback(peer: str | None) -> bool:
+    try:
+        address = ipaddress.ip_address((peer or "").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

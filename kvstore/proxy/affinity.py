@@ -1,0 +1,56 @@
+"""Which instance lately had the longest beginning of a prompt, and so has it in its own cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from itertools import islice
+from typing import Final
+
+BLOCK_TOKENS: Final = 64
+"""How finely prefixes are told apart: a few blocks of an engine."""
+
+Prints = Sequence[int]
+"""One number per full block of a prompt, which stands for all tokens up to the end of it."""
+
+
+def fingerprints(token_ids: Sequence[int], *, blocks_max: int) -> Prints:
+    """Of the first ``blocks_max`` full blocks.
+
+    Equal numbers for different beginnings are possible and cost a worse choice, nothing else.
+    """
+    prints: list[int] = []
+    last = 0
+    blocks = min(len(token_ids) // BLOCK_TOKENS, blocks_max)
+    for start in range(0, blocks * BLOCK_TOKENS, BLOCK_TOKENS):
+        last = hash((last, *token_ids[start : start + BLOCK_TOKENS]))
+        prints.append(last)
+    return prints
+
+
+class PrefixAffinity:
+    """Remembers the latest ``blocks_max`` blocks and who had each of them last."""
+
+    def __init__(self, *, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._last: OrderedDict[int, str] = OrderedDict()
+
+    def remember(self, prints: Prints, address: str) -> None:
+        """``address`` is computing or loading these blocks now."""
+        # The root last, so that of a chain the tail is forgotten first.
+        for each in reversed(list(islice(prints, self._blocks_max))):
+            self._last[each] = address
+            self._last.move_to_end(each)
+        while len(self._last) > self._blocks_max:
+            self._last.popitem(last=False)
+
+    def longest(self, prints: Prints, addresses: Collection[str]) -> str | None:
+        """Which of ``addresses`` had the most blocks from the beginning on; None: none had any."""
+        for each in reversed(prints):
+            address = self._last.get(each)
+            if address is not None and address in addresses:
+                return address
+        return None
+
+    def __len__(self) -> int:
+        return len(self._last)

@@ -1,0 +1,245 @@
+"""The second hop: a decoder's answer, relayed as it comes.
+
+Before the first byte has gone to the client, another decoder can take over, and finds the prompt in
+the store. After it none can: the client is told by an event of the stream, or by a connection that
+ends too early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable
+from typing import Final, NamedTuple
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from kvstore.proxy import bodies
+from kvstore.proxy.asked import REQUEST_ID, RETRY_AFTER_S, Asked, Parts, error_response
+from kvstore.proxy.engine import EngineError, Streamed
+from kvstore.proxy.instances import Turn
+from kvstore.proxy.metrics import clock_ms
+
+log = logging.getLogger("kvstore.proxy")
+
+SUSPECT: Final = 500
+"""The one status that may be the request's fault as well as the engine's: it counts against an
+engine once another one has answered the same request."""
+
+ERROR_BYTES_MAX: Final = 1 << 20
+"""Of an engine's own words about its failure."""
+
+_NOT_RELAYED: Final = frozenset(
+    {"connection", "date", "keep-alive", "server", "transfer-encoding", "x-request-id"}
+)
+
+
+class _Failed(NamedTuple):
+    """A decoder did not answer."""
+
+    response: web.Response
+    """What the client is told if nobody else does better."""
+    is_final: bool = False
+    """Whoever has waited that long does not wait for another one."""
+
+
+async def decode(parts: Parts, asked: Asked, request: web.Request) -> web.StreamResponse:
+    """The client's answer, whatever it is; a relayed one is sent completely when this returns."""
+    sent = asked.raw
+    if asked.token_ids is not None or asked.stored is not None:
+        body = bodies.for_decode(asked.route, asked.body, asked.token_ids, asked.stored)
+        sent = bodies.dump(body)
+    tried: list[str] = []
+    suspects: list[Turn] = []
+    failed: _Failed | None = None
+    while len(tried) <= parts.config.retries and not (failed and failed.is_final):
+        turn = parts.instances.choose("decode", clock_ms(), without=tried, prints=asked.prints)
+        if turn is None:
+            break
+        with turn:
+            asked.decode = turn.instance.address
+            asked.retries = len(tried)
+            if tried:
+                parts.metrics.retries.labels("decode").inc()
+            tried.append(turn.instance.address)
+            outcome = await _attempt(parts, asked, request, turn, sent, suspects)
+        if isinstance(outcome, web.StreamResponse):
+            return outcome
+        failed = outcome
+    return failed.response if failed is not None else no_decoder(asked)
+
+
+def no_decoder(asked: Asked) -> web.Response:
+    """For a client that nobody can answer now."""
+    return error_response(
+        503,
+        "no decoder is usable now",
+        "no_decoder",
+        headers={REQUEST_ID: asked.request_id, "Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+async def _attempt(
+    parts: Parts,
+    asked: Asked,
+    request: web.Request,
+    turn: Turn,
+    sent: bytes,
+    suspects: list[Turn],
+) -> web.StreamResponse | _Failed:
+    try:
+        async with parts.engines.stream(
+            turn.instance.address,
+            asked.route.path,
+            headers=asked.engine_headers(),
+            data=sent,
+            first_byte_timeout_ms=parts.config.first_byte_timeout_ms,
+        ) as answer:
+            if answer.status >= 500:
+                return await _refused(asked, turn, answer, suspects)
+            turn.succeeded()
+            for suspect in suspects:
+                suspect.failed(clock_ms())
+            return await _relay(parts, asked, request, turn, answer)
+    except EngineError as error:
+        turn.failed(clock_ms())
+        if error.failure == "connect":
+            turn.instance.is_gone()
+        log.warning("decode_failed id=%s reason=%s", asked.request_id, error)
+        late = error.failure == "timeout"
+        response = error_response(
+            504 if late else 502,
+            "the decoder did not answer in time" if late else "the decoder does not answer",
+            "upstream_error",
+            headers={REQUEST_ID: asked.request_id},
+        )
+        return _Failed(response, is_final=late)
+
+
+async def _refused(asked: Asked, turn: Turn, answer: Streamed, suspects: list[Turn]) -> _Failed:
+    """An engine's own error, to be relayed if nobody does better."""
+    log.warning(
+        "decode_failed id=%s reason=%s: status %d",
+        asked.request_id, turn.instance.address, answer.status,
+    )  # fmt: skip
+    if answer.status == SUSPECT and not turn.is_probe:
+        suspects.append(turn)
+    else:
+        turn.failed(clock_ms())
+    content = bytearray(answer.first)
+    try:
+        async for piece in answer.rest():
+            content += piece
+            if len(content) > ERROR_BYTES_MAX:
+                break
+    except EngineError:
+        pass  # what came says enough
+    headers = _headers(asked, answer)
+    headers.popall("Content-Length", None)
+    return _Failed(
+        web.Response(status=answer.status, headers=headers, body=bytes(content[:ERROR_BYTES_MAX]))
+    )
+
+
+async def _relay(
+    parts: Parts, asked: Asked, request: web.Request, turn: Turn, answer: Streamed
+) -> web.StreamResponse:
+    """Byte for byte, each piece when it comes. Raises nothing but CancelledError."""
+    response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
+    client = _Client(response, request, parts.config.idle_timeout_ms / 1000)
+    last = answer.first
+    try:
+        await client.prepare()
+        asked.first_byte_ms = asked.since_ms
+        parts.metrics.first_byte_seconds.labels(asked.route.name).observe(
+            asked.first_byte_ms / 1000
+        )
+        await client.write(last)
+        async for piece in answer.rest():
+            await client.write(piece)
+            last = piece
+        await client.end()
+    except EngineError as error:
+        turn.failed(clock_ms())
+        asked.broken = True
+        parts.metrics.broken_streams.inc()
+        log.warning("stream_broken id=%s reason=%s", asked.request_id, error)
+        if answer.is_events:
+            await client.tell(_broken_event(error, last))
+        else:
+            client.cut()
+    except _ClientGoneError as error:
+        log.info("client_left id=%s reason=%s", asked.request_id, error)
+        client.cut()
+    return response
+
+
+class _ClientGoneError(Exception):
+    """The client takes nothing any more."""
+
+
+class _Client:
+    """The client's end: each write in time, or not at all."""
+
+    def __init__(self, response: web.StreamResponse, request: web.Request, idle_s: float) -> None:
+        self._response = response
+        self._request = request
+        self._idle_s = idle_s
+
+    async def prepare(self) -> None:
+        await self._within(self._response.prepare(self._request))
+
+    async def write(self, data: bytes) -> None:
+        if data:
+            await self._within(self._response.write(data))
+
+    async def end(self) -> None:
+        await self._within(self._response.write_eof())
+
+    async def tell(self, data: bytes) -> None:
+        """The last words; then the connection is closed, so that nothing else is expected."""
+        self._response.force_close()
+        try:
+            await self.write(data)
+            await self.end()
+        except _ClientGoneError:
+            self.cut()
+
+    def cut(self) -> None:
+        """Close the connection in the middle of the answer: no end that looks like one."""
+        self._response.force_close()
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _within(self, step: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(self._idle_s):
+                await step
+        except TimeoutError:
+            raise _ClientGoneError("it does not read") from None
+        except OSError as error:
+            raise _ClientGoneError(f"{type(error).__name__} {error}") from None
+
+
+def _headers(asked: Asked, answer: Streamed) -> CIMultiDict[str]:
+    headers: CIMultiDict[str] = CIMultiDict()
+    for key, value in answer.headers.items():
+        if key.lower() not in _NOT_RELAYED:
+            headers.add(key, value)
+    headers[REQUEST_ID] = asked.request_id
+    return headers
+
+
+def _broken_event(error: EngineError, last: bytes) -> bytes:
+    """An event of its own, also where the stream stopped inside of one."""
+    code = 504 if error.failure == "timeout" else 502
+    told = {
+        "message": "the decoder stopped before the end of its answer",
+        "type": "upstream_error",
+        "param": None,
+        "code": code,
+    }
+    before = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+    return before + b"data: " + json.dumps({"error": told}).encode() + b"\n\n"

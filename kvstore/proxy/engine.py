@@ -1,0 +1,207 @@
+"""HTTP towards engines: short questions and long answers, with a time-out at each place that waits.
+
+Whatever goes wrong on the way is an ``EngineError``; what an engine itself answers, errors
+included, is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final, Literal, NamedTuple
+
+import aiohttp
+from multidict import CIMultiDictProxy
+
+ANSWER_BYTES_MAX: Final = 64 << 20
+"""Of an answer that is read as a whole: a rendered prompt of a million tokens is 8 MiB."""
+
+IDLE_CONNECTION_S: Final = 2.0
+"""How long a connection waits to be used again. uvicorn closes idle ones after 5 s, and a request
+that is sent at that very moment would fail."""
+
+LINE_BYTES_MAX: Final = 1 << 16
+
+# Accept-Encoding: what engines compress could not be relayed as soon as it comes.
+AS_IT_IS: Final = {"Accept-Encoding": "identity"}
+
+EngineFailure = Literal["connect", "broken", "timeout"]
+
+
+class EngineError(Exception):
+    """An engine did not answer, or not to the end.
+
+    Attributes:
+        failure: ``connect``: nobody is there; ``broken``: the connection ended too early, or what
+            came was no HTTP; ``timeout``: it took too long.
+    """
+
+    def __init__(self, address: str, failure: EngineFailure, detail: str) -> None:
+        super().__init__(f"{address}: {failure}: {detail}")
+        self.address: Final = address
+        self.failure: Final = failure
+
+
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+    @property
+    def is_ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    def json(self) -> object:
+        """None where it is not JSON."""
+        try:
+            value: object = json.loads(self.data)
+        except (ValueError, RecursionError):
+            return None
+        return value
+
+
+class Streamed:
+    """An answer whose first bytes are here; the rest comes."""
+
+    def __init__(
+        self, address: str, response: aiohttp.ClientResponse, first: bytes, idle_s: float
+    ) -> None:
+        self._address = address
+        self._response = response
+        self._idle_s = idle_s
+        self.first: Final = first
+        """Empty only when the whole answer is."""
+
+    @property
+    def status(self) -> int:
+        return self._response.status
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        return self._response.headers
+
+    @property
+    def is_events(self) -> bool:
+        return self._response.content_type == "text/event-stream"
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """What comes after ``first``, each piece as soon as it is there.
+
+        Raises:
+            EngineError: silence for longer than the idle time-out, or it broke off.
+        """
+        while piece := await _piece(self._address, self._response, self._idle_s):
+            yield piece
+
+
+class Engines:
+    """Connections to all engines. Close it with ``close``."""
+
+    def __init__(self, *, connect_timeout_ms: int, idle_timeout_ms: int) -> None:
+        self._idle_s = idle_timeout_ms / 1000
+        self._session = aiohttp.ClientSession(
+            # Requests are bounded where they come in; here a bound could only make them wait.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_ms / 1000),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            max_line_size=LINE_BYTES_MAX,
+            max_field_size=LINE_BYTES_MAX,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def ask(
+        self,
+        method: Literal["GET", "POST"],
+        address: str,
+        path: str,
+        *,
+        timeout_ms: int,
+        headers: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+    ) -> Answer:
+        """One question and its whole answer. A redirection is an answer like any other.
+
+        Raises:
+            EngineError: also when the answer is larger than ``ANSWER_BYTES_MAX``.
+        """
+        with _errors(address):
+            async with (
+                asyncio.timeout(timeout_ms / 1000),
+                self._session.request(
+                    method,
+                    f"http://{address}{path}",
+                    data=data,
+                    headers={**(headers or {}), **AS_IT_IS},
+                    allow_redirects=False,
+                ) as response,
+            ):
+                content = bytearray()
+                async for piece in response.content.iter_any():
+                    content += piece
+                    if len(content) > ANSWER_BYTES_MAX:
+                        raise EngineError(address, "broken", f"over {ANSWER_BYTES_MAX} bytes")
+                return Answer(response.status, response.headers, bytes(content))
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        address: str,
+        path: str,
+        *,
+        first_byte_timeout_ms: int,
+        headers: Mapping[str, str],
+        data: bytes,
+    ) -> AsyncIterator[Streamed]:
+        """A request whose answer has begun to come. Leaving the block before the end of the answer
+        closes the connection, which tells the engine to stop.
+
+        Raises:
+            EngineError: nothing came in time.
+        """
+        with _errors(address):
+            async with asyncio.timeout(first_byte_timeout_ms / 1000):
+                response = await self._session.post(
+                    f"http://{address}{path}",
+                    data=data,
+                    headers={**headers, **AS_IT_IS},
+                    allow_redirects=False,
+                )
+                try:
+                    first = await response.content.readany()
+                except BaseException:
+                    response.close()
+                    raise
+        try:
+            yield Streamed(address, response, first, self._idle_s)
+        finally:
+            response.close()  # does nothing to a connection that is free again
+
+
+async def _piece(address: str, response: aiohttp.ClientResponse, idle_s: float) -> bytes:
+    """Empty: that was all."""
+    with _errors(address):
+        async with asyncio.timeout(idle_s):
+            return await response.content.readany()
+
+
+@contextmanager
+def _errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise EngineError(address, "connect", _detail(error)) from error
+    except TimeoutError as error:
+        raise EngineError(address, "timeout", "no answer in time") from error
+    except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
+        raise EngineError(address, "broken", _detail(error)) from error
+
+
+def _detail(error: BaseException) -> str:
+    return f"{type(error).__name__} {error}".strip()

@@ -1,0 +1,147 @@
+"""What the store holds of a prompt already: asked before a prefiller is.
+
+The records of the fleet are read in the background, never while a request waits. A question has a
+short deadline; after failures in a row nobody asks for a second, so that a store that is gone costs
+a request nothing. Every failure means "unknown", and the prompt goes to a prefiller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.client.aio import AsyncClient
+from kvstore.config import ClientConfig
+from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.proxy import records
+from kvstore.proxy.breaker import Breaker
+from kvstore.proxy.metrics import Metrics, clock_ms
+from kvstore.proxy.records import FLEET_NAMESPACE, FleetRecord, Held
+
+log = logging.getLogger("kvstore.proxy")
+
+REFRESH_S: Final = 3.0
+KEYS_AT_ONCE: Final = 512
+"""Hashed before others get a turn: some milliseconds."""
+
+CLIENT_TIMEOUT_MS: Final = 2_000
+FAILURES_MAX: Final = 3
+REST_MS: Final = 1_000
+
+
+class StoreLookup:
+    """Between ``start`` and ``close``, in one event loop."""
+
+    def __init__(self, master: str, *, timeout_ms: int, metrics: Metrics) -> None:
+        self._timeout_s = timeout_ms / 1000
+        self._metrics = metrics
+        # Not loaded from the user's settings for clients: those may contribute memory.
+        self._client = AsyncClient(config=ClientConfig(master=master, timeout_ms=CLIENT_TIMEOUT_MS))
+        self._breaker = Breaker(failures_max=FAILURES_MAX, open_ms=REST_MS)
+        self._records: dict[bytes, FleetRecord] = {}
+        self._refused: set[bytes] = set()
+        self._reading: asyncio.Task[None] | None = None
+        self._reachable = True
+
+    def start(self) -> None:
+        self._reading = asyncio.get_running_loop().create_task(self._read_on())
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+        await self._client.close()
+
+    @property
+    def models(self) -> list[str]:
+        """Those that the store can be asked about."""
+        return sorted({name for record in self._records.values() for name in record.models})
+
+    async def held(self, model: str, token_ids: Sequence[int], request_id: str) -> Held | None:
+        """How much of the prompt is in the store; None: nobody knows. Never raises."""
+        record = records.serving(self._records.values(), model)
+        if record is None:
+            self._metrics.lookups.labels("unknown").inc()
+            return None
+        if not self._breaker.allows(clock_ms()):
+            self._metrics.lookups.labels("failed").inc()
+            return None
+        self._breaker.begin(clock_ms())
+        try:
+            with self._metrics.lookup_seconds.time():
+                keys = await _keys(record, token_ids)
+                blocks = await self._blocks(record, keys) if keys else 0
+        except (KVStoreError, TimeoutError) as error:
+            self._breaker.failed(clock_ms())
+            self._metrics.lookups.labels("failed").inc()
+            log.debug("lookup_failed id=%s reason=%s", request_id, str(error) or "late")
+            return None
+        except BaseException:
+            self._breaker.abandoned()
+            raise
+        self._breaker.succeeded()
+        self._metrics.lookups.labels("held" if blocks else "missing").inc()
+        return Held(blocks, record.block_size)
+
+    async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
+        async with asyncio.timeout(self._timeout_s):
+            matched = await self._client.match_prefixes(keys, namespaces=record.namespaces)
+        return min(matched)
+
+    # --- the fleet's records ------------------------------------------------------------------
+
+    async def _read_on(self) -> None:
+        while True:
+            try:
+                await self._read()
+                self._told(reachable=True)
+            except KVStoreError as error:
+                self._told(reachable=False, reason=error)
+            await asyncio.sleep(REFRESH_S)
+
+    async def _read(self) -> None:
+        found: dict[bytes, FleetRecord] = {}
+        async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
+            if row.size > records.RECORD_BYTES_MAX or row.state != "complete":
+                continue
+            await self._read_one(found, row.key)
+            if len(found) == records.RECORDS_MAX:
+                break
+        if found.keys() != self._records.keys():
+            log.info("fleet_read records=%d", len(found))
+        self._records = dict(sorted(found.items()))
+
+    async def _read_one(self, found: dict[bytes, FleetRecord], key: bytes) -> None:
+        try:
+            data = await self._client.get(key, namespace=FLEET_NAMESPACE, kind="bytes")
+            record = records.parse(bytes(data)) if isinstance(data, bytes) else None
+        except UnavailableError:
+            raise
+        except KVStoreError as error:  # of this record; the others may be good
+            if key not in self._refused and len(self._refused) < records.RECORDS_MAX:
+                self._refused.add(key)
+                log.warning("record_refused key=%r reason=%s", key, error)
+            return
+        if record is not None:
+            found[key] = record
+
+    def _told(self, *, reachable: bool, reason: object = "") -> None:
+        if reachable != self._reachable:
+            self._reachable = reachable
+            if reachable:
+                log.info("store_reachable")
+            else:
+                log.warning("store_unreachable reason=%s", reason)
+
+
+async def _keys(record: FleetRecord, token_ids: Sequence[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    for key in record.keys(token_ids):
+        keys.append(key)
+        if len(keys) % KEYS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return keys

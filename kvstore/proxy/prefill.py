@@ -1,0 +1,125 @@
+"""The first hop: an engine computes the prompt and puts its KV cache into the store."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from kvstore.proxy import bodies
+from kvstore.proxy.asked import Asked, Parts
+from kvstore.proxy.engine import Answer, EngineError
+from kvstore.proxy.instances import Turn
+from kvstore.proxy.metrics import clock_ms
+
+log = logging.getLogger("kvstore.proxy")
+
+ATTEMPTS: Final = 2
+"""One prefiller and one other: the decoder can do the work as well, and the client waits."""
+
+
+async def prefill(parts: Parts, asked: Asked, *, refused: bool) -> None:
+    """Sets ``asked.prefill`` and, where the prefiller says it, ``asked.stored``. Never fails.
+
+    Args:
+        refused: an engine has called the request wrong.
+    """
+    reason = "refused" if refused else await _reason_against(parts, asked)
+    if reason:
+        _skip(parts, asked, reason)
+        return
+    started_ms = clock_ms()
+    outcome = await _hop(parts, asked)
+    if outcome is None:
+        _skip(parts, asked, "no_prefiller")
+        return
+    asked.prefill_ms = clock_ms() - started_ms
+    parts.metrics.prefill_seconds.labels(outcome).observe(asked.prefill_ms / 1000)
+
+
+def _skip(parts: Parts, asked: Asked, reason: str) -> None:
+    asked.prefill = f"skipped:{reason}"
+    parts.metrics.prefill_skipped.labels(reason).inc()
+
+
+async def _reason_against(parts: Parts, asked: Asked) -> str | None:
+    reason = bodies.reason_against_prefill(asked.body)
+    if reason is not None:
+        return reason
+    if not parts.instances.usable("prefill", clock_ms()):
+        return "no_prefiller"
+    if asked.token_ids is None:
+        return None
+    if len(asked.token_ids) < parts.config.prefill_threshold:
+        return "short"
+    return await _reason_of_store(parts, asked, asked.token_ids)
+
+
+async def _reason_of_store(parts: Parts, asked: Asked, token_ids: list[int]) -> str | None:
+    model = bodies.model_of(asked.body)
+    if parts.lookup is None or model is None or bodies.is_salted(asked.body):
+        return None
+    held = await parts.lookup.held(model, token_ids, asked.request_id)
+    if held is None:
+        return None
+    missing = held.missing_tokens(len(token_ids))
+    return "stored" if missing < max(1, parts.config.prefill_threshold) else None
+
+
+async def _hop(parts: Parts, asked: Asked) -> str | None:
+    """How it ended; None: there was nobody to ask."""
+    sent = bodies.dump(bodies.for_prefill(asked.route, asked.body, asked.token_ids))
+    tried: list[str] = []
+    for _ in range(ATTEMPTS):
+        turn = parts.instances.choose("prefill", clock_ms(), without=tried, prints=asked.prints)
+        if turn is None:
+            break
+        with turn:
+            address = turn.instance.address
+            if tried:
+                parts.metrics.retries.labels("prefill").inc()
+            tried.append(address)
+            asked.prefill = address
+            answer = await _attempt(parts, asked, turn, sent)
+        if answer is None:
+            continue
+        if answer.is_ok:
+            asked.stored = bodies.stored_tokens(answer.json())
+            return "done"
+        log.info(
+            "prefill_refused id=%s instance=%s status=%d",
+            asked.request_id, address, answer.status,
+        )  # fmt: skip
+        asked.prefill = f"refused:{address}"
+        return "refused"
+    if not tried:
+        return None
+    asked.prefill = f"failed:{','.join(tried)}"
+    return "failed"
+
+
+async def _attempt(parts: Parts, asked: Asked, turn: Turn, sent: bytes) -> Answer | None:
+    """The answer; None: another prefiller may do better."""
+    address = turn.instance.address
+    try:
+        answer = await parts.engines.ask(
+            "POST",
+            address,
+            asked.route.path,
+            data=sent,
+            headers=asked.engine_headers("-prefill"),
+            timeout_ms=parts.config.prefill_timeout_ms,
+        )
+    except EngineError as error:
+        turn.failed(clock_ms())
+        if error.failure == "connect":
+            turn.instance.is_gone()
+        log.warning("prefill_failed id=%s reason=%s", asked.request_id, error)
+        return None
+    if answer.status >= 500:
+        turn.failed(clock_ms())
+        log.warning(
+            "prefill_failed id=%s reason=%s: status %d", asked.request_id, address, answer.status
+        )
+        return None
+    turn.succeeded()
+    return answer

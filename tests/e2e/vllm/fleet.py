@@ -1,0 +1,159 @@
+"""``vllm serve`` processes and a ``kvstore-proxy`` in front of them, and requests to it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.vllm.engine import ENVIRONMENT, ROOT, transfer_config
+from tests.integration.cluster import free_port, until
+
+START_S = 240.0
+REQUEST_S = 120.0
+SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+"""As ``vllm serve``, which looks for a package that vLLM's build for CPUs is not called."""
+
+
+class Process:
+    """A server with a port and a health page. Its log is a file."""
+
+    def __init__(self, command: Sequence[str], port: int, log: Path, health: str) -> None:
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+        self.log = log
+        self._command = [*command, "--port", str(port)]
+        self._health = health
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    def start(self) -> None:
+        """Again, where it was killed."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+            )  # fmt: skip
+
+    def ready(self) -> None:
+        until(self._healthy, within_s=START_S, every_s=0.2)
+
+    def _healthy(self) -> bool:
+        if self.process.poll() is not None:
+            text = self.log.read_text(errors="replace")[-6_000:]
+            pytest.fail(f"{' '.join(self._command)} has ended: {text}")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return ask(self.address, "GET", self._health)[0] == 200
+        return False
+
+    def kill(self) -> None:
+        """-9, it and all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """As its users would; by force where that takes long."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        self.kill()
+
+    def counters(self) -> dict[str, float]:
+        """The connector's, from ``/metrics``."""
+        text = ask(self.address, "GET", "/metrics")[1]
+        found = {}
+        for line in text.splitlines():
+            if line.startswith("vllm:kvstore_"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0].removeprefix("vllm:kvstore_")
+                found[name.removesuffix("_total")] = float(value)
+        return found
+
+
+class Fleet:
+    """Starts them all at once; ``close`` ends them."""
+
+    def __init__(self, model: Path, master: str, directory: Path) -> None:
+        self._model = model
+        self._master = master
+        self._directory = directory
+        self.engines: list[Process] = []
+        self.proxy: Process
+
+    def engine(self, role: str) -> Process:
+        transfer = json.dumps(transfer_config(self._master, role))
+        command = [
+            *SERVE, "--model", str(self._model), "--served-model-name", "tiny",
+            "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
+            "--enable-scale-out",
+            "--gpu-memory-utilization", "0.1", "--kv-transfer-config", transfer,
+            "--host", "127.0.0.1",
+        ]  # fmt: skip
+        log = self._directory / f"{role}-{len(self.engines)}.log"
+        engine = Process(command, free_port(), log, "/health")
+        self.engines.append(engine)
+        return engine
+
+    def start_proxy(self, prefill: list[Process], decode: list[Process]) -> Process:
+        """Once all engines are ready."""
+        for engine in self.engines:
+            engine.ready()
+        command = [sys.executable, "-m", "kvstore.cli.proxy", "--master", self._master]
+        for role, engines in (("--prefill", prefill), ("--decode", decode)):
+            command += [role, ",".join(engine.address for engine in engines)]
+        self.proxy = Process(command, free_port(), self._directory / "proxy.log", "/healthz")
+        self.proxy.ready()
+        return self.proxy
+
+    def complete(self, prompt: list[int], tokens: int) -> list[int]:
+        """Greedy token ids, from the proxy. Fails unless it answers 200."""
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        status, text = ask(self.proxy.address, "POST", "/v1/completions", body)
+        assert status == 200, (status, text)
+        answer: dict[str, Any] = json.loads(text)
+        return list(answer["choices"][0]["token_ids"])
+
+    def chat(self, text: str, tokens: int) -> str:
+        """The answer to one message, from the proxy, as a stream that is put together again."""
+        body = {
+            "model": "tiny", "messages": [{"role": "user", "content": text}], "stream": True,
+            "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        status, events = ask(self.proxy.address, "POST", "/v1/chat/completions", body)
+        assert status == 200, (status, events)
+        lines = [line[6:] for line in events.splitlines() if line.startswith("data: ")]
+        assert lines[-1] == "[DONE]", lines[-3:]
+        chunks = [json.loads(line)["choices"] for line in lines[:-1]]
+        return "".join(each[0]["delta"].get("content") or "" for each in chunks if each)
+
+    def close(self) -> None:
+        processes = [*self.engines, *([self.proxy] if hasattr(self, "proxy") else [])]
+        for each in processes:
+            each.process.terminate()
+        for each in processes:
+            each.close()
+
+
+def ask(address: str, method: str, path: str, body: object = None) -> tuple[int, str]:
+    """Status and text."""
+    connection = http.client.HTTPConnection(address, timeout=REQUEST_S)
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+    finally:
+        connection.close()

@@ -1,0 +1,89 @@
+"""Prefillers, decoders and the proxy, as their users run them: ``vllm serve`` and HTTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.vllm.conftest import StartEngine, prompt
+from tests.e2e.vllm.fleet import Fleet
+from tests.e2e.vllm.tiny import BLOCK_TOKENS
+from tests.integration.cluster import Cluster, until
+
+TOKENS = 8
+AT_ONCE = 8
+WHOLE = 4 * BLOCK_TOKENS
+
+
+@pytest.fixture
+def fleet(store: Cluster, llama: Path, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(llama, store.address, tmp_path)
+    yield fleet
+    fleet.close()
+
+
+@pytest.mark.timeout(600)
+def test_forty_requests_are_right_and_all_of_them_hit(
+    fleet: Fleet, llama: Path, engine: StartEngine
+) -> None:
+    """8 at a time, over one prefiller and one decoder that meet only in the store."""
+    prompts = [prompt(seed) for seed in range(40)]
+    producer, consumer = fleet.engine("kv_producer"), fleet.engine("kv_consumer")
+    fleet.start_proxy([producer], [consumer])
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = list(pool.map(lambda ids: fleet.complete(ids, TOKENS), prompts))
+
+    hits = until(
+        lambda: consumer.counters().get("loaded_requests", 0) >= 40 and consumer.counters()
+    )
+    assert isinstance(hits, dict)
+    assert hits["hit_tokens"] == 40 * WHOLE
+    assert hits["load_failures"] == 0
+
+    # As text: rendered once, handed on as token ids, streamed.
+    said = [fleet.chat("What is a cache? " * 40, TOKENS) for _ in range(2)]
+    assert said[0] == said[1]
+    assert re.search(r"route=chat .*tokens=[1-9]\d+ prefill=127", fleet.proxy.log.read_text())
+    until(lambda: consumer.counters()["loaded_requests"] > 40)
+    fleet.close()
+    plain = engine(llama, None).generate(prompts, tokens=TOKENS)
+    assert answers == [each.tokens for each in plain]
+
+
+@pytest.mark.timeout(900)
+def test_one_prefiller_and_one_decoder_die_under_load_and_come_back(
+    fleet: Fleet, llama: Path, engine: StartEngine
+) -> None:
+    """Every request is answered, and every answer is right."""
+    prompts = [prompt(seed) for seed in range(48)]
+    producers = [fleet.engine("kv_producer") for _ in range(2)]
+    consumers = [fleet.engine("kv_consumer") for _ in range(2)]
+    fleet.start_proxy(producers, consumers)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        under_way = [pool.submit(fleet.complete, ids, TOKENS) for ids in prompts[:32]]
+        under_way[6].result()
+        producers[0].kill()
+        under_way[14].result()
+        consumers[0].kill()
+        for each in (producers[0], consumers[0]):
+            each.start()
+        answers = [each.result() for each in under_way]
+        for each in (producers[0], consumers[0]):
+            each.ready()
+        # Back again: they get requests, too.
+        more = [pool.submit(fleet.complete, ids, TOKENS) for ids in prompts[32:]]
+        answers += [each.result() for each in more]
+
+    saved = [each.counters()["save_blocks"] for each in producers]
+    loaded = [each.counters()["loaded_requests"] for each in consumers]
+    assert all(saved), f"both prefillers store: {saved}"
+    assert all(loaded), f"both decoders load: {loaded}"
+    fleet.close()
+    plain = engine(llama, None).generate(prompts, tokens=TOKENS)
+    assert answers == [each.tokens for each in plain]

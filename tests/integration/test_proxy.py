@@ -1,0 +1,687 @@
+"""A real proxy between fake engines: who is asked what, and what clients see when engines fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.integration.cluster import Server
+from tests.integration.engines import (
+    PROXY,
+    Call,
+    Engine,
+    Held,
+    World,
+    event,
+    hang_up,
+    play,
+    status,
+    stored,
+    tokens_of,
+)
+
+PROMPT = "a prompt of five words"
+IDS = tokens_of(PROMPT)
+
+
+# --- both hops ---------------------------------------------------------------------------------
+
+
+def test_a_completion_is_rendered_once_prefilled_and_decoded(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.prefillers[0].answer = stored(4)
+        code, answer = await w.complete(
+            max_tokens=50,
+            min_tokens=5,
+            logprobs=2,
+            temperature=0,
+            kv_transfer_params={"mine": 1},
+            headers={"X-Request-Id": "r-1", "Authorization": "Bearer key"},
+        )
+        assert (code, answer["choices"]) == (200, [{"text": "one two"}])
+
+        [render] = w.prefillers[0].renders + w.decoders[0].renders
+        assert render.body["prompt"] == PROMPT
+        [first] = w.prefillers[0].calls
+        assert first.body == {
+            "model": "m", "prompt": IDS, "temperature": 0, "stream": False, "n": 1,
+            "max_tokens": 1, "kv_transfer_params": {"mine": 1},
+        }  # fmt: skip
+        [second] = w.decoders[0].calls
+        assert second.body == {
+            "model": "m", "prompt": IDS, "max_tokens": 50, "min_tokens": 5, "logprobs": 2,
+            "temperature": 0, "kv_transfer_params": {"mine": 1, "stored_tokens": 4},
+        }  # fmt: skip
+        assert (first.request_id, second.request_id) == ("r-1-prefill", "r-1")
+        for call in (render, first, second):
+            assert call.headers["Authorization"] == "Bearer key"
+
+    play(tmp_path, scenario)
+
+
+def test_a_chat_is_handed_on_with_its_token_ids_beside_it(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.prefillers[0].answer = stored(4)
+        code, _ = await w.chat(max_completion_tokens=9)
+        assert code == 200
+        [first], [second] = w.prefillers[0].calls, w.decoders[0].calls
+        assert first.body["messages"] == second.body["messages"]
+        assert first.body["max_tokens"] == first.body["max_completion_tokens"] == 1
+        assert first.params == {"prompt_token_ids": IDS}
+        assert second.params == {"prompt_token_ids": IDS, "stored_tokens": 4}
+        assert second.body["max_completion_tokens"] == 9
+        assert "max_tokens" not in second.body
+
+    play(tmp_path, scenario)
+
+
+def test_a_request_id_is_made_and_told_everywhere(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        body = {"model": "m", "prompt": PROMPT}
+        async with w.http.post(
+            w.url + "/v1/completions", json=body, headers={"X-Request-Id": "not fit"}
+        ) as response:
+            made = response.headers["X-Request-Id"]
+        assert made not in ("", "not fit")
+        assert w.decoders[0].calls[0].request_id == made
+        assert w.prefillers[0].calls[0].request_id == f"{made}-prefill"
+        await w.until(lambda: w.logged(f"id={made} route=completions status=200 tokens=5"))
+
+    play(tmp_path, scenario)
+
+
+def test_ids_that_the_client_sent_are_not_rendered(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        assert (await w.complete([1, 2, 3, 4, 5]))[0] == 200
+        assert w.prefillers[0].calls[0].body["prompt"] == [1, 2, 3, 4, 5]
+        assert not w.prefillers[0].renders + w.decoders[0].renders
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (404, {"detail": "Not Found"}),
+        (403, {"error": {"message": "Scale-out endpoints are disabled."}}),
+        (501, {"error": {"message": "no"}}),
+    ],
+)
+def test_without_rendering_both_hops_get_the_text(
+    tmp_path: Path, code: int, said: dict[str, object]
+) -> None:
+    async def scenario(w: World) -> None:
+        engines = [*w.prefillers, *w.decoders]
+        for engine in engines:
+            engine.render_status, engine.render_error = code, said
+        for _ in range(4):
+            assert (await w.complete())[0] == 200
+        assert [call.body["prompt"] for call in w.prefillers[0].calls] == [PROMPT] * 4
+        raw = w.decoders[0].calls[0].raw
+        assert raw == json.dumps({"model": "m", "prompt": PROMPT}).encode()  # byte for byte
+        # Each was asked once and not again.
+        assert [len(engine.renders) for engine in engines] == [1, 1]
+
+    play(tmp_path, scenario)
+
+
+def test_several_prompts_in_one_request_go_on_as_they_are(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        assert (await w.complete(["one", "two"]))[0] == 200
+        assert w.prefillers[0].calls[0].body["prompt"] == ["one", "two"]
+        assert w.decoders[0].calls[0].body["prompt"] == ["one", "two"]
+        assert not w.prefillers[0].renders + w.decoders[0].renders
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"prompt": "too short"}, "short"),
+        ({"kv_transfer_params": {"no_load": True}}, "no_load"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_no_prefiller_where_it_would_not_help(
+    tmp_path: Path, more: dict[str, object], reason: str
+) -> None:
+    async def scenario(w: World) -> None:
+        assert (await w.complete(**more))[0] == 200
+        assert not w.prefillers[0].calls
+        assert len(w.decoders[0].calls) == 1
+        name = f'kvstore_proxy_prefill_skipped_total{{reason="{reason}"}}'
+        assert await w.metric(name) == 1
+
+    play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("code", [400, 404])
+def test_a_request_that_an_engine_calls_wrong_is_not_prefilled(tmp_path: Path, code: int) -> None:
+    async def scenario(w: World) -> None:
+        engines = [*w.prefillers, *w.decoders]
+        for engine in engines:
+            engine.render_status = code
+            engine.render_error = {"error": {"message": "there is no model nope"}}
+        w.decoders[0].answer = status(code)
+        assert await w.complete() == (code, {"error": {"message": f"says {code}"}})
+        assert not w.prefillers[0].calls
+        # The engines go on rendering for others.
+        for engine in engines:
+            engine.render_status = 200
+        await w.complete()
+        assert w.decoders[0].calls[-1].body["prompt"] == IDS
+
+    play(tmp_path, scenario)
+
+
+# --- streams -----------------------------------------------------------------------------------
+
+
+def test_a_stream_is_relayed_piece_by_piece_as_it_comes(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = held = Held(event("first"))
+        async with w.streaming(stream_options={"include_usage": True}) as response:
+            # The decoder has not gone on yet: what came was not held back.
+            assert await response.content.readuntil(b"\n\n") == event("first")
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            held.go_on.set()
+            assert await response.content.read() == event("last") + b"data: [DONE]\n\n"
+        assert "stream_options" not in w.prefillers[0].calls[0].body
+        assert w.decoders[0].calls[0].body["stream_options"] == {"include_usage": True}
+
+    play(tmp_path, scenario)
+
+
+def test_a_client_that_leaves_stops_the_decoder(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = held = Held(event("first"))
+        async with w.streaming() as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await held.cancelled.wait()
+        left = 'kvstore_proxy_requests_total{route="completions",status="499"}'
+        await w.until(lambda: w.metric(left))
+        assert (await w.healthz())[1]["in_flight"] == 0
+
+    play(tmp_path, scenario)
+
+
+def test_a_client_that_leaves_stops_the_prefiller(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.prefillers[0].answer = held = Held()
+        asking = asyncio.create_task(w.complete())
+        await held.began.wait()
+        asking.cancel()
+        await held.cancelled.wait()
+        assert not w.decoders[0].calls
+
+    play(tmp_path, scenario)
+
+
+# --- prefillers that fail ----------------------------------------------------------------------
+
+
+def test_a_prefiller_that_fails_is_replaced_by_another_one(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        failing, working = w.prefillers
+        failing.answer = hang_up
+        working.answer = stored(4)
+        for _ in range(2):  # whichever is first, one of the two requests meets the failing one
+            assert (await w.complete())[0] == 200
+        assert len(failing.calls) >= 1
+        assert len(working.calls) == 2
+        assert [call.params for call in w.decoders[0].calls] == [{"stored_tokens": 4}] * 2
+
+    play(tmp_path, scenario, prefill=2)
+
+
+def test_when_two_prefillers_fail_the_decoder_does_it(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.prefillers:
+            engine.answer = status(500)
+        assert (await w.complete())[0] == 200
+        assert sum(len(engine.calls) for engine in w.prefillers) == 2  # of three
+        assert w.decoders[0].calls[0].params == {}
+        assert await w.metric('kvstore_proxy_retries_total{role="prefill"}') == 1
+
+    play(tmp_path, scenario, prefill=3)
+
+
+def test_a_slow_prefiller_costs_its_time_out_and_no_more(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.prefillers[0].answer = held = Held()
+        assert (await w.complete())[0] == 200
+        assert held.began.is_set()
+        await held.cancelled.wait()  # it was told to stop
+        await w.until(lambda: w.logged("prefill=failed:"))
+
+    play(tmp_path, scenario, prefill_timeout_ms=100)
+
+
+def test_a_prefiller_that_nobody_listens_at_is_left_out(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        gone = w.prefillers[0]
+        await gone.stop()
+        assert (await w.complete([1, 2, 3, 4, 5]))[0] == 200  # ids: it is not asked to render
+        state = await w.state_of(gone)
+        assert state is not None
+        assert not state["healthy"]
+        assert (await w.complete())[0] == 200
+        reason = 'kvstore_proxy_prefill_skipped_total{reason="no_prefiller"}'
+        assert await w.metric(reason) >= 1
+        await gone.start(int(gone.address.rpartition(":")[2]))
+        await w.until_healthy(gone)
+        assert (await w.complete())[0] == 200
+        assert len(gone.calls) == 1
+
+    # So rare that the requests find out first, not the checks; the second round is not waited for.
+    play(tmp_path, scenario, health_interval_ms=1_000)
+
+
+def test_what_a_prefiller_refuses_the_decoder_decides(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.prefillers:
+            engine.answer = status(422)
+        w.decoders[0].answer = status(422)
+        assert await w.complete() == (422, {"error": {"message": "says 422"}})
+        assert sum(len(engine.calls) for engine in w.prefillers) == 1
+
+    play(tmp_path, scenario, prefill=2)
+
+
+# --- decoders that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [hang_up, status(500), status(503)])
+def test_a_decoder_that_fails_before_its_first_byte_is_replaced(
+    tmp_path: Path, failure: object
+) -> None:
+    async def scenario(w: World) -> None:
+        failing, working = w.decoders
+        failing.answer = failure  # type: ignore[assignment]
+        w.prefillers[0].answer = stored(4)
+        for _ in range(2):
+            assert (await w.complete())[0] == 200
+        assert len(failing.calls) >= 1
+        assert len(working.calls) == 2
+        assert len(w.prefillers[0].calls) == 2  # not again for the second decoder
+        assert {call.params["stored_tokens"] for call in working.calls} == {4}
+
+    play(tmp_path, scenario, decode=2)
+
+
+def test_a_stream_that_has_headers_but_no_byte_can_still_be_replaced(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.decoders:
+            engine.answer = held = Held(b"")
+            held.breaks = True
+            held.go_on.set()
+        w.decoders[1].answer = Held(event("first"))
+        w.decoders[1].answer.go_on.set()
+        for _ in range(2):
+            async with w.streaming() as response:
+                assert (await response.content.read()).startswith(event("first"))
+        assert len(w.decoders[1].calls) == 2
+
+    play(tmp_path, scenario, decode=2)
+
+
+def test_decoders_that_all_fail_are_tried_so_often_and_the_last_one_tells(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.decoders:
+            engine.answer = status(500)
+        assert await w.complete() == (500, {"error": {"message": "says 500"}})
+        assert sum(len(engine.calls) for engine in w.decoders) == 3  # of four
+        for engine in w.decoders:
+            engine.answer = hang_up
+        code, answer = await w.complete()
+        assert (code, answer["error"]["type"]) == (502, "upstream_error")
+
+    play(tmp_path, scenario, decode=4, retries=2)
+
+
+def test_a_request_that_no_engine_can_take_does_not_open_every_breaker(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.decoders:
+            engine.answer = status(500)
+        for _ in range(3):
+            assert (await w.complete())[0] == 500
+        _, told = await w.healthz()
+        assert {row["breaker"] for row in told["instances"]} == {"closed"}
+        w.decoders[0].answer = hang_up  # this is its own fault
+        for _ in range(3):
+            await w.complete()
+        state = await w.state_of(w.decoders[0])
+        assert state is not None
+        assert state["breaker"] == "open"
+
+    play(tmp_path, scenario, decode=2, breaker_failures=2, breaker_open_ms=60_000)
+
+
+def test_a_stream_that_breaks_ends_with_an_event_that_says_so(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.decoders:
+            engine.answer = held = Held(event("first"), b'data: {"half')
+            held.breaks = True
+            held.go_on.set()
+        async with w.streaming() as response:
+            *_, half, last, nothing = (await response.content.read()).split(b"\n\n")
+        assert (half, nothing) == (b'data: {"half', b"")
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["type"], error["code"]) == ("upstream_error", 502)
+        assert sum(len(engine.calls) for engine in w.decoders) == 1  # nobody began again
+        broken = 'kvstore_proxy_requests_total{route="completions",status="502"}'
+        await w.until(lambda: w.metric(broken))
+
+    play(tmp_path, scenario, decode=2)
+
+
+def test_an_answer_that_breaks_and_is_no_stream_does_not_look_whole(tmp_path: Path) -> None:
+    async def half(request: web.Request, _call: Call) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        await response.write(b'{"choices": ')
+        return await hang_up(request, _call)
+
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = half
+        body = {"model": "m", "prompt": PROMPT}
+        async with w.http.post(w.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+
+    play(tmp_path, scenario)
+
+
+def test_a_stream_that_falls_silent_ends_with_an_event_that_says_so(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = held = Held(event("first"))
+        async with w.streaming() as response:
+            *_, last, _ = (await response.content.read()).split(b"\n\n")
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 504
+        await held.cancelled.wait()
+
+    play(tmp_path, scenario, idle_timeout_ms=200)
+
+
+def test_a_decoder_without_a_first_byte_is_waited_for_so_long(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.decoders:
+            engine.answer = Held()
+        code, answer = await w.complete()
+        assert (code, answer["error"]["code"]) == (504, 504)
+        assert sum(len(engine.calls) for engine in w.decoders) == 1  # not twice as long
+
+    play(tmp_path, scenario, decode=2, first_byte_timeout_ms=200)
+
+
+def test_without_a_decoder_clients_are_told_to_come_back(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        assert (await w.healthz())[0] == 503
+        body = {"model": "m", "prompt": PROMPT}
+        async with w.http.post(w.url + "/v1/completions", json=body) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+        assert not w.prefillers[0].calls  # computed for nobody
+
+    play(tmp_path, scenario, decode=0)
+
+
+def test_health_checks_find_who_is_ill_and_who_is_well_again(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        ill, well = w.decoders
+        ill.health_status = 503
+        await w.until_healthy(ill, healthy=False)
+        for _ in range(3):
+            assert (await w.complete())[0] == 200
+        assert (len(ill.calls), len(well.calls)) == (0, 3)
+        ill.health_status = 200
+        await w.until_healthy(ill)
+        assert (await w.complete())[0] == 200
+        assert len(ill.calls) == 1  # chosen longest ago
+
+    play(tmp_path, scenario, decode=2)
+
+
+# --- choice ------------------------------------------------------------------------------------
+
+
+def test_the_least_busy_decoder_gets_the_next_request(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        held = Held(event("first"))
+        for engine in w.decoders:
+            engine.answer = held
+        async with w.streaming() as one:
+            await one.content.readuntil(b"\n\n")
+            async with w.streaming() as other:
+                await other.content.readuntil(b"\n\n")
+                assert [len(engine.calls) for engine in w.decoders] == [1, 1]
+            # That one was left: its engine is free again, and chosen although it was the last.
+            await w.until(lambda: _idle(w, w.decoders[1]))
+            async with w.streaming() as third:
+                await third.content.readuntil(b"\n\n")
+                assert [len(engine.calls) for engine in w.decoders] == [1, 2]
+                held.go_on.set()
+
+    async def _idle(w: World, engine: Engine) -> bool:
+        state = await w.state_of(engine)
+        return state is not None and state["in_flight"] == 0
+
+    play(tmp_path, scenario, decode=2)
+
+
+def test_a_prefix_goes_where_it_went_before(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        prompts = {start: [start] * 64 for start in (1, 2)}
+        for start in (1, 2, 2, 1, 1, 2):
+            assert (await w.complete([*prompts[start], *range(70)]))[0] == 200
+        for engine in (*w.prefillers, *w.decoders):
+            assert len(engine.calls) == 3
+            assert len({call.body["prompt"][0] for call in engine.calls}) == 1
+
+    play(tmp_path, scenario, prefill=2, decode=2, affinity="prefix")
+
+
+# --- instances that come and go ----------------------------------------------------------------
+
+
+def test_an_instance_is_added_and_removed_while_the_proxy_runs(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        new = await w.engine()
+        row = {"role": "decode", "address": new.address}
+        code, told = await w.admin("POST", json=row)
+        assert (code, told["healthy"], told["role"]) == (201, True, "decode")
+        assert (await w.admin("POST", json=row))[0] == 200  # it is there already
+        assert (await w.complete())[0] == 200
+        assert len(new.calls) == 1
+        code, told = await w.admin("DELETE", f"/{new.address}")
+        assert (code, len(told["instances"])) == (200, 1)
+        assert (await w.complete())[0] == 503
+        assert (await w.admin("DELETE", f"/{new.address}"))[0] == 404
+        assert (await w.admin("GET"))[1] == {"instances": []}
+
+    play(tmp_path, scenario, prefill=0, decode=0)
+
+
+def test_a_drained_instance_ends_what_it_has_and_is_gone(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        drained, other = w.decoders
+        held = Held(event("first"))
+        for engine in w.decoders:
+            engine.answer = held
+        async with w.streaming() as response, w.streaming() as second:
+            for each in (response, second):
+                await each.content.readuntil(b"\n\n")
+            code, told = await w.admin("POST", f"/{drained.address}/drain")
+            assert (code, told["instances"][0]["in_flight"]) == (202, 1)
+            more = [asyncio.create_task(_read(w)) for _ in range(4)]
+            await w.until(lambda: _has_calls(other, 5))
+            state = await w.state_of(drained)
+            assert state is not None
+            assert state["draining"]
+            held.go_on.set()
+            for each in (response, second):
+                assert (await each.content.read()).startswith(event("last"))
+            assert all(b"[DONE]" in each for each in await asyncio.gather(*more))
+        assert len(drained.calls) == 1
+        assert await w.state_of(drained) is None
+
+    async def _read(w: World) -> bytes:
+        async with w.streaming() as response:
+            content: bytes = await response.content.read()
+            return content
+
+    async def _has_calls(engine: Engine, count: int) -> bool:
+        return len(engine.calls) == count
+
+    play(tmp_path, scenario, decode=2)
+
+
+@pytest.mark.parametrize(
+    "body", ["", "[]", '{"role": "cook", "address": "a:1"}', '{"role": "decode", "address": "a"}']
+)
+def test_what_is_no_instance(tmp_path: Path, body: str) -> None:
+    async def scenario(w: World) -> None:
+        code, told = await w.admin("POST", data=body)
+        assert (code, told["error"]["type"]) == (400, "invalid_request_error")
+        assert (await w.admin("GET"))[1] == {"instances": []}
+
+    play(tmp_path, scenario, prefill=0, decode=0)
+
+
+def test_a_page_in_a_browser_cannot_change_instances(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        row = json.dumps({"role": "decode", "address": "a:1"})
+        code, _ = await w.admin("POST", data=row, headers={"Origin": "http://127.0.0.1"})
+        assert code == 403
+        assert (await w.admin("GET"))[1] == {"instances": []}
+
+    play(tmp_path, scenario, prefill=0, decode=0)
+
+
+# --- bounds ------------------------------------------------------------------------------------
+
+
+def test_beyond_the_bound_clients_are_told_to_come_back(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = held = Held(event("first"))
+        async with w.streaming() as response:
+            await response.content.readuntil(b"\n\n")
+            async with w.streaming() as second:
+                assert (second.status, second.headers["Retry-After"]) == (503, "1")
+                assert "X-Request-Id" in second.headers
+            held.go_on.set()
+            await response.content.read()
+        async with w.streaming() as third:
+            assert third.status == 200
+        assert len(w.decoders[0].calls) == 2
+
+    play(tmp_path, scenario, inflight_max=1)
+
+
+def test_a_body_that_is_too_large_or_no_json_is_refused(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        code, answer = await w.complete("x" * 2_000)
+        assert (code, answer["error"]["code"]) == (413, 413)
+        for data in (b"", b"{", b"[1]", b"\xff"):
+            async with w.http.post(w.url + "/v1/completions", data=data) as response:
+                assert response.status == 400
+        assert not w.decoders[0].calls
+
+    play(tmp_path, scenario, body_max=1_024)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        host, _, port = w.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+    play(tmp_path, scenario, idle_timeout_ms=200)
+
+
+# --- operators ---------------------------------------------------------------------------------
+
+
+def test_models_health_metrics_and_the_first_line(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        assert w.decoders[0].address in w.greeting
+        assert w.prefillers[0].address in w.greeting
+        assert "this host only" in w.greeting
+        async with w.http.get(w.url + "/v1/models") as response:
+            assert (await response.json())["data"] == [{"id": "m"}]
+        code, told = await w.healthz()
+        assert (code, told["status"], len(told["instances"])) == (200, "ok", 2)
+        await w.complete()
+        assert await w.metric('kvstore_proxy_requests_total{route="completions",status="200"}') == 1
+        at = f'{{instance="{w.decoders[0].address}",role="decode"}}'
+        assert await w.metric(f"kvstore_proxy_instance_healthy{at}") == 1
+        assert await w.metric('kvstore_proxy_prefill_seconds_count{outcome="done"}') == 1
+        assert await w.metric('kvstore_proxy_first_byte_seconds_count{route="completions"}') == 1
+        async with w.http.get(w.url + "/elsewhere") as response:
+            assert response.status == 404
+
+    play(tmp_path, scenario)
+
+
+def test_sigterm_ends_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = held = Held(event("first"))
+        async with w.streaming() as response:
+            await response.content.readuntil(b"\n\n")
+            await asyncio.gather(w.healthz(), w.healthz())  # two connections that stay open
+            w.server.process.send_signal(signal.SIGTERM)
+            await w.until(lambda: _refuses(w))
+            assert w.server.process.poll() is None
+            assert (await w.complete())[0] == 503  # on a connection that is still there
+            assert (await w.healthz())[1]["status"] == "stopping"
+            held.go_on.set()
+            assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+        assert await w.ended() == 0
+
+    async def _refuses(w: World) -> bool:
+        try:
+            async with aiohttp.ClientSession() as session, session.get(w.url + "/healthz"):
+                return False
+        except aiohttp.ClientConnectorError:
+            return True
+
+    play(tmp_path, scenario)
+
+
+def test_sigterm_does_not_wait_longer_than_the_grace(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = held = Held(event("first"))
+        async with w.streaming() as response:
+            await response.content.readuntil(b"\n\n")
+            w.server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.content.read()
+        assert await w.ended() == 0
+        await held.cancelled.wait()
+
+    play(tmp_path, scenario, grace_ms=100)
+
+
+def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        port = w.url.rpartition(":")[2]
+        second = Server(PROXY, ["--port", port], log=tmp_path / "second.log")
+        try:
+            assert await asyncio.to_thread(second.wait) == 1
+            assert f"127.0.0.1:{port} is in use. Choose another --port." in second.errors
+            assert "Traceback" not in second.errors
+        finally:
+            second.close()
+
+    play(tmp_path, scenario, prefill=0, decode=0)

@@ -1,0 +1,131 @@
+"""A proxy that asks a real store what it holds before it asks a prefiller."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from kvstore.proxy.hashes import block_hashes
+from tests.integration.cluster import Cluster, until
+from tests.integration.engines import World, play
+
+BLOCK = 8
+NONE_HASH = bytes(range(32))
+NAMESPACES = ["m@group0", "m@group1"]
+PROMPT = list(range(100, 141))
+"""41 tokens: five full blocks and one token."""
+
+THRESHOLD = 16
+STORED = 'kvstore_proxy_prefill_skipped_total{reason="stored"}'
+
+
+def record(**more: object) -> bytes:
+    value = {
+        "format": 1, "models": ["m"], "fingerprint": "f", "namespaces": NAMESPACES,
+        "block_size": BLOCK, "hash_block_size": BLOCK // 2, "hash_algorithm": "sha256_cbor",
+        "none_hash": NONE_HASH.hex(), "description": {}, **more,
+    }  # fmt: skip
+    return json.dumps(value).encode()
+
+
+def put(cluster: Cluster, namespace: str, blocks: int) -> None:
+    """The first blocks of PROMPT; in the second namespace in halves, as of a group of layers with
+    smaller blocks."""
+    hashes = block_hashes(
+        PROMPT, block_size=BLOCK // 2, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
+    )
+    chain = list(hashes)[: 2 * blocks]
+    if namespace == NAMESPACES[0]:
+        chain = chain[1::2]
+    cluster.client().put_chain(chain, [b"kv"] * len(chain), namespace=namespace)
+
+
+async def known(w: World) -> bool:
+    found: bool = (await w.healthz())[1]["models_known_in_store"] == ["m"]
+    return found
+
+
+def test_what_the_store_holds_is_not_prefilled_again(tmp_path: Path, cluster: Cluster) -> None:
+    async def scenario(w: World) -> None:
+        await w.until(lambda: known(w))
+        prefiller = w.prefillers[0]
+
+        assert (await w.complete(PROMPT))[0] == 200
+        assert len(prefiller.calls) == 1  # nothing is there
+
+        put(cluster, NAMESPACES[0], 5)
+        put(cluster, NAMESPACES[1], 3)
+        assert (await w.complete(PROMPT))[0] == 200
+        assert len(prefiller.calls) == 2  # two blocks are not in every namespace: 16 tokens
+
+        put(cluster, NAMESPACES[1], 4)
+        assert (await w.complete(PROMPT))[0] == 200
+        assert len(prefiller.calls) == 2  # eight tokens are fewer than the threshold
+        assert await w.metric(STORED) == 1
+        assert w.decoders[0].calls[-1].params == {}
+
+        # The same tokens under other hashes: the engine would not find them.
+        assert (await w.complete(PROMPT, cache_salt="s"))[0] == 200
+        assert (await w.complete(PROMPT, model="adapter"))[0] == 200
+        assert len(prefiller.calls) == 4
+
+    cluster.start()
+    cluster.client().put("f", record(), namespace="vllm-fleet")
+    cluster.client().put("broken", b"no record", namespace="vllm-fleet")
+    cluster.client().put("old", record(format=0, models=["n"]), namespace="vllm-fleet")
+    play(
+        tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
+        lookup_timeout_ms=5_000,
+    )  # fmt: skip
+    log = (tmp_path / "proxy.log").read_text()
+    assert log.count("record_refused") == 2
+
+
+def test_a_store_that_dies_costs_requests_nothing_but_the_hop(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    async def scenario(w: World) -> None:
+        await w.until(lambda: known(w))
+        assert (await w.complete(PROMPT))[0] == 200
+        assert not w.prefillers[0].calls
+        assert cluster.master_server is not None
+        cluster.master_server.kill()
+        for _ in range(5):
+            assert (await w.complete(PROMPT))[0] == 200
+        assert len(w.prefillers[0].calls) == 5
+        assert await w.metric('kvstore_proxy_lookups_total{outcome="failed"}') == 5
+        # Three found out, each for as long as a lookup may take; the others did not ask.
+        assert await w.metric("kvstore_proxy_lookup_seconds_count") == 4
+        await asyncio.to_thread(begin_again)
+
+        async def is_asked_again() -> bool:
+            assert (await w.complete(PROMPT))[0] == 200
+            return await w.metric(STORED) == 2
+
+        await w.until(is_asked_again)
+
+    def fill() -> None:
+        cluster.client().put("f", record(), namespace="vllm-fleet")
+        for namespace in NAMESPACES:
+            put(cluster, namespace, 5)
+
+    def begin_again() -> None:
+        cluster.master()
+        until(lambda: cluster.status().nodes)
+        fill()
+
+    cluster.start()
+    fill()
+    play(
+        tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
+        lookup_timeout_ms=200,
+    )  # fmt: skip
+
+
+def test_without_a_store_it_starts_and_serves(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        assert (await w.complete(PROMPT))[0] == 200
+        assert len(w.prefillers[0].calls) == 1
+
+    play(tmp_path, scenario, master="127.0.0.1:1")

@@ -1,0 +1,65 @@
+"""When an instance is left alone, and when it is tried again."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.proxy.breaker import Breaker
+
+
+@pytest.fixture
+def breaker() -> Breaker:
+    return Breaker(failures_max=3, open_ms=1_000)
+
+
+def opened(breaker: Breaker, now_ms: int = 0) -> Breaker:
+    for _ in range(3):
+        breaker.begin(now_ms)
+        breaker.failed(now_ms)
+    return breaker
+
+
+def test_it_opens_after_so_many_failures_in_a_row(breaker: Breaker) -> None:
+    for _ in range(2):
+        breaker.failed(0)
+    breaker.succeeded()
+    for _ in range(2):
+        breaker.failed(0)
+    assert breaker.state(0) == "closed"
+    breaker.failed(0)
+    assert breaker.state(0) == breaker.state(999) == "open"
+    assert not breaker.allows(999)
+
+
+def test_then_one_request_tries_and_the_others_wait_for_what_it_finds(breaker: Breaker) -> None:
+    opened(breaker)
+    assert breaker.state(1_000) == "half_open"
+    assert breaker.begin(1_000)
+    assert not breaker.allows(1_000)
+    breaker.succeeded()
+    assert breaker.state(1_000) == "closed"
+    assert not breaker.begin(1_000)
+    assert breaker.allows(1_000)
+
+
+def test_one_more_failure_opens_it_again(breaker: Breaker) -> None:
+    opened(breaker)
+    breaker.begin(1_500)
+    breaker.failed(1_600)
+    assert breaker.state(2_599) == "open"
+    assert breaker.state(2_600) == "half_open"
+    assert breaker.allows(2_600)
+
+
+def test_a_try_without_a_verdict_leaves_the_next_one_to_try(breaker: Breaker) -> None:
+    opened(breaker)
+    breaker.begin(1_000)
+    breaker.abandoned()
+    assert breaker.state(1_000) == "half_open"
+    assert breaker.begin(1_000)
+
+
+def test_late_failures_do_not_keep_it_open_longer(breaker: Breaker) -> None:
+    opened(breaker)
+    breaker.failed(900)
+    assert breaker.state(1_000) == "half_open"

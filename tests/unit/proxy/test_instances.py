@@ -1,0 +1,145 @@
+"""Whom to ask next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.proxy.affinity import BLOCK_TOKENS, fingerprints
+from kvstore.proxy.instances import Instance, Instances, Rules, Turn
+
+PRINTS = fingerprints(range(2 * BLOCK_TOKENS), blocks_max=9)
+
+
+def healthy(rules: Rules, *addresses: str) -> Instances:
+    instances = Instances(rules)
+    for address in addresses:
+        instances.add("decode", address)[0].is_well()
+    return instances
+
+
+@pytest.fixture
+def three() -> Iterator[Instances]:
+    instances = healthy(Rules(breaker_failures=2, breaker_open_ms=100), "a", "b", "c")
+    yield instances
+    instances.check_invariants()
+
+
+def choose(instances: Instances, now_ms: int = 0, **more: object) -> Turn:
+    turn = instances.choose("decode", now_ms, **more)  # type: ignore[arg-type]
+    assert turn is not None
+    return turn
+
+
+def at(instances: Instances, address: str) -> Instance:
+    return instances.at(address)[0]
+
+
+def test_the_least_busy_and_of_equals_the_one_chosen_longest_ago(three: Instances) -> None:
+    turns = [choose(three) for _ in range(4)]
+    assert [turn.instance.address for turn in turns] == ["a", "b", "c", "a"]
+    turns[1].__exit__(None, None, None)
+    assert choose(three).instance.address == "b"
+    assert [each.in_flight for each in three] == [2, 1, 1]
+
+
+def test_one_after_the_other_they_take_turns(three: Instances) -> None:
+    served = []
+    for _ in range(6):
+        with choose(three) as turn:
+            served.append(turn.instance.address)
+    assert served == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_not_who_was_tried_nor_who_is_in_another_role(three: Instances) -> None:
+    three.add("prefill", "p")[0].is_well()
+    assert choose(three, without=["a", "b"]).instance.address == "c"
+    assert three.choose("decode", 0, without=["a", "b", "c"]) is None
+
+
+def test_two_silences_make_it_unhealthy_and_one_answer_well(three: Instances) -> None:
+    a = at(three, "a")
+    a.is_silent()
+    assert a.usable(0)
+    a.is_well()
+    a.is_silent()
+    assert a.usable(0)
+    a.is_silent()
+    assert not a.usable(0)
+    a.is_well()
+    assert a.usable(0)
+
+
+def test_a_refused_connection_needs_no_second_opinion(three: Instances) -> None:
+    at(three, "a").is_gone()
+    assert {choose(three).instance.address for _ in range(4)} == {"b", "c"}
+
+
+def test_nobody_is_asked_before_it_was_checked() -> None:
+    instances = Instances(Rules())
+    instances.add("decode", "a")
+    assert instances.choose("decode", 0) is None
+
+
+def test_who_keeps_failing_is_left_alone_and_then_tried_by_one(three: Instances) -> None:
+    for _ in range(2):
+        with choose(three, without=["b", "c"]) as turn:
+            turn.failed(0)
+    assert three.choose("decode", 99, without=["b", "c"]) is None
+    probe = choose(three, 100, without=["b", "c"])
+    assert probe.is_probe
+    assert three.choose("decode", 100, without=["b", "c"]) is None
+    probe.__exit__(None, None, None)  # its client left
+    with choose(three, 100, without=["b", "c"]) as probe:
+        probe.succeeded()
+        assert not probe.is_probe
+    assert not choose(three, 100, without=["b", "c"]).is_probe
+
+
+def test_a_drained_one_goes_with_its_last_request(three: Instances) -> None:
+    first, second = choose(three, without=["b", "c"]), choose(three, without=["b", "c"])
+    three.drain(first.instance)
+    assert three.choose("decode", 0, without=["b", "c"]) is None
+    first.__exit__(None, None, None)
+    assert three.at("a")
+    second.__exit__(None, None, None)
+    assert not three.at("a")
+
+
+def test_a_drained_one_without_requests_goes_at_once(three: Instances) -> None:
+    three.drain(at(three, "a"))
+    assert not three.at("a")
+
+
+def test_one_that_drains_can_be_taken_back(three: Instances) -> None:
+    turn = choose(three, without=["b", "c"])
+    three.drain(turn.instance)
+    assert three.add("decode", "a") == (turn.instance, False)
+    turn.__exit__(None, None, None)
+    assert at(three, "a").usable(0)
+
+
+def test_a_removed_one_that_comes_back_is_another(three: Instances) -> None:
+    turn = choose(three, without=["b", "c"])
+    three.remove(turn.instance)
+    again, is_new = three.add("decode", "a")
+    assert is_new
+    turn.__exit__(None, None, None)  # the old one's last request does not take the new one away
+    assert three.at("a") == [again]
+    assert again.in_flight == 0
+
+
+def test_affinity_prefers_who_had_the_prefix_within_its_slack() -> None:
+    rules = Rules(prefix_affinity=True, affinity_slack=1)
+    instances = healthy(rules, "a", "b")
+    turns = [choose(instances, prints=PRINTS) for _ in range(4)]
+    # a has it; at two more than b it is too many, and then b has had it last.
+    assert [turn.instance.address for turn in turns] == ["a", "a", "b", "b"]
+    assert choose(instances).instance.address == "a"  # another prompt: nobody's
+    instances.check_invariants()
+
+
+def test_without_affinity_a_prefix_does_not_matter(three: Instances) -> None:
+    found = [choose(three, prints=PRINTS).instance.address for _ in range(3)]
+    assert found == ["a", "b", "c"]
