@@ -436,12 +436,17 @@ def test_what_is_forgotten_while_it_is_its_turn_is_not_asked(start: Start, store
     lookups = start()
     store.hold()
     began = threading.Event()
-    errand = lookups.errand(lambda: (began.set(), store.go_on.wait(LONG_S)))
+
+    def hold_the_thread(go_on: threading.Event = store.go_on) -> bool:
+        began.set()
+        return go_on.wait(LONG_S)
+
+    errand = lookups.errand(hold_the_thread)
     assert began.wait(LONG_S)
     for name in ("first", "second"):
         lookups.want(name, hashes(1))
-    store.go_on.set()
-    store.go_on = threading.Event()
+    first_turn, store.go_on = store.go_on, threading.Event()
+    first_turn.set()
     errand.result(LONG_S)
     store.wait_until_asked()
     lookups.forget("second")
