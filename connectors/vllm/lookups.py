@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvstore.client.asking import Match
 from kvstore.connectors.vllm.breaker import Breaker
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.errors import KVStoreError
+from kvstore.errors import ClosedError, KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX
 
 log = logging.getLogger("vllm.kvstore")
@@ -93,7 +93,7 @@ class Lookups:
         self._patience_s = STEP_PATIENCE_S
         self._changed = threading.Condition()
         self._active: list[Lookup] = []
-        self._errands: list[Callable[[], None]] = []
+        self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._chore: Callable[[], float] = lambda: NEVER_S
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-lookups", daemon=True)
@@ -167,16 +167,12 @@ class Lookups:
     def errand(self, work: Callable[[], T]) -> Future[T]:
         """Have the thread do something else with the store, between two questions."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:  # noqa: BLE001  # whoever waits for it is told
-                future.set_exception(error)
-
         with self._changed:
-            self._errands.append(run)
-            self._changed.notify()
+            if self._closing:
+                future.set_exception(ClosedError("closed"))
+            else:
+                self._errands.append((future, work))
+                self._changed.notify()
         return future
 
     def take_counters(self) -> dict[str, int]:
@@ -197,6 +193,9 @@ class Lookups:
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
+        errands, self._errands = self._errands, []
+        for future, _ in errands:  # so that nobody waits for them
+            future.set_exception(ClosedError("closed"))
 
     # --- the thread ---------------------------------------------------------------------------
 
@@ -220,8 +219,11 @@ class Lookups:
                 errands, self._errands = self._errands, []
                 if errands:
                     due = []
-            for errand in errands:
-                errand()
+            for future, work in errands:
+                try:
+                    future.set_result(work())
+                except Exception as error:  # noqa: BLE001  # whoever waits for it is told
+                    future.set_exception(error)
             for lookup in due:
                 if not lookup.done.is_set():
                     self._look(lookup)
@@ -246,11 +248,17 @@ class Lookups:
             if opened:
                 log.warning("store_not_answering, going on without it: %s", error)
             return
+        except Exception:  # a bug of ours must not end the thread
+            log.exception("lookup_failed")
+            with self._changed:
+                self._count("lookups_failed")
+                self._answer(lookup, failed=True)
+            return
         self.breaker.succeeded()
         now = self._clock()
         self._latencies_us.append(int((now - started) * 1e6))
         lookup.attempts += 1
-        whole = len(lookup.hashes) * self._groups.hash_block_tokens
+        whole = self._groups.aligned(len(lookup.hashes) * self._groups.hash_block_tokens)
         missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
         with self._changed:
             lookup.tokens = tokens

@@ -11,6 +11,7 @@ reference counts of pinned blocks.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,10 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if tracked is None or _params(tracked.request).get("no_store"):
                 continue
-            tokens = self._savable(tracked.request, scheduled)
+            savable = self._savable(tracked.request, scheduled)
+            tokens = self._fitting(tracked, savable)
+            if tokens < savable:
+                self._count("saves_refused")
             sizes = self._groups.block_tokens.items()
             if all(tokens // size <= tracked.saved.get(group, 0) for group, size in sizes):
                 continue
@@ -200,10 +204,10 @@ class SchedulerHalf:
                 continue
             hashes = tracked.request.block_hashes
             runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
-            if runs and (save := self._pin(tracked.request, runs)) is not None:
+            if runs:
                 for group, size in sizes:
                     tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
-                yield save
+                yield self._pin(tracked.request, runs)
 
     def _savable(self, request: Request, scheduled: int) -> int:
         """Tokens whose blocks are whole after this step. Only what is confirmed has a hash: tokens
@@ -216,15 +220,31 @@ class SchedulerHalf:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens
 
-    def _pin(self, request: Request, runs: list[Run]) -> Save | None:
+    def _fitting(self, tracked: Tracked, tokens: int) -> int:
+        """As many of these tokens as may be pinned now: the rest is saved in a later step."""
+        assert self._pool is not None, "bind_block_pool comes first"
+        room = int(self._pool.num_gpu_blocks * self._config.pinned_max) - self._pinned_blocks
+
+        def blocks(tokens: int) -> int:
+            return sum(
+                max(0, tokens // size - tracked.saved.get(group, 0))
+                for group, size in self._groups.block_tokens.items()
+            )
+
+        if blocks(tokens) <= room:
+            return tokens
+        align = self._groups.align_tokens
+        return (
+            bisect_right(range(tokens // align + 1), room, key=lambda each: blocks(each * align))
+            - 1
+        ) * align
+
+    def _pin(self, request: Request, runs: list[Run]) -> Save:
         """A reference for each block, so that it is not reused before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
         block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
         assert NULL_BLOCK not in block_ids
-        if self._pinned_blocks + len(block_ids) > pool.num_gpu_blocks * self._config.pinned_max:
-            self._count("saves_refused")
-            return None
         pool.touch([pool.blocks[block_id] for block_id in block_ids])
         self._pinned_blocks += len(block_ids)
         self._next_save += 1
