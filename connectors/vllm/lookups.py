@@ -24,7 +24,7 @@ from kvstore.client.asking import Match
 from kvstore.connectors.vllm.breaker import Breaker
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -132,14 +132,19 @@ class Lookups:
                 self._changed.notify()
         return lookup
 
-    def tokens(self, lookup: Lookup) -> int | None:
-        """How many leading tokens the store has; None: come again in the next step."""
-        if not lookup.done.is_set() and self._patience_s > 0:
+    def tokens(self, lookup: Lookup, *, patient: bool = True) -> int | None:
+        """How many leading tokens the store has; None: come again in the next step.
+
+        Not ``patient``: it is not worth waiting for.
+        """
+        if patient and not lookup.done.is_set() and self._patience_s > 0:
             before = time.monotonic()
             lookup.done.wait(self._patience_s)
             self._patience_s -= time.monotonic() - before
         if lookup.done.is_set():
             return lookup.tokens
+        if not patient:
+            return None
         now = self._clock()
         lookup.wanted_since = lookup.wanted_since or now
         patience = self._deadline_s + (self._writers_wait_s if lookup.waits_for_writers else 0)
@@ -228,7 +233,14 @@ class Lookups:
                 if not lookup.done.is_set():
                     self._look(lookup)
             if not errands and not due:
-                chore_at = self._clock() + self._chore()
+                chore_at = self._clock() + self._do_chore()
+
+    def _do_chore(self) -> float:
+        try:
+            return self._chore()
+        except Exception:
+            log.exception("chore_failed")
+            return NEVER_S
 
     def _look(self, lookup: Lookup) -> None:
         started = self._clock()
@@ -280,9 +292,10 @@ class Lookups:
             if not keys:
                 return 0, False
             names = [name for group in groups for name in self._namespaces[group]]
-            matches = self._ask(keys, names)
-            tokens = min(tokens, min(match.matched for match in matches) * block_tokens)
-            being_written |= any(match.being_written for match in matches)
+            for start in range(0, len(names), NAMESPACES_MAX):
+                matches = self._ask(keys, names[start : start + NAMESPACES_MAX])
+                tokens = min(tokens, min(match.matched for match in matches) * block_tokens)
+                being_written |= any(match.being_written for match in matches)
         return self._groups.aligned(tokens), being_written
 
     def _by_block_tokens(self) -> Iterable[tuple[int, list[int]]]:

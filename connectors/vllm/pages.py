@@ -170,6 +170,9 @@ class CPUPages:
 
     def _buffers(self, group: int, block_ids: Sequence[int]) -> Buffers:
         memory = self._memory
+        last = max(block_ids, default=0)
+        for storage, offset, stride, length in self._pages[group]:
+            assert offset + last * stride + length <= len(memory[storage]), f"block {last}"
         return [
             [
                 memory[storage][offset + block * stride : offset + block * stride + length]

@@ -33,6 +33,9 @@ log = logging.getLogger("vllm.kvstore")
 LOADS_MAX = 2
 """Of one request: after so many that failed, everything is computed."""
 
+SAVES_MAX = 2
+"""Of one request: after so many that failed, nothing more of it is saved."""
+
 
 @dataclass
 class Tracked:
@@ -48,12 +51,14 @@ class Tracked:
     limit: int | None = None
     """Tokens that may be offered after a load has failed."""
     failed_loads: int = 0
+    failed_saves: int = 0
 
 
 @dataclass
 class Pinned:
     """Blocks of one save, kept from other use."""
 
+    request_id: str
     block_ids: list[int]
     workers_left: int
     runs: list[Run]
@@ -115,14 +120,15 @@ class SchedulerHalf:
         if not self._may_load(request):
             return 0, False
         limit = self._limit(tracked)
-        if limit <= computed:
-            return 0, False
-        there = self._lookups.tokens(self._want(request))
+        useful = limit > computed
+        there = self._lookups.tokens(self._want(request), patient=useful)
         if there is None:
-            return None, False
+            return (None if useful else 0), False
         tracked.saved = {
             group: there // tokens for group, tokens in self._groups.block_tokens.items()
         }
+        if not useful:  # but now we know what need not be saved
+            return 0, False
         tokens = self._groups.aligned(min(there, limit))
         tracked.missed = limit - max(tokens, computed)
         if tokens <= computed:
@@ -190,7 +196,11 @@ class SchedulerHalf:
             return
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or _params(tracked.request).get("no_store"):
+            if (
+                tracked is None
+                or tracked.failed_saves >= SAVES_MAX
+                or _params(tracked.request).get("no_store")
+            ):
                 continue
             savable = self._savable(tracked.request, scheduled)
             tokens = self._fitting(tracked, savable)
@@ -248,7 +258,7 @@ class SchedulerHalf:
         pool.touch([pool.blocks[block_id] for block_id in block_ids])
         self._pinned_blocks += len(block_ids)
         self._next_save += 1
-        pinned = Pinned(block_ids, self._workers, runs)
+        pinned = Pinned(request.request_id, block_ids, self._workers, runs)
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
             pinned.lora = request.lora_request.lora_name if request.lora_request else None
@@ -270,7 +280,7 @@ class SchedulerHalf:
             if pinned.stored:
                 self._events.stored(pinned.runs, pinned.tokens, pinned.lora)
             else:
-                self._count("saves_failed")
+                self._save_failed(pinned)
         for request_id, tokens in report.failed_loads.items():
             self._load_failed(request_id, tokens)
 
@@ -280,6 +290,15 @@ class SchedulerHalf:
         self._pinned_blocks -= len(pinned.block_ids)
         # The tail first, so that the shared beginning is evicted last.
         pool.free_blocks(pool.blocks[block_id] for block_id in reversed(pinned.block_ids))
+
+    def _save_failed(self, pinned: Pinned) -> None:
+        """It is saved again with what comes next: a chain with a hole is found by nobody."""
+        self._count("saves_failed")
+        tracked = self._tracked.get(pinned.request_id)
+        if tracked is not None:
+            tracked.failed_saves += 1
+            for run in pinned.runs:
+                tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
         """What could not be loaded is not offered to this request again."""

@@ -90,7 +90,8 @@ class Asked:
         self.known.add(request_id)
         return request_id
 
-    def tokens(self, lookup: str) -> int | None:
+    def tokens(self, lookup: str, *, patient: bool = True) -> int | None:
+        del patient
         return self.there.get(lookup, 0)
 
     def new_step(self) -> None:

@@ -234,6 +234,26 @@ def test_a_save_that_one_worker_could_not_do_is_counted_and_told_to_nobody() -> 
     assert engine.events.take() == []
 
 
+def test_a_save_that_failed_is_made_again_with_what_comes_next_and_then_given_up() -> None:
+    """A chain with a hole is found by nobody."""
+    engine = Engine()
+    request = engine.add("r", 24)
+    (save,) = engine.step({"r": 8}).saves
+    engine.report(save.number, stored=False)
+    (again,) = engine.step({"r": 8}).saves
+    assert [(run.first, len(run.keys), run.parent) for run in again.runs] == [(0, 4, None)]
+    engine.report(again.number, stored=False)
+    assert engine.step({"r": 8}).saves == []
+    assert engine.finish(request) is None
+
+
+def test_what_the_store_has_is_not_saved_again_though_all_of_it_is_cached_here() -> None:
+    engine = Engine(loads=True)
+    request = engine.add("r", 17, there=16)
+    assert engine.half.matched_tokens(request, 16) == (0, False)
+    assert engine.step({"r": 17}).saves == []
+
+
 def test_a_save_is_told_when_the_last_worker_has_stored_it() -> None:
     engine = Engine(workers=2, events_wanted=True)
     request = engine.add("r", 12)
