@@ -592,7 +592,7 @@ class ConnectorConfig(Config):
         "moment, instead of computing them again.",
     )
     transfer_timeout_ms: Milliseconds = Field(
-        default=10_000,
+        default=5_000,
         ge=10,
         le=600_000,
         description="The longest that loading the blocks of one request, or saving those of one "

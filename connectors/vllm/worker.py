@@ -32,6 +32,9 @@ log = logging.getLogger("vllm.kvstore")
 RUN_BLOCKS_MAX = 256
 """Blocks of one exchange with the store: bounds page-locked memory and what one failure costs."""
 
+LOAD_THREADS = 4
+"""Requests that are loaded at once: so that one slow node does not hold up what lies elsewhere."""
+
 CONTRIBUTE_PAUSE_S = 2.0
 """Between two attempts to contribute memory while there is no master."""
 
@@ -71,12 +74,14 @@ class WorkerHalf:
         self._saves: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         client = client_config(config, config.transfer_timeout_ms)
         self._client = Client(config=client)
+        self._breakers = {"load": Breaker(), "save": Breaker()}
         self._threads = [
             threading.Thread(target=self._serve, args=(waiting, work), name=name, daemon=True)
-            for name, waiting, work in (
-                ("kvstore-load", self._loads, self._load),
-                ("kvstore-save", self._saves, self._save),
+            for name, waiting, work, count in (
+                ("kvstore-load", self._loads, self._load, LOAD_THREADS),
+                ("kvstore-save", self._saves, self._save, 1),
             )
+            for _ in range(count)
         ]
         if config.memory:
             self._threads.append(
@@ -131,7 +136,7 @@ class WorkerHalf:
         """Blocks until transfers under way have ended; those that wait are given up."""
         self._closing.set()
         self._client.close()
-        for waiting in (self._loads, self._saves):
+        for waiting in (*(self._loads,) * LOAD_THREADS, self._saves):
             waiting.put(None)
         for thread in self._threads:
             thread.join()
@@ -141,16 +146,17 @@ class WorkerHalf:
     def _serve(
         self,
         waiting: queue.SimpleQueue[_Order | None],
-        work: Callable[[Any, _Order, Breaker], None],
+        work: Callable[[Any, _Order], None],
     ) -> None:
-        breaker = Breaker()
         while (order := waiting.get()) is not None and not self._closing.is_set():
-            work(order.what, order, breaker)
+            work(order.what, order)
 
-    def _guarded(self, breaker: Breaker, doing: str, transfer: Callable[[], None]) -> bool:
+    def _guarded(self, doing: str, transfer: Callable[[], None]) -> bool:
         """Whether the store has done it."""
-        if breaker.is_open(time.monotonic()):
-            return False
+        breaker = self._breakers[doing]
+        with self._lock:
+            if breaker.is_open(time.monotonic()):
+                return False
         try:
             transfer()
         except ClosedError:
@@ -158,18 +164,23 @@ class WorkerHalf:
         except KVStoreError as error:
             if not isinstance(error, UnavailableError):  # it answers, and has no room, say
                 log.warning("%s_failed error=%s", doing, error)
-            elif breaker.failed(time.monotonic()):
-                with self._lock:
-                    self._stats.count("breaker_opened")
+                return False
+            with self._lock:
+                opened = breaker.failed(time.monotonic())
+                self._stats.count("breaker_opened", int(opened))
+            if opened:
                 log.warning("store_not_answering, %s stops for a while: %s", doing, error)
             return False
         except Exception:  # a bug of ours must not take the engine's request along
             log.exception("%s_failed", doing)
             return False
-        breaker.succeeded()
+        with self._lock:
+            breaker.succeeded()
         return True
 
-    def _load(self, load: Load, order: _Order, breaker: Breaker) -> None:
+    def _load(self, load: Load, order: _Order) -> None:
+        # Behind others that a dead node has held up: the request has waited long enough.
+        late = time.monotonic() - order.at > self._config.transfer_timeout_ms / 1000
         bad: set[int] = set()
         good_tokens: int | None = None
         blocks = size = 0
@@ -184,7 +195,7 @@ class WorkerHalf:
                             namespace=namespace(order.fingerprint, piece.group, self._part),
                         )  # fmt: skip
 
-                done = self._guarded(breaker, "load", get)
+                done = not late and self._guarded("load", get)
                 if done and all(there):
                     blocks += len(piece.keys)
                     size += len(piece.keys) * self._pages.block_bytes[piece.group]
@@ -205,7 +216,7 @@ class WorkerHalf:
                 failed=int(good_tokens is not None),
             )  # fmt: skip
 
-    def _save(self, save: Save, order: _Order, breaker: Breaker) -> None:
+    def _save(self, save: Save, order: _Order) -> None:
         started = time.monotonic()
         late = started - order.at > self._config.pin_timeout_ms / 1000
         stored = not late
@@ -223,7 +234,7 @@ class WorkerHalf:
                         )  # fmt: skip
                     stored &= PutOutcome.BEING_WRITTEN not in outcomes
 
-                if not self._guarded(breaker, "save", put):
+                if not self._guarded("save", put):
                     stored = False
                     break
                 blocks += len(piece.keys)

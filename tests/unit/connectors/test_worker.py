@@ -62,6 +62,23 @@ class Held(CPUPages):
             yield buffers
 
 
+class HeldWriting(Held):
+    """Those of group 1 are lent for loads only when it is said; all others at once."""
+
+    @contextmanager
+    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
+        with CPUPages.reading(self, group, block_ids, after) as buffers:
+            yield buffers
+
+    @contextmanager
+    def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
+        if group == 1:
+            self.asked.set()
+            assert self.go_on.wait(LONG_S)
+        with super().writing(group, block_ids, after) as buffers:
+            yield buffers
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[kvstore.Client]:
     with kvstore.Client.embedded("32MiB") as client:
@@ -354,6 +371,36 @@ def test_a_save_that_has_waited_too_long_is_dropped(
     assert ended == {1: SaveEnd(1, 1), 2: SaveEnd(1, 0), 3: SaveEnd(1, 1)}
     name = namespace("f", 0, "p0t0")
     assert store.exists_many([b"k0", b"late0", b"fresh0"], namespace=name) == [True, False, True]
+
+
+def test_a_load_that_has_waited_too_long_is_not_begun(start: Start, store: kvstore.Client) -> None:
+    """Behind others that a dead node held up: its request is computed instead."""
+    worker = start(Cache(1).pages)
+    assert save(worker, run(0, [1]))
+    ordered = time.monotonic() - 6
+    worker._loads.put(module._Order(Load("r", [run(0, [1])]), "f", None, ordered))
+    until(lambda: bool(worker._arrived))
+    assert worker.take_arrived() == ({"r"}, {"r"})
+    assert worker.take_bad_blocks() == {1}
+    assert worker.take_report() == Report({}, {"r": 0})
+    assert load(worker, run(0, [1])) == (None, set()), "it is not the store's fault"
+
+
+def test_one_load_that_is_held_up_does_not_hold_up_others(
+    start: Start, store: kvstore.Client
+) -> None:
+    cache = Cache(1)
+    held = HeldWriting(cache)
+    worker = start(held)
+    assert save(worker, run(0, [1]))
+    assert save(worker, run(1, [1]))
+    worker.load(Orders("f", [Load("slow", [run(1, [2])])], []))
+    assert held.asked.wait(LONG_S)
+    worker.load(Orders("f", [Load("quick", [run(0, [2])])], []))
+    until(lambda: "quick" in worker._arrived)
+    held.go_on.set()
+    until(lambda: "slow" in worker._arrived)
+    assert worker.take_arrived() == ({"slow", "quick"}, set())
 
 
 def test_a_bug_in_reading_pages_is_a_save_that_failed(
