@@ -37,9 +37,16 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def llama(make_model: MakeModel) -> Path:
     return make_model()
+
+
+@pytest.fixture(scope="session")
+def plain(make_model: MakeModel) -> Iterator[Engine]:
+    """An engine of the same model without any connector: what is right."""
+    with Engine(make_model(), None) as plain:
+        yield plain
 
 
 @pytest.fixture

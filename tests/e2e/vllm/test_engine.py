@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.vllm.conftest import MakeModel, StartEngine, prompt
-from tests.e2e.vllm.engine import Result, transfer_config
+from tests.e2e.vllm.engine import Engine, Result, transfer_config
 from tests.e2e.vllm.tiny import BLOCK_TOKENS
 from tests.integration.cluster import Cluster, until
 
@@ -24,10 +24,10 @@ def cached(results: list[Result]) -> list[int]:
 
 
 def test_one_engine_finds_every_full_block_again(
-    store: Cluster, llama: Path, engine: StartEngine
+    store: Cluster, llama: Path, plain: Engine, engine: StartEngine
 ) -> None:
     prompts = [prompt(seed) for seed in range(3)]
-    plain = engine(llama, None).generate(prompts)
+    right = tokens(plain.generate(prompts))
     one = engine(llama, transfer_config(store.address))
 
     first = one.generate(prompts)
@@ -38,7 +38,7 @@ def test_one_engine_finds_every_full_block_again(
     again = one.generate(prompts)
 
     assert cached(again) == [WHOLE] * 3
-    assert tokens(first) == tokens(again) == tokens(plain)
+    assert tokens(first) == tokens(again) == right
     metrics = one.metrics()
     assert metrics["hit_tokens"] == 3 * WHOLE
     assert metrics["save_blocks"] == metrics["load_blocks"] == 12
@@ -245,10 +245,12 @@ def test_a_sliding_window_model_hits_and_is_right(
     assert loaded < 3 * 8 * len(groups), "blocks before the window are not loaded"
 
 
-def test_two_ranks_each_have_their_part(store: Cluster, llama: Path, engine: StartEngine) -> None:
+def test_two_ranks_each_have_their_part(
+    store: Cluster, llama: Path, plain: Engine, engine: StartEngine
+) -> None:
     """Tensor parallel 2: every block is two objects."""
     prompts = [prompt(seed) for seed in range(2)]
-    plain = engine(llama, None).generate(prompts)
+    right = tokens(plain.generate(prompts))
     environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     two = engine(llama, transfer_config(store.address), tensor_parallel_size=2, environ=environ)
     first = two.generate(prompts)
@@ -256,7 +258,7 @@ def test_two_ranks_each_have_their_part(store: Cluster, llama: Path, engine: Sta
     two.reset()
     again = two.generate(prompts)
     assert cached(again) == [WHOLE] * 2, two.metrics()
-    assert tokens(first) == tokens(again) == tokens(plain)
+    assert tokens(first) == tokens(again) == right
     parts = [each for each in store.client().status().namespaces if each.name.startswith("vllm/")]
     assert sorted(each.name.rpartition("/")[2] for each in parts) == ["p0t0", "p0t1"]
     assert [each.objects for each in parts] == [8, 8]

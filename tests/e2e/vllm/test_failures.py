@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.vllm.conftest import MakeModel, StartEngine, prompt
+from tests.e2e.vllm.conftest import StartEngine, prompt
 from tests.e2e.vllm.engine import Engine, Stream, transfer_config
 from tests.e2e.vllm.tiny import BLOCK_TOKENS
 from tests.integration.cluster import Cluster, until
@@ -22,22 +22,22 @@ RUNS = 5
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_master_that_stops_or_dies_does_not_hold_up_a_running_stream(
-    store: Cluster, llama: Path, engine: StartEngine, how: signal.Signals
+    store: Cluster, llama: Path, plain: Engine, engine: StartEngine, how: signal.Signals
 ) -> None:
     """Of five runs each, taken in turn, the median of the worst gaps between two tokens of a stream
     and that of how long new requests wait."""
-    without = engine(llama, None)
     with_store = engine(llama, transfer_config(store.address, lookup_deadline_ms=20))
-    plain: list[Stream] = []
+    plain.reset()
+    undisturbed: list[Stream] = []
     stopped: list[Stream] = []
     for run in range(-1, RUNS):  # the first one warms up
         master = store.master_server
         assert master is not None
         new = [prompt(1_000 + 10 * run + number) for number in range(8)]
-        without_it = without.stream(prompt(run + 1), new)
+        without_it = plain.stream(prompt(run + 1), new)
         with_it = with_store.stream(prompt(run + 1), new, pid=master.pid, signal=how)
         if run >= 0:
-            plain.append(without_it)
+            undisturbed.append(without_it)
             stopped.append(with_it)
             assert with_it.cached == [0] * 8
         if how is signal.SIGSTOP:
@@ -53,8 +53,8 @@ def test_a_master_that_stops_or_dies_does_not_hold_up_a_running_stream(
     def first(streams: list[Stream]) -> float:
         return statistics.median(max(each.first_token_s) for each in streams)
 
-    assert worst(stopped) < worst(plain) + NOTICED_S, (plain, stopped)
-    assert first(stopped) < first(plain) + NOTICED_S, (plain, stopped)
+    assert worst(stopped) < worst(undisturbed) + NOTICED_S, (undisturbed, stopped)
+    assert first(stopped) < first(undisturbed) + NOTICED_S, (undisturbed, stopped)
 
     def hit() -> bool:
         with_store.reset()
@@ -129,19 +129,18 @@ def test_engines_that_differ_share_no_block_and_are_told_so(
 
 
 def test_a_pool_far_too_small_costs_hits_and_nothing_else(
-    tmp_path: Path, make_model: MakeModel, engine: StartEngine
+    tmp_path: Path, llama: Path, plain: Engine, engine: StartEngine
 ) -> None:
     """Of 80 blocks 15 fit, and all of those are leased when the next ones come."""
     small = Cluster(tmp_path)
     try:
         small.start(memory="8MiB")
-        model = make_model()
         prompts = [prompt(seed) for seed in range(20)]
-        plain = engine(model, None).generate(prompts)
-        one = engine(model, transfer_config(small.address))
+        right = [each.tokens for each in plain.generate(prompts)]
+        one = engine(llama, transfer_config(small.address))
         for _ in range(2):
             found = one.generate(prompts)
-            assert [each.tokens for each in found] == [each.tokens for each in plain]
+            assert [each.tokens for each in found] == right
             one.saved()
             one.reset()
         metrics = one.metrics()

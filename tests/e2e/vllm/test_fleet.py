@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.vllm.conftest import StartEngine, prompt
+from tests.e2e.vllm.conftest import prompt
+from tests.e2e.vllm.engine import Engine
 from tests.e2e.vllm.fleet import Fleet
 from tests.e2e.vllm.tiny import BLOCK_TOKENS
 from tests.integration.cluster import Cluster, until
@@ -27,9 +28,7 @@ def fleet(store: Cluster, llama: Path, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.timeout(600)
-def test_forty_requests_are_right_and_all_of_them_hit(
-    fleet: Fleet, llama: Path, engine: StartEngine
-) -> None:
+def test_forty_requests_are_right_and_all_of_them_hit(fleet: Fleet, plain: Engine) -> None:
     """8 at a time, over one prefiller and one decoder that meet only in the store."""
     prompts = [prompt(seed) for seed in range(40)]
     producer, consumer = fleet.engine("kv_producer"), fleet.engine("kv_consumer")
@@ -51,13 +50,12 @@ def test_forty_requests_are_right_and_all_of_them_hit(
     assert re.search(r"route=chat .*tokens=[1-9]\d+ prefill=127", fleet.proxy.log.read_text())
     until(lambda: consumer.counters()["loaded_requests"] > 40)
     fleet.close()
-    plain = engine(llama, None).generate(prompts, tokens=TOKENS)
-    assert answers == [each.tokens for each in plain]
+    assert answers == [each.tokens for each in plain.generate(prompts, tokens=TOKENS)]
 
 
 @pytest.mark.timeout(900)
 def test_one_prefiller_and_one_decoder_die_under_load_and_come_back(
-    fleet: Fleet, llama: Path, engine: StartEngine
+    fleet: Fleet, plain: Engine
 ) -> None:
     """Every request is answered, and every answer is right."""
     prompts = [prompt(seed) for seed in range(48)]
@@ -85,5 +83,4 @@ def test_one_prefiller_and_one_decoder_die_under_load_and_come_back(
     assert all(saved), f"both prefillers store: {saved}"
     assert all(loaded), f"both decoders load: {loaded}"
     fleet.close()
-    plain = engine(llama, None).generate(prompts, tokens=TOKENS)
-    assert answers == [each.tokens for each in plain]
+    assert answers == [each.tokens for each in plain.generate(prompts, tokens=TOKENS)]
