@@ -25,6 +25,9 @@ from typing import Self
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
 """What a child has for a clean end before it is killed."""
+GROUP_SECONDS = 2.0
+"""What its own children have after it: Python's tracker of resources ends last and unlinks what
+the others left."""
 TAIL_LINES = 20
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
@@ -56,23 +59,45 @@ class Child:
 class Children:
     """Context manager around all processes of one run."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], *, stop_seconds: float = STOP_SECONDS
+    ) -> None:
         self._environment = environment
+        self._stop_seconds = stop_seconds
         self._directory = tempfile.TemporaryDirectory(prefix="kvstore-demo-")
         self._running: list[Child] = []
         self._shared_memory: set[Path] = set()
 
-    def start(self, name: str, module: str, *arguments: str) -> Child:
-        """Run ``python -m module arguments``."""
+    @property
+    def directory(self) -> Path:
+        """Where the children write, temporary files included; it goes with them."""
+        return Path(self._directory.name)
+
+    def start(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Run ``python -m module arguments``; ``environment`` comes on top of everyone's."""
+        return self.start_command(
+            name, sys.executable, "-m", module, *arguments, environment=environment
+        )
+
+    def start_command(
+        self, name: str, *command: str, environment: Mapping[str, str] | None = None
+    ) -> Child:
+        """Run a program; see ``start``."""
         stdout, stderr = (Path(self._directory.name, f"{name}.{end}") for end in ("out", "err"))
         with _signals_deferred(), stdout.open("wb") as out, stderr.open("wb") as err:
             # A group of its own: Ctrl-C reaches the parent alone, which ends them in order.
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=dict(self._environment),
+                env={**self._environment, "TMPDIR": self._directory.name, **(environment or {})},
                 process_group=0,
             )
             child = Child(name, process, stdout, stderr)
@@ -124,18 +149,22 @@ class Children:
     ) -> None:
         with _signals_deferred():  # a second Ctrl-C must not leave half of them running
             for child in reversed(self._running):
-                _stop(child.process)
+                _stop(child.process, self._stop_seconds)
             for path in self._shared_memory:  # there only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
     """End a process, and whatever it has left in its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
+            process.wait(seconds)
+        deadline = time.monotonic() + GROUP_SECONDS
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(POLL_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(STOP_SECONDS)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.vllm.conftest import StartEngine, prompt
 from tests.e2e.vllm.fleet import Fleet
-from tests.e2e.vllm.tiny import BLOCK_TOKENS
 from tests.integration.cluster import Cluster, until
 
 TOKENS = 8
