@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
@@ -32,6 +32,8 @@ TAIL_LINES = 20
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Result = TypeVar("Result")
 
 
 class ChildError(Exception):
@@ -106,10 +108,18 @@ class Children:
 
     def ready(self, child: Child, pattern: str, seconds: float) -> re.Match[str]:
         """Wait until a service writes a line that matches, and remember its shared memory."""
-        for _ in self._polls(child, seconds, "was not ready"):
+
+        def said() -> re.Match[str] | None:
             # Whole lines only: what follows the last line end may be half of one.
             lines = child.output().rpartition("\n")[0]
-            if found := re.search(pattern, lines, re.MULTILINE):
+            return re.search(pattern, lines, re.MULTILINE)
+
+        return self.until(child, said, seconds)
+
+    def until(self, child: Child, ask: Callable[[], Result | None], seconds: float) -> Result:
+        """As ``ready``, for a service that shows otherwise than by a line that it serves."""
+        for _ in self._polls(child, seconds, "was not ready"):
+            if found := ask():
                 self._shared_memory |= _shared_memory_of(child.process.pid)
                 return found
             if child.process.poll() is not None:

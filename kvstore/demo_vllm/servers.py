@@ -107,12 +107,16 @@ def make_model(children: Children, *, seed: int, hidden: int, layers: int) -> Pa
     return directory
 
 
-def start_store(children: Children, memory_mib: int) -> str:
-    """A master and a node; returns the master's address."""
-    master = children.start("master", "kvstore.cli.master", "--port", "0")
+def start_store(children: Children, memory_mib: int, *, name: str = "") -> str:
+    """A master and a node; returns the master's address.
+
+    Args:
+        name: put before those of the processes, where there are several stores.
+    """
+    master = children.start(f"{name}master", "kvstore.cli.master", "--port", "0")
     address = children.ready(master, r"listening on (\S+:\d+)", READY_SECONDS)[1]
     memory = ("--master", address, "--memory", f"{memory_mib}MiB")
-    node = children.start("node", "kvstore.cli.node", *memory)
+    node = children.start(f"{name}node", "kvstore.cli.node", *memory)
     children.ready(node, r"^kvstore-node .+", READY_SECONDS)
     return address
 
