@@ -143,9 +143,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def p90(values: Sequence[float]) -> float:
-    """The value that 90 % do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * 9 // 10)]
+    """The smallest value that at least 90 % do not exceed."""
+    return sorted(values)[-(-len(values) * 9 // 10) - 1]
 
 
 def _turns(systems: Sequence[System], number: int) -> Iterator[tuple[str, bool, System]]:

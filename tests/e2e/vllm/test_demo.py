@@ -81,8 +81,8 @@ def test_interrupted_while_engines_start_it_leaves_nothing(
 ) -> None:
     demo = demonstrate()
     demo.line(r"^store ")
-    # Master, node with its helper, two servers, and then each with a process for its engine.
-    family = until(lambda: found if len(found := family_of(demo)) >= 9 else [], within_s=60)
+    # Master, node with its helper, two servers, and the first processes of these.
+    family = until(lambda: found if len(found := family_of(demo)) >= 7 else [], within_s=120)
     demo.process.send_signal(number)
     status, lines, _ = demo.output()
     assert (status, lines[-1]) == (128 + signal.SIGINT, "demo: interrupted")
