@@ -55,7 +55,7 @@ def read_config(
     if not more:
         return config
     return load(
-        ConnectorConfig, {**more, **extra}, environ=environ, origin=f"{MOONCAKE_VARIABLE}: {{key}}"
+        ConnectorConfig, {**extra, **more}, environ=environ, origin=f"{MOONCAKE_VARIABLE}: {{key}}"
     )
 
 
@@ -95,8 +95,10 @@ def _mooncake_size(size: int | str) -> int | str:
 
 
 def _milliseconds(seconds: str) -> int:
+    """Within what ``pin_timeout_ms`` may be: those who wrote it do not know its bounds."""
     try:
-        return max(100, int(float(seconds) * 1000))
+        wanted = min(float(seconds) * 1000, 3_600_000.0)
+        return max(100, int(wanted))
     except ValueError:
         raise ConfigError(
             f"{ABORT_VARIABLE} is {seconds!r}, not a number of seconds", key=ABORT_VARIABLE

@@ -51,6 +51,14 @@ LOOKUP_TIMEOUT_MS: Final = 200
 
 ANNOUNCE_PAUSE_S: Final = 5.0
 RESET_TIMEOUT_S: Final = 30.0
+ANNOUNCE_EVERY_S: Final = 30.0
+"""Masters restart and caches evict; who looks for us should find us."""
+
+FAIL_POLICY: Final = (
+    "kv_load_failure_policy is 'fail', which is vLLM's default: a request whose blocks cannot be "
+    "loaded, because a node has just died, say, ends with an error. Put "
+    '"kv_load_failure_policy": "recompute" into --kv-transfer-config, and it only takes longer.'
+)
 
 
 class MooncakeStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -66,13 +74,13 @@ class MooncakeStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = read_config(transfer.kv_connector_extra_config)
-        # A cache that fails costs time, never a request; vLLM reads this after us.
-        transfer.kv_load_failure_policy = "recompute"
         self._groups = _groups_of(vllm_config, kv_cache_config)
         self._scheduler: _SchedulerRole | None = None
         self._worker: WorkerHalf | None = None
         self._hello: Hello | None = None
         if role is KVConnectorRole.SCHEDULER:
+            if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
+                log.warning(FAIL_POLICY)
             self._scheduler = _SchedulerRole(
                 vllm_config, kv_cache_config, self._config, self._groups
             )
@@ -258,8 +266,7 @@ class _SchedulerRole:
         )  # fmt: skip
         self._auditing: Any = None
         self._audited: list[tuple[int, bytes]] = []
-        self._announcing: Any = None
-        self._announce_at = 0.0
+        self._told: set[str] = set()
         self._closed = False
         for warning in fingerprint.hash_warnings(self._description):
             log.warning("FLEET: %s", warning)
@@ -276,44 +283,39 @@ class _SchedulerRole:
         if missing:
             raise ConfigError(f"no worker holds a layer of cache groups {sorted(missing)}")
         self.half.fingerprint = mark
-        self._lookups.start(self._namespaces)
-        self._announce()
+        self._lookups.start(self._namespaces, self._announce)
 
     def _ask(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
         return self._client.matches(keys, namespaces=namespaces)
 
-    def _announce(self) -> None:
-        """Leave our description in the store, and warn of others. Again, until there is a store."""
+    def _announce(self) -> float:
+        """Leave our description in the store, and warn of others; returns when to do it again. On
+        the lookups' thread."""
         mark = self.half.fingerprint
         model = self._vllm_config.model_config
         served = model.served_model_name
         models = list(served) if isinstance(served, list | tuple) else [served or model.model]
         names = [name for names in self._namespaces.values() for name in names]
-        self._announcing = self._lookups.errand(
-            lambda: fingerprint.Fleet(self._patient).announce(
+        try:
+            warnings = fingerprint.Fleet(self._patient).announce(
                 models, mark, self._description, names,
                 self._groups.align_tokens, self._groups.hash_block_tokens,
-            )
-        )  # fmt: skip
-        self._announcing.add_done_callback(self._announced)
-
-    def _announced(self, future: Any) -> None:
-        error = future.exception()
-        if error is None:
-            log.info("fleet_joined fingerprint=%s", self.half.fingerprint)
-            for warning in future.result():
-                log.warning("FLEET: %s", warning)
-        else:
+            )  # fmt: skip
+            self._client.exists(mark)  # connects, so that the first lookup need not
+        except KVStoreError as error:
             log.warning("fleet_not_announced reason=%s", error)
-            self._announce_at = time.monotonic() + ANNOUNCE_PAUSE_S
+            return ANNOUNCE_PAUSE_S
+        if not self._told:
+            log.info("fleet_joined fingerprint=%s", mark)
+        for warning in warnings:
+            if warning not in self._told:
+                log.warning("FLEET: %s", warning)
+        self._told.update(("joined", *warnings))
+        return ANNOUNCE_EVERY_S
 
     def audit_events(self) -> None:
-        """Ask now and then what the store has lost, and whether it is there at all; called in every
-        step, waits for nothing."""
+        """Ask now and then what the store has lost; called in every step, waits for nothing."""
         now = time.monotonic()
-        if self._announce_at and now >= self._announce_at:
-            self._announce_at = 0.0
-            self._announce()
         if self._auditing is not None:
             if not self._auditing.done():
                 return

@@ -159,7 +159,7 @@ class Fleet:
             "hash_algorithm": description["hash_algorithm"], "none_hash": description["none_hash"],
             "description": description,
         }  # fmt: skip
-        prefix = (_name(models[0])[: KEY_BYTES_MAX // 2] + "/").encode()
+        prefix = _name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"
         warnings = []
         for row in self._client.list_objects(namespace=FLEET, prefix=prefix):
             if row.key == prefix + mark.encode():
@@ -177,6 +177,8 @@ def _differences(model: str, ours: Mapping[str, Any], raw: bytes) -> list[str]:
         theirs = json.loads(raw)["description"]
     except (ValueError, KeyError, TypeError):
         return []
+    if not isinstance(theirs, dict):
+        return []
     ours = json.loads(json.dumps(ours, default=str))
     keys = sorted({*ours, *theirs})
     differing = [
@@ -189,9 +191,9 @@ def _differences(model: str, ours: Mapping[str, Any], raw: bytes) -> list[str]:
 
 
 def _meaningful(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without where it lies and what wrote it."""
+    """Without where it lies and what wrote it; also of the configurations within."""
     return {
-        key: value
+        key: _meaningful(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key not in ("_name_or_path", "transformers_version", "_commit_hash")
     }

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvstore.client.asking import Match
 from kvstore.connectors.vllm.breaker import Breaker
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.errors import KVStoreError
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.errors import ClosedError, KVStoreError
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -37,6 +37,8 @@ STEP_PATIENCE_S: Final = 0.002
 
 FRESH_S: Final = 5.0
 """An answer is believed for so long: half of the shortest usual lease."""
+
+NEVER_S: Final = 3_600.0
 
 PENDING_MAX: Final = 4_096
 """Questions under way; beyond, the answer is nothing."""
@@ -91,13 +93,21 @@ class Lookups:
         self._patience_s = STEP_PATIENCE_S
         self._changed = threading.Condition()
         self._active: list[Lookup] = []
-        self._errands: list[Callable[[], None]] = []
+        self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._chore: Callable[[], float] = lambda: NEVER_S
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvstore-lookups", daemon=True)
 
-    def start(self, namespaces: dict[int, list[str]]) -> None:
-        """``namespaces``: of each cache group, those of all workers that hold layers of it."""
+    def start(
+        self, namespaces: dict[int, list[str]], chore: Callable[[], float] = lambda: NEVER_S
+    ) -> None:
+        """
+        Args:
+            namespaces: of each cache group, those of all workers that hold layers of it.
+            chore: done by the thread at once, and again after the seconds that it returns.
+        """
         self._namespaces = namespaces
+        self._chore = chore
         self._thread.start()
 
     # --- the scheduler ------------------------------------------------------------------------
@@ -122,14 +132,19 @@ class Lookups:
                 self._changed.notify()
         return lookup
 
-    def tokens(self, lookup: Lookup) -> int | None:
-        """How many leading tokens the store has; None: come again in the next step."""
-        if not lookup.done.is_set() and self._patience_s > 0:
+    def tokens(self, lookup: Lookup, *, patient: bool = True) -> int | None:
+        """How many leading tokens the store has; None: come again in the next step.
+
+        Not ``patient``: it is not worth waiting for.
+        """
+        if patient and not lookup.done.is_set() and self._patience_s > 0:
             before = time.monotonic()
             lookup.done.wait(self._patience_s)
             self._patience_s -= time.monotonic() - before
         if lookup.done.is_set():
             return lookup.tokens
+        if not patient:
+            return None
         now = self._clock()
         lookup.wanted_since = lookup.wanted_since or now
         patience = self._deadline_s + (self._writers_wait_s if lookup.waits_for_writers else 0)
@@ -157,16 +172,12 @@ class Lookups:
     def errand(self, work: Callable[[], T]) -> Future[T]:
         """Have the thread do something else with the store, between two questions."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:  # noqa: BLE001  # whoever waits for it is told
-                future.set_exception(error)
-
         with self._changed:
-            self._errands.append(run)
-            self._changed.notify()
+            if self._closing:
+                future.set_exception(ClosedError("closed"))
+            else:
+                self._errands.append((future, work))
+                self._changed.notify()
         return future
 
     def take_counters(self) -> dict[str, int]:
@@ -187,31 +198,49 @@ class Lookups:
             self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
+        errands, self._errands = self._errands, []
+        for future, _ in errands:  # so that nobody waits for them
+            future.set_exception(ClosedError("closed"))
 
     # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        chore_at = self._clock()
         while True:
             with self._changed:
+                due: list[Lookup] = []
                 while not self._closing and not self._errands:
                     now = self._clock()
                     self._active = [each for each in self._active if not each.done.is_set()]
                     due = [each for each in self._active if each.next_at <= now]
-                    if due:
+                    if due or chore_at <= now:
                         break
-                    wake = min((each.next_at for each in self._active), default=now + 60)
-                    self._changed.wait(wake - now)
+                    wake = min((each.next_at for each in self._active), default=chore_at)
+                    self._changed.wait(min(wake, chore_at) - now)
                 if self._closing:
                     for lookup in self._active:
                         self._answer(lookup, failed=True)
                     return
                 errands, self._errands = self._errands, []
-                due = [] if errands else due
-            for errand in errands:
-                errand()
+                if errands:
+                    due = []
+            for future, work in errands:
+                try:
+                    future.set_result(work())
+                except Exception as error:  # noqa: BLE001  # whoever waits for it is told
+                    future.set_exception(error)
             for lookup in due:
                 if not lookup.done.is_set():
                     self._look(lookup)
+            if not errands and not due:
+                chore_at = self._clock() + self._do_chore()
+
+    def _do_chore(self) -> float:
+        try:
+            return self._chore()
+        except Exception:
+            log.exception("chore_failed")
+            return NEVER_S
 
     def _look(self, lookup: Lookup) -> None:
         started = self._clock()
@@ -225,14 +254,23 @@ class Lookups:
             with self._changed:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
-            if self.breaker.failed(self._clock()):
+                opened = self.breaker.failed(self._clock())
+                if opened:
+                    self._count("breaker_opened")
+            if opened:
                 log.warning("store_not_answering, going on without it: %s", error)
+            return
+        except Exception:  # a bug of ours must not end the thread
+            log.exception("lookup_failed")
+            with self._changed:
+                self._count("lookups_failed")
+                self._answer(lookup, failed=True)
             return
         self.breaker.succeeded()
         now = self._clock()
         self._latencies_us.append(int((now - started) * 1e6))
         lookup.attempts += 1
-        whole = len(lookup.hashes) * self._groups.hash_block_tokens
+        whole = self._groups.aligned(len(lookup.hashes) * self._groups.hash_block_tokens)
         missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
         with self._changed:
             lookup.tokens = tokens
@@ -254,9 +292,10 @@ class Lookups:
             if not keys:
                 return 0, False
             names = [name for group in groups for name in self._namespaces[group]]
-            matches = self._ask(keys, names)
-            tokens = min(tokens, min(match.matched for match in matches) * block_tokens)
-            being_written |= any(match.being_written for match in matches)
+            for start in range(0, len(names), NAMESPACES_MAX):
+                matches = self._ask(keys, names[start : start + NAMESPACES_MAX])
+                tokens = min(tokens, min(match.matched for match in matches) * block_tokens)
+                being_written |= any(match.being_written for match in matches)
         return self._groups.aligned(tokens), being_written
 
     def _by_block_tokens(self) -> Iterable[tuple[int, list[int]]]:

@@ -129,14 +129,16 @@ def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, tuple[obje
             dense = -1
             break
         dense *= length
-    if rest or not parts or dense < 0 or (parts > 1 and stride != size):
+    if rest or not parts or dense < 0 or stride < size or (parts > 1 and stride != size):
         raise ConfigError(
             f"the KV cache of layer {name} has shape {tuple(cache.shape)} and strides "
             f"{cache.stride()}, which is no dense page for each of {blocks} blocks",
             advice="Please report the attention backend that made it.",
         )
     offset = int(cache.storage_offset()) * item
-    shape = (str(cache.dtype), tuple(cache.shape[1:]), tuple(cache.stride()[1:]), parts)
+    inner = zip(cache.shape[1:], cache.stride()[1:], strict=True)
+    strides = tuple(step if length > 1 else 0 for length, step in inner)  # of one, it means nothing
+    shape = (str(cache.dtype), tuple(cache.shape[1:]), strides, parts)
     return Page(0, offset, stride * parts, size * parts), shape
 
 
@@ -168,6 +170,9 @@ class CPUPages:
 
     def _buffers(self, group: int, block_ids: Sequence[int]) -> Buffers:
         memory = self._memory
+        last = max(block_ids, default=0)
+        for storage, offset, stride, length in self._pages[group]:
+            assert offset + last * stride + length <= len(memory[storage]), f"block {last}"
         return [
             [
                 memory[storage][offset + block * stride : offset + block * stride + length]

@@ -11,6 +11,7 @@ reference counts of pinned blocks.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ log = logging.getLogger("vllm.kvstore")
 LOADS_MAX = 2
 """Of one request: after so many that failed, everything is computed."""
 
+SAVES_MAX = 2
+"""Of one request: after so many that failed, nothing more of it is saved."""
+
 
 @dataclass
 class Tracked:
@@ -42,15 +46,19 @@ class Tracked:
     """By group: blocks before this one are in the store, or on their way."""
     offered: int = 0
     """Tokens that the last lookup has offered."""
+    missed: int | None = None
+    """Tokens that could have been there and were not; None: not looked up, or counted already."""
     limit: int | None = None
     """Tokens that may be offered after a load has failed."""
     failed_loads: int = 0
+    failed_saves: int = 0
 
 
 @dataclass
 class Pinned:
     """Blocks of one save, kept from other use."""
 
+    request_id: str
     block_ids: list[int]
     workers_left: int
     runs: list[Run]
@@ -112,15 +120,17 @@ class SchedulerHalf:
         if not self._may_load(request):
             return 0, False
         limit = self._limit(tracked)
-        if limit <= computed:
-            return 0, False
-        there = self._lookups.tokens(self._want(request))
+        useful = limit > computed
+        there = self._lookups.tokens(self._want(request), patient=useful)
         if there is None:
-            return None, False
+            return (None if useful else 0), False
         tracked.saved = {
             group: there // tokens for group, tokens in self._groups.block_tokens.items()
         }
+        if not useful:  # but now we know what need not be saved
+            return 0, False
         tokens = self._groups.aligned(min(there, limit))
+        tracked.missed = limit - max(tokens, computed)
         if tokens <= computed:
             return 0, False
         tracked.offered = tokens
@@ -149,6 +159,9 @@ class SchedulerHalf:
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
         """As ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        if tracked.missed:
+            self._count("missed_tokens", tracked.missed)
+            tracked.missed = None
         if tokens <= 0 or not tracked.offered:
             return
         first = {
@@ -183,9 +196,16 @@ class SchedulerHalf:
             return
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
-            if tracked is None or _params(tracked.request).get("no_store"):
+            if (
+                tracked is None
+                or tracked.failed_saves >= SAVES_MAX
+                or _params(tracked.request).get("no_store")
+            ):
                 continue
-            tokens = self._savable(tracked.request, scheduled)
+            savable = self._savable(tracked.request, scheduled)
+            tokens = self._fitting(tracked, savable)
+            if tokens < savable:
+                self._count("saves_refused")
             sizes = self._groups.block_tokens.items()
             if all(tokens // size <= tracked.saved.get(group, 0) for group, size in sizes):
                 continue
@@ -194,10 +214,10 @@ class SchedulerHalf:
                 continue
             hashes = tracked.request.block_hashes
             runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
-            if runs and (save := self._pin(tracked.request, runs)) is not None:
+            if runs:
                 for group, size in sizes:
                     tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
-                yield save
+                yield self._pin(tracked.request, runs)
 
     def _savable(self, request: Request, scheduled: int) -> int:
         """Tokens whose blocks are whole after this step. Only what is confirmed has a hash: tokens
@@ -210,19 +230,35 @@ class SchedulerHalf:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens
 
-    def _pin(self, request: Request, runs: list[Run]) -> Save | None:
+    def _fitting(self, tracked: Tracked, tokens: int) -> int:
+        """As many of these tokens as may be pinned now: the rest is saved in a later step."""
+        assert self._pool is not None, "bind_block_pool comes first"
+        room = int(self._pool.num_gpu_blocks * self._config.pinned_max) - self._pinned_blocks
+
+        def blocks(tokens: int) -> int:
+            return sum(
+                max(0, tokens // size - tracked.saved.get(group, 0))
+                for group, size in self._groups.block_tokens.items()
+            )
+
+        if blocks(tokens) <= room:
+            return tokens
+        align = self._groups.align_tokens
+        return (
+            bisect_right(range(tokens // align + 1), room, key=lambda each: blocks(each * align))
+            - 1
+        ) * align
+
+    def _pin(self, request: Request, runs: list[Run]) -> Save:
         """A reference for each block, so that it is not reused before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
         block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
         assert NULL_BLOCK not in block_ids
-        if self._pinned_blocks + len(block_ids) > pool.num_gpu_blocks * self._config.pinned_max:
-            self._count("saves_refused")
-            return None
         pool.touch([pool.blocks[block_id] for block_id in block_ids])
         self._pinned_blocks += len(block_ids)
         self._next_save += 1
-        pinned = Pinned(block_ids, self._workers, runs)
+        pinned = Pinned(request.request_id, block_ids, self._workers, runs)
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
             pinned.lora = request.lora_request.lora_name if request.lora_request else None
@@ -244,7 +280,7 @@ class SchedulerHalf:
             if pinned.stored:
                 self._events.stored(pinned.runs, pinned.tokens, pinned.lora)
             else:
-                self._count("saves_failed")
+                self._save_failed(pinned)
         for request_id, tokens in report.failed_loads.items():
             self._load_failed(request_id, tokens)
 
@@ -254,6 +290,15 @@ class SchedulerHalf:
         self._pinned_blocks -= len(pinned.block_ids)
         # The tail first, so that the shared beginning is evicted last.
         pool.free_blocks(pool.blocks[block_id] for block_id in reversed(pinned.block_ids))
+
+    def _save_failed(self, pinned: Pinned) -> None:
+        """It is saved again with what comes next: a chain with a hole is found by nobody."""
+        self._count("saves_failed")
+        tracked = self._tracked.get(pinned.request_id)
+        if tracked is not None:
+            tracked.failed_saves += 1
+            for run in pinned.runs:
+                tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
         """What could not be loaded is not offered to this request again."""

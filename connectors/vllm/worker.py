@@ -159,6 +159,8 @@ class WorkerHalf:
             if not isinstance(error, UnavailableError):  # it answers, and has no room, say
                 log.warning("%s_failed error=%s", doing, error)
             elif breaker.failed(time.monotonic()):
+                with self._lock:
+                    self._stats.count("breaker_opened")
                 log.warning("store_not_answering, %s stops for a while: %s", doing, error)
             return False
         except Exception:  # a bug of ours must not take the engine's request along
@@ -171,7 +173,7 @@ class WorkerHalf:
         bad: set[int] = set()
         good_tokens: int | None = None
         blocks = size = 0
-        for run in load.runs:
+        for run in self._ours(load.runs):
             for piece in _pieces(run):
                 there = [False] * len(piece.keys)
 
@@ -188,7 +190,7 @@ class WorkerHalf:
                     size += len(piece.keys) * self._pages.block_bytes[piece.group]
                     continue
                 first = there.index(False) if done else 0
-                bad.update(piece.block_ids[first:])
+                bad.update(run.block_ids[piece.first - run.first + first :])
                 tokens = (piece.first + first) * self._groups.block_tokens[run.group]
                 good_tokens = tokens if good_tokens is None else min(tokens, good_tokens)
                 break
@@ -208,7 +210,7 @@ class WorkerHalf:
         late = started - order.at > self._config.pin_timeout_ms / 1000
         stored = not late
         blocks = size = 0
-        for run in save.runs if stored else ():
+        for run in self._ours(save.runs) if stored else ():
             for piece in _pieces(run):
 
                 def put(piece: Run = piece) -> None:
@@ -234,6 +236,10 @@ class WorkerHalf:
                 "save", time.monotonic() - started, blocks=blocks, size=size,
                 failed=int(not stored),
             )  # fmt: skip
+
+    def _ours(self, runs: list[Run]) -> list[Run]:
+        """Those of groups that this worker holds layers of: in a pipeline, not each has all."""
+        return [run for run in runs if run.group in self._pages.block_bytes]
 
     def _contribute(self) -> None:
         """Pool memory of this host, as soon as there is a master."""

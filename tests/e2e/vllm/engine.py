@@ -6,15 +6,17 @@ answers each with one line on stdout. vLLM's own words go to stderr, which the t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {
@@ -31,7 +33,9 @@ ANSWER_S = 120.0
 MODULE = "kvstore.connectors.vllm"
 
 
-def transfer_config(master: str, role: str = "kv_both", **extra: Any) -> dict[str, object]:
+def transfer_config(
+    master: str, role: str = "kv_both", *, policy: str = "recompute", **extra: Any
+) -> dict[str, object]:
     """What ``--kv-transfer-config`` takes.
 
     Lookups have more time than by default: here several engines share two cores.
@@ -41,6 +45,7 @@ def transfer_config(master: str, role: str = "kv_both", **extra: Any) -> dict[st
         "kv_connector": "MooncakeStoreConnector",
         "kv_connector_module_path": MODULE,
         "kv_role": role,
+        "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"master": master, **extra},
     }
 
@@ -103,6 +108,31 @@ class Engine:
         """Wait until nothing is pinned."""
         self._ask({"do": "saved"})
 
+    def stream(
+        self,
+        running: list[int],
+        new: list[list[int]],
+        *,
+        pid: int = 0,
+        signal: signal.Signals = signal.SIGSTOP,
+    ) -> Stream:
+        """One long generation, during which new prompts come one after the other.
+
+        Args:
+            pid: of a process that gets this signal once the stream runs; 0: of none.
+        """
+        command = {"do": "stream", "running": running, "new": new, "pid": pid, "signal": signal}
+        return Stream(**self._ask(command))
+
+    def kill_before_load(self, pid: int) -> None:
+        """``kill -9`` this process when the next load begins."""
+        self._ask({"do": "kill_before_load", "pid": pid})
+
+    def kill(self) -> None:
+        """-9, the engine and all of its processes."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def close(self) -> None:
         process = self._process
         if process.stdin is not None:
@@ -149,6 +179,16 @@ class Engine:
             self.log.append(line)
 
 
+class Stream(NamedTuple):
+    """Times of ``Engine.stream``."""
+
+    worst_gap_s: float
+    """Between two tokens of the running stream."""
+    first_token_s: list[float]
+    """Of each new prompt."""
+    cached: list[int]
+
+
 class Result:
     """Of one prompt."""
 
@@ -157,6 +197,8 @@ class Result:
         self.cached: int = answer["cached"]
         """Tokens of the prompt that were not computed."""
         self.params: dict[str, Any] | None = answer["params"]
+        self.reason: str | None = answer["reason"]
+        """Why it ended: length, or error."""
 
     def __repr__(self) -> str:
         return f"Result(cached={self.cached}, tokens={self.tokens})"
@@ -172,9 +214,9 @@ def main() -> None:
     if given.get("tensor_parallel_size", 1) == 1:
         given["distributed_executor_backend"] = "uni"
     llm = LLM(
-        model=given.pop("model"), kv_transfer_config=given.pop("transfer"), dtype="float32",
-        max_model_len=2048, enforce_eager=True, gpu_memory_utilization=0.1,
-        disable_log_stats=False, **given,
+        model=given.pop("model"), kv_transfer_config=given.pop("transfer"),
+        **{"dtype": "float32", "max_model_len": 2048} | given,
+        enforce_eager=True, gpu_memory_utilization=0.1, disable_log_stats=False,
     )  # fmt: skip
     core = llm.llm_engine.engine_core.engine_core
     told: list[Any] = []
@@ -202,6 +244,7 @@ def main() -> None:
                             "tokens": list(each.outputs[0].token_ids),
                             "cached": each.num_cached_tokens or 0,
                             "params": each.kv_transfer_params,
+                            "reason": each.outputs[0].finish_reason,
                         }
                         for each in outputs
                     ]
@@ -211,6 +254,11 @@ def main() -> None:
             case "saved":
                 while connector.has_pending_push_work():
                     llm.llm_engine.step()
+                answer(True)
+            case "stream":
+                answer(_stream(llm.llm_engine, SamplingParams, command))
+            case "kill_before_load":
+                _kill_before_load(command["pid"])
                 answer(True)
             case "metrics":
                 found = {
@@ -229,6 +277,60 @@ def main() -> None:
                 )
                 told.clear()
     core.shutdown()
+
+
+def _stream(engine: Any, sampling: Any, command: dict[str, Any]) -> dict[str, Any]:
+    def add(name: str, ids: list[int], tokens: int) -> None:
+        params = sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+        asked[name] = time.monotonic()
+
+    asked: dict[str, float] = {}
+    first: dict[str, float] = {}
+    cached: dict[str, int] = {}
+    worst = last = 0.0
+    number = 0
+    add("running", command["running"], 400)
+    waiting = list(enumerate(command["new"]))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            now = time.monotonic()
+            name = output.request_id
+            if name != "running":
+                if name not in first and output.outputs[0].token_ids:
+                    first[name] = now - asked[name]
+                    cached[name] = output.num_cached_tokens or 0
+                continue
+            number += 1
+            if number > 50:  # it runs evenly
+                worst = max(worst, now - last)
+            last = now
+            if number == 50 and command["pid"]:
+                os.kill(command["pid"], command["signal"])
+            if number >= 60 and number % 30 == 0 and waiting:
+                index, ids = waiting.pop(0)
+                add(f"new-{index}", ids, 1)
+    names = [f"new-{index}" for index in range(len(command["new"]))]
+    return {
+        "worst_gap_s": worst,
+        "first_token_s": [first[name] for name in names],
+        "cached": [cached[name] for name in names],
+    }
+
+
+def _kill_before_load(pid: int) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker
+    load = worker.load
+
+    def wrapped(orders: Any) -> None:
+        if orders.loads:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        load(orders)
+
+    worker.load = wrapped
 
 
 if __name__ == "__main__":

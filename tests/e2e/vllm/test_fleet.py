@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +44,12 @@ def test_forty_requests_are_right_and_all_of_them_hit(
     assert isinstance(hits, dict)
     assert hits["hit_tokens"] == 40 * WHOLE
     assert hits["load_failures"] == 0
+
+    # As text: rendered once, handed on as token ids, streamed.
+    said = [fleet.chat("What is a cache? " * 40, TOKENS) for _ in range(2)]
+    assert said[0] == said[1]
+    assert re.search(r"route=chat .*tokens=[1-9]\d+ prefill=127", fleet.proxy.log.read_text())
+    until(lambda: consumer.counters()["loaded_requests"] > 40)
     fleet.close()
     plain = engine(llama, None).generate(prompts, tokens=TOKENS)
     assert answers == [each.tokens for each in plain]

@@ -1,0 +1,153 @@
+"""What users of an engine see when the store stops, dies, is too small or not meant for them."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.vllm.conftest import MakeModel, StartEngine, prompt
+from tests.e2e.vllm.engine import Engine, Stream, transfer_config
+from tests.e2e.vllm.tiny import BLOCK_TOKENS
+from tests.integration.cluster import Cluster, until
+
+WHOLE = 4 * BLOCK_TOKENS
+NOTICED_S = 0.05
+RUNS = 5
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_master_that_stops_or_dies_does_not_hold_up_a_running_stream(
+    store: Cluster, llama: Path, engine: StartEngine, how: signal.Signals
+) -> None:
+    """Of five runs each, taken in turn, the median of the worst gaps between two tokens of a stream
+    and that of how long new requests wait."""
+    without = engine(llama, None)
+    with_store = engine(llama, transfer_config(store.address, lookup_deadline_ms=20))
+    plain: list[Stream] = []
+    stopped: list[Stream] = []
+    for run in range(-1, RUNS):  # the first one warms up
+        master = store.master_server
+        assert master is not None
+        new = [prompt(1_000 + 10 * run + number) for number in range(8)]
+        without_it = without.stream(prompt(run + 1), new)
+        with_it = with_store.stream(prompt(run + 1), new, pid=master.pid, signal=how)
+        if run >= 0:
+            plain.append(without_it)
+            stopped.append(with_it)
+            assert with_it.cached == [0] * 8
+        if how is signal.SIGSTOP:
+            master.resume()
+        else:
+            master.process.wait()
+            store.master()
+        until(lambda: store.status().epoch)
+
+    def worst(streams: list[Stream]) -> float:
+        return statistics.median(each.worst_gap_s for each in streams)
+
+    def first(streams: list[Stream]) -> float:
+        return statistics.median(max(each.first_token_s) for each in streams)
+
+    assert worst(stopped) < worst(plain) + NOTICED_S, (plain, stopped)
+    assert first(stopped) < first(plain) + NOTICED_S, (plain, stopped)
+
+    def hit() -> bool:
+        with_store.reset()
+        (found,) = with_store.generate([prompt(7)])
+        with_store.saved()
+        return found.cached == WHOLE
+
+    until(hit, within_s=60)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_node_that_dies_between_lookup_and_load(
+    store: Cluster, llama: Path, engine: StartEngine, policy: str
+) -> None:
+    settings: dict[str, Any] = {"transports": ["tcp"], "transfer_timeout_ms": 2_000}
+    one = engine(llama, transfer_config(store.address, policy=policy, **settings))
+    first = one.generate([prompt(1)])
+    one.saved()
+    one.reset()
+    one.kill_before_load(store.nodes[0].pid)
+    (again,) = one.generate([prompt(1)])
+    store.nodes[0].process.wait()
+
+    if policy == "recompute":
+        assert again.tokens == first[0].tokens
+    else:
+        assert again.reason == "error"
+    metrics = one.metrics()
+    assert metrics["load_failures"] == metrics["loaded_requests"] == 1
+    warned = any("kv_load_failure_policy is 'fail'" in line for line in one.log)
+    assert warned == (policy == "fail")
+    assert one.generate([prompt(2)])[0].reason == "length"
+
+
+def test_two_engines_on_one_host_never_meet_but_in_the_store(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    """Nothing but the master's address is configured; one is killed."""
+    one, other = (engine(llama, transfer_config(store.address)) for _ in range(2))
+    first = one.generate([prompt(1)])
+    one.saved()
+    one.kill()
+    (found,) = other.generate([prompt(1)])
+    assert found.cached == WHOLE
+    assert found.tokens == first[0].tokens
+    other.saved()
+    other.reset()
+    assert other.generate([prompt(1)])[0].cached == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"block_size": 64}, "groups"),
+        ({"environ": {"PYTHONHASHSEED": "7"}}, "none_hash"),
+    ],
+    ids=["dtypes", "block-sizes", "hash-seeds"],
+)
+def test_engines_that_differ_share_no_block_and_are_told_so(
+    store: Cluster, llama: Path, engine: StartEngine, what: dict[str, Any], told: str
+) -> None:
+    one = engine(llama, transfer_config(store.address))
+    one.generate([prompt(1)])
+    one.saved()
+    other: Engine = engine(llama, transfer_config(store.address), **what)
+    assert other.generate([prompt(1)])[0].cached == 0
+    other.saved()
+    until(lambda: any("FLEET" in line and told in line for line in other.log))
+    one.reset()
+    assert one.generate([prompt(1)])[0].cached == WHOLE
+
+
+def test_a_pool_far_too_small_costs_hits_and_nothing_else(
+    tmp_path: Path, make_model: MakeModel, engine: StartEngine
+) -> None:
+    """Of 80 blocks 15 fit, and all of those are leased when the next ones come."""
+    small = Cluster(tmp_path)
+    try:
+        small.start(memory="8MiB")
+        model = make_model()
+        prompts = [prompt(seed) for seed in range(20)]
+        plain = engine(model, None).generate(prompts)
+        one = engine(model, transfer_config(small.address))
+        for _ in range(2):
+            found = one.generate(prompts)
+            assert [each.tokens for each in found] == [each.tokens for each in plain]
+            one.saved()
+            one.reset()
+        metrics = one.metrics()
+        assert metrics["save_failures"] + metrics["saves_refused"] > 0
+        assert metrics["pinned_blocks"] == 0
+        assert metrics["breaker_open"] == 0
+        small.finish()
+    finally:
+        small.close()

@@ -1,0 +1,311 @@
+"""As much of vLLM's scheduler as the connector's half meets: requests, blocks, steps.
+
+``Engine`` keeps block tables and reference counts as vLLM does, knows what bytes each block holds
+(the key, once its tokens are computed), and checks every order that is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm.events import Events
+from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
+from kvstore.connectors.vllm.messages import Orders, Report, Save, SaveEnd
+from kvstore.connectors.vllm.metrics import COUNTERS
+from kvstore.connectors.vllm.scheduler import SchedulerHalf
+
+HASH_TOKENS = 4
+PLAIN = Groups(hash_block_tokens=4, align_tokens=4, block_tokens={0: 4})
+HYBRID = Groups(hash_block_tokens=4, align_tokens=8, block_tokens={0: 4, 1: 8})
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+    num_computed_tokens: int = 0
+    lora_request: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        ends = range(HASH_TOKENS, self.num_tokens + 1, HASH_TOKENS)
+        return [repr(self.all_token_ids[:end]).encode() for end in ends]
+
+
+@dataclass(eq=False)
+class Block:
+    block_id: int
+    references: int = 0
+
+
+class Pool:
+    """Reference counts; a block with none may be given to somebody else."""
+
+    def __init__(self, blocks: int) -> None:
+        self.num_gpu_blocks = blocks
+        self.blocks = [Block(number) for number in range(blocks)]
+        self.blocks[NULL_BLOCK].references = 1
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.block_id != NULL_BLOCK
+            assert block.references > 0, "it may be somebody else's by now"
+            block.references += 1
+
+    def free_blocks(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            assert block.references > 0, f"{block} is freed twice"
+            block.references -= 1
+
+    def take(self) -> int:
+        block = next(block for block in self.blocks if not block.references)
+        block.references = 1
+        return block.block_id
+
+    @property
+    def used(self) -> int:
+        return sum(bool(block.references) for block in self.blocks) - 1
+
+
+class Asked:
+    """Instead of ``Lookups``: answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, int | None] = {}
+        self.wanted: list[tuple[str, int, int]] = []
+        """Request, number of hashes, expected tokens."""
+        self.known: set[str] = set()
+
+    def want(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> str:
+        self.wanted.append((request_id, len(hashes), expected_tokens))
+        self.known.add(request_id)
+        return request_id
+
+    def tokens(self, lookup: str, *, patient: bool = True) -> int | None:
+        del patient
+        return self.there.get(lookup, 0)
+
+    def new_step(self) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)
+
+    def clear(self) -> None:
+        self.known.clear()
+
+
+@dataclass
+class Tables:
+    """``KVCacheBlocks``, and ``KVConnectorBlockState`` of one request."""
+
+    tables: dict[int, list[int]]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple(list(table) for table in self.tables.values())
+
+
+@dataclass
+class State:
+    tables: dict[str, Tables]
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
+        found = self.tables.get(request_id)
+        return None if found is None else found.get_block_ids()
+
+
+@dataclass
+class Output:
+    """``SchedulerOutput``."""
+
+    num_scheduled_tokens: dict[str, int]
+    finished_req_ids: set[str]
+    kv_connector_block_state: State | None
+
+
+@dataclass
+class Saving:
+    """A save under way."""
+
+    save: Save
+    workers_left: int
+    stored: bool = True
+
+    def blocks(self) -> Iterator[tuple[int, bytes, int]]:
+        for run in self.save.runs:
+            for key, block_id in zip(run.keys, run.block_ids, strict=True):
+                yield run.group, key, block_id
+
+
+@dataclass
+class Engine:
+    groups: Groups = PLAIN
+    config: ConnectorConfig = field(default_factory=ConnectorConfig)
+    blocks: int = 200
+    loads: bool = True
+    saves: bool = True
+    workers: int = 1
+    events_wanted: bool = False
+
+    def __post_init__(self) -> None:
+        self.asked = Asked()
+        self.events = Events(self.groups, wanted=self.events_wanted)
+        self.half = SchedulerHalf(
+            self.config, self.groups, self.asked, self.events,  # type: ignore[arg-type]
+            loads=self.loads, saves=self.saves, workers=self.workers,
+        )  # fmt: skip
+        self.pool = Pool(self.blocks)
+        self.half.bind_block_pool(self.pool)
+        self.requests: dict[str, Request] = {}
+        self.tables: dict[str, Tables] = {}
+        self.finished: set[str] = set()
+        self.saving: dict[int, Saving] = {}
+        self.content: dict[int, tuple[int, bytes]] = {}
+        """Of each block that is whole: its group and key."""
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, tokens: int, *, there: int | None = 0, seed: int = 0, **params: Any
+    ) -> Request:
+        """``there``: how many tokens the store has."""
+        ids = [seed * 1_000 + index for index in range(tokens)]
+        request = Request(request_id, ids, tokens, params or None)
+        self.requests[request_id] = request
+        self.tables[request_id] = Tables({group: [] for group in self.groups.block_tokens})
+        self.asked.there[request_id] = there
+        self.half.new_request(request)
+        return request
+
+    def matched(self, request: Request, computed: int = 0) -> int | None:
+        tokens, is_async = self.half.matched_tokens(request, computed)
+        assert is_async == bool(tokens)
+        return tokens
+
+    def allocate(self, request: Request, tokens: int) -> Tables:
+        """Blocks for the first ``tokens`` tokens."""
+        tables = self.tables[request.request_id]
+        for group, size in self.groups.block_tokens.items():
+            while len(tables.tables[group]) * size < tokens:
+                tables.tables[group].append(self.pool.take())
+                self.content.pop(tables.tables[group][-1], None)
+        return tables
+
+    def load(self, request: Request, computed: int = 0) -> int:
+        """Matched and allocated; tokens that are ordered to be loaded."""
+        tokens = self.matched(request, computed)
+        assert tokens is not None
+        tables = self.allocate(request, computed + tokens)
+        self.half.allocated(request, tables, tokens)
+        return tokens
+
+    def fill(self, request: Request, tokens: int) -> None:
+        """The first ``tokens`` tokens are in their blocks now."""
+        tables = self.tables[request.request_id].tables
+        for group, size in self.groups.block_tokens.items():
+            keys = self.groups.keys(group, request.block_hashes)
+            for index in range(min(tokens // size, len(keys))):
+                if tables[group][index] != NULL_BLOCK:
+                    self.content[tables[group][index]] = (group, keys[index])
+
+    def free(self, request: Request) -> None:
+        for table in self.tables[request.request_id].tables.values():
+            self.pool.free_blocks(self.pool.blocks[each] for each in table if each != NULL_BLOCK)
+            table.clear()
+
+    def preempt(self, request: Request) -> None:
+        self.free(request)
+        request.num_computed_tokens = 0
+
+    def finish(self, request: Request) -> dict[str, Any] | None:
+        said = self.half.finished(request)
+        self.free(request)
+        del self.requests[request.request_id], self.tables[request.request_id]
+        self.finished.add(request.request_id)
+        return said
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self, scheduled: dict[str, int] | None = None, *, generated: int = 1) -> Orders:
+        """Compute so many tokens of each request; ``generated``: by those at their end."""
+        scheduled = scheduled or {}
+        for request_id, tokens in scheduled.items():
+            request = self.requests[request_id]
+            tables = self.allocate(request, request.num_computed_tokens + tokens)
+            self.half.allocated(request, tables, 0)
+        known = State({request_id: self.tables[request_id] for request_id in scheduled})
+        output = Output(dict(scheduled), self.finished, known if scheduled else None)
+        orders = self.half.orders(output)
+        self.finished = set()
+        for request_id, tokens in scheduled.items():
+            request = self.requests[request_id]
+            request.num_computed_tokens += tokens
+            self.fill(request, request.num_computed_tokens)
+            if request.num_computed_tokens >= request.num_tokens:
+                request.all_token_ids += [7] * generated
+        for save in orders.saves:
+            assert save.number not in self.saving
+            self.saving[save.number] = saving = Saving(save, self.workers)
+            self.check_content(saving)
+        self.check()
+        return orders
+
+    def report(self, number: int, *, workers: int = 1, stored: bool = True) -> None:
+        """So many workers have done with it."""
+        saving = self.saving[number]
+        self.check_content(saving)
+        saving.workers_left -= workers
+        self.half.reported(Report({number: SaveEnd(workers, workers * stored)}))
+        if not saving.workers_left:
+            del self.saving[number]
+        self.check()
+
+    def report_all(self) -> None:
+        for number, saving in list(self.saving.items()):
+            self.report(number, workers=saving.workers_left)
+
+    def fail_load(self, request: Request, good_tokens: int) -> None:
+        self.half.reported(Report(failed_loads={request.request_id: good_tokens}))
+        self.check()
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def check_content(self, saving: Saving) -> None:
+        """What is being saved is still where the workers read it."""
+        for group, key, block_id in saving.blocks():
+            assert self.content.get(block_id) == (group, key)
+
+    def check(self) -> None:
+        self.half.check_invariants()
+        assert self.half.has_pinned == bool(self.saving)
+        expected = [0] * self.pool.num_gpu_blocks
+        expected[NULL_BLOCK] = 1
+        for tables in self.tables.values():
+            for table in tables.tables.values():
+                for block_id in table:
+                    expected[block_id] += block_id != NULL_BLOCK
+        for saving in self.saving.values():
+            blocks = [block_id for _, _, block_id in saving.blocks()]
+            assert len(set(blocks)) == len(blocks)
+            for block_id in blocks:
+                expected[block_id] += 1
+        assert [block.references for block in self.pool.blocks] == expected
+        assert self.half.counters.keys() <= COUNTERS.keys()
+
+
+def saved(orders: Orders) -> dict[int, list[int]]:
+    """Indices of the blocks that are saved, by group."""
+    found: dict[int, list[int]] = {}
+    for save in orders.saves:
+        for run in save.runs:
+            found.setdefault(run.group, []).extend(range(run.first, run.first + len(run.keys)))
+    return found

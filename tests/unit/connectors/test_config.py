@@ -1,0 +1,187 @@
+"""Where the connector's settings come from, and which one wins."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.connectors.vllm.config import ABORT_VARIABLE, MOONCAKE_VARIABLE, read_config
+from kvstore.errors import ConfigError
+
+NO_FILE = {"KVSTORE_CONFIG": ""}
+
+Mooncake = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Mooncake:
+    """An environment that names a ``mooncake.json`` of these values."""
+
+    def write(**values: object) -> dict[str, str]:
+        path = tmp_path / "mooncake.json"
+        path.write_text(json.dumps(values))
+        return {**NO_FILE, MOONCAKE_VARIABLE: str(path)}
+
+    return write
+
+
+def toml(tmp_path: Path, text: str) -> dict[str, str]:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(text)
+    return {"KVSTORE_CONFIG": str(path)}
+
+
+def test_nothing_has_to_be_said() -> None:
+    config = read_config({}, NO_FILE)
+    assert config.master == "127.0.0.1:50001"
+    assert config.memory == 0
+    assert not config.save_decode
+
+
+def test_extra_config_is_read() -> None:
+    extra = {"master": "store", "memory": "4GiB", "save_decode": True, "pinned_max": 0.25}
+    config = read_config(extra, NO_FILE)
+    assert config.master == "store:50001"
+    assert config.memory == 4 << 30
+    assert config.save_decode
+    assert config.pinned_max == 0.25
+    assert extra["memory"] == "4GiB"
+
+
+def test_an_unknown_key_is_named_with_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_config({"save_decodes": True}, NO_FILE)
+    assert "save_decodes" in str(raised.value)
+    assert "save_decode" in raised.value.advice.replace("save_decodes", "")
+    assert "kv_connector_extra_config" in str(raised.value)
+
+
+def test_a_wrong_value_is_named_with_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"lookup_deadline_ms.*kv_connector_extra_config"):
+        read_config({"lookup_deadline_ms": 0}, NO_FILE)
+
+
+def test_variables_count_and_extra_config_counts_more() -> None:
+    environ = {
+        **NO_FILE, "KVSTORE_CONNECTOR_WRITERS_WAIT_MS": "7", "KVSTORE_CONNECTOR_PINNED_MAX": "0.1",
+    }  # fmt: skip
+    config = read_config({"pinned_max": 0.2}, environ)
+    assert config.writers_wait_ms == 7
+    assert config.pinned_max == 0.2
+    assert read_config({}, {**NO_FILE, "KVSTORE_MASTER": "both:1"}).master == "both:1"
+
+
+def test_an_unknown_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="KVSTORE_CONNECTOR_SAVE_DECODED"):
+        read_config({}, {**NO_FILE, "KVSTORE_CONNECTOR_SAVE_DECODED": "1"})
+
+
+def test_a_toml_file_counts_least_but_more_than_mooncake(
+    tmp_path: Path, mooncake: Mooncake
+) -> None:
+    environ = mooncake(master_server_address="mooncake:1", global_segment_size="2mb")
+    environ |= toml(tmp_path, '[connector]\nmaster = "toml:1"\nreplicas = 2\n')
+    config = read_config({}, environ)
+    assert config.master == "toml:1"
+    assert config.replicas == 2
+    assert config.memory == 2 << 20
+    environ["KVSTORE_CONNECTOR_MASTER"] = "variable:1"
+    assert read_config({}, environ).master == "variable:1"
+    assert read_config({"master": "extra:1"}, environ).master == "extra:1"
+
+
+def test_nothing_in_extra_config_hides_mooncake(mooncake: Mooncake) -> None:
+    environ = mooncake(master_server_address="mooncake:1")
+    assert read_config({"master": None}, environ).master == "mooncake:1"
+
+
+# --- mooncake.json --------------------------------------------------------------------------------
+
+
+def test_a_mooncake_file_is_understood(
+    mooncake: Mooncake, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ = mooncake(
+        local_hostname="here", metadata_server="P2PHANDSHAKE", master_server_address="store:9",
+        global_segment_size="4gb", local_buffer_size="1gb", protocol="tcp", device_name="",
+        mode="embedded",
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "vllm.kvstore"):
+        config = read_config({}, environ)
+    assert config.master == "store:9"
+    assert config.memory == 4 << 30
+    said = [record.getMessage() for record in caplog.records]
+    assert not any("protocol" in line or "device_name" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("4gb", 4 << 30), ("4GB", 4 << 30), ("4g", 4 << 30), ("4 GB", 4 << 30), ("4GiB", 4 << 30),
+        ("512MB", 512 << 20), ("2048k", 2 << 20), ("1.5gb", 3 << 29), ("2097152", 2 << 20),
+        ("2097152b", 2 << 20), (2097152, 2 << 20), (0, 0), ("0", 0), ("1tb", 1 << 40),
+    ],
+)  # fmt: skip
+def test_sizes_mean_what_they_mean_in_mooncake(
+    mooncake: Mooncake, written: str | int, size: int
+) -> None:
+    assert read_config({}, mooncake(global_segment_size=written)).memory == size
+
+
+@pytest.mark.parametrize("written", ["much", "gb", [1], -5, "4xb"])
+def test_a_size_that_is_none_is_refused_with_its_place(mooncake: Mooncake, written: object) -> None:
+    with pytest.raises(ConfigError, match=f"memory.*{MOONCAKE_VARIABLE}"):
+        read_config({}, mooncake(global_segment_size=written))
+
+
+def test_an_unknown_mooncake_key_is_named(mooncake: Mooncake) -> None:
+    with pytest.raises(ConfigError, match=r"'globl_segment_size' in .*mooncake\.json") as raised:
+        read_config({}, mooncake(globl_segment_size=1))
+    assert "global_segment_size" in raised.value.advice
+
+
+def test_a_protocol_that_is_not_there_is_told(
+    mooncake: Mooncake, caplog: pytest.LogCaptureFixture
+) -> None:
+    read_config({}, mooncake(protocol="rdma"))
+    assert "protocol_not_available protocol=rdma" in caplog.text
+
+
+def test_an_unreadable_mooncake_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    for text in (None, "{", "[1]", '"text"'):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=r"mooncake\.json") as raised:
+            read_config({}, {**NO_FILE, MOONCAKE_VARIABLE: str(path)})
+        assert MOONCAKE_VARIABLE in raised.value.advice
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match=r"mooncake\.json"):
+        read_config({}, {**NO_FILE, MOONCAKE_VARIABLE: str(path)})
+
+
+def test_an_empty_name_is_no_mooncake_file() -> None:
+    assert read_config({}, {**NO_FILE, MOONCAKE_VARIABLE: ""}).memory == 0
+
+
+# --- the abort variable ---------------------------------------------------------------------------
+
+
+def test_the_abort_variable_is_in_seconds() -> None:
+    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "12.5"}).pin_timeout_ms == 12_500
+    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "0"}).pin_timeout_ms == 100
+    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "86400"}).pin_timeout_ms == 3_600_000
+    assert read_config({}, {**NO_FILE, ABORT_VARIABLE: "inf"}).pin_timeout_ms == 3_600_000
+    given = read_config({"pin_timeout_ms": 700}, {**NO_FILE, ABORT_VARIABLE: "12.5"})
+    assert given.pin_timeout_ms == 700
+
+
+@pytest.mark.parametrize("seconds", ["soon", "nan", "1,5"])
+def test_an_abort_variable_that_is_no_time_is_named(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=ABORT_VARIABLE) as raised:
+        read_config({}, {**NO_FILE, ABORT_VARIABLE: seconds})
+    assert MOONCAKE_VARIABLE not in str(raised.value)

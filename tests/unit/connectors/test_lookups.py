@@ -1,0 +1,532 @@
+"""Questions to a store that answers when it is told to, on a clock that goes when it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore.client.asking import Match
+from kvstore.connectors.vllm import lookups as module
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.lookups import FRESH_S, PENDING_MAX, STEP_PATIENCE_S, Lookup, Lookups
+from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
+
+PLAIN = Groups(hash_block_tokens=16, align_tokens=16, block_tokens={0: 16})
+HYBRID = Groups(hash_block_tokens=16, align_tokens=32, block_tokens={0: 16, 1: 32})
+DEADLINE_S = 1 / 64
+WRITERS_WAIT_S = 0.5
+LONG_S = 10.0
+"""Of a wait that ends long before in a test that passes."""
+
+Answer = Callable[[Sequence[bytes], Sequence[str]], Sequence[Match]]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Store:
+    """Answers at once, unless it is held."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[bytes], list[str]]] = []
+        self.answers: list[Sequence[Match] | Exception] = []
+        """The next ones; the last is repeated."""
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.entered = threading.Semaphore(0)
+
+    def __call__(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
+        self.asked.append((list(keys), list(namespaces)))
+        self.entered.release()
+        assert self.go_on.wait(LONG_S)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def hold(self) -> None:
+        self.go_on.clear()
+
+    def wait_until_asked(self) -> None:
+        assert self.entered.acquire(timeout=LONG_S)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+Start = Callable[..., Lookups]
+
+
+@pytest.fixture
+def start(store: Store, clock: Clock) -> Iterator[Start]:
+    started: list[Lookups] = []
+
+    def start(
+        groups: Groups = PLAIN,
+        namespaces: dict[int, list[str]] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> Lookups:
+        lookups = Lookups(
+            store, groups, deadline_s=deadline_s, writers_wait_s=WRITERS_WAIT_S, clock=clock
+        )
+        lookups.start(namespaces or {group: [f"n{group}"] for group in groups.block_tokens})
+        started.append(lookups)
+        return lookups
+
+    yield start
+    store.go_on.set()
+    for each in started:
+        each.close()
+
+
+def hashes(number: int) -> list[bytes]:
+    return [b"h%d" % index for index in range(number)]
+
+
+def answered(lookups: Lookups, lookup: Lookup) -> int:
+    assert lookup.done.wait(LONG_S)
+    tokens = lookups.tokens(lookup)
+    assert tokens is not None
+    return tokens
+
+
+def pass_time(clock: Clock, until: threading.Event, seconds: float) -> float:
+    """Time goes on in steps of a millisecond, for so long at most; how long it took."""
+    began = clock.now
+    while not until.wait(0.002) and clock.now - began < seconds:
+        clock.now += 0.005
+    return clock.now - began
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_in_tokens(start: Start, store: Store) -> None:
+    store.answers = [[Match(3, 0)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(5))
+    assert answered(lookups, lookup) == 48
+    assert store.asked == [(hashes(5), ["n0"])]
+    assert not lookup.failed
+    assert len(lookups.take_latencies_us()) == 1
+    assert lookups.take_latencies_us() == []
+    assert lookups.take_counters() == {}
+
+
+def test_what_a_worker_lacks_is_not_there(start: Start, store: Store) -> None:
+    store.answers = [[Match(5, 0), Match(2, 0), Match(4, 0)]]
+    lookups = start(namespaces={0: ["a", "b", "c"]})
+    assert answered(lookups, lookups.want("r", hashes(5))) == 32
+    assert store.asked[0][1] == ["a", "b", "c"]
+
+
+def test_what_a_group_lacks_is_not_there_and_hits_are_aligned(start: Start, store: Store) -> None:
+    store.answers = [[Match(5, 0)], [Match(2, 0)]]
+    lookups = start(HYBRID)
+    assert answered(lookups, lookups.want("r", hashes(5))) == 64
+    assert store.asked == [(hashes(5), ["n0"]), ([b"h1", b"h3"], ["n1"])]
+
+
+def test_groups_of_one_block_size_are_asked_about_at_once(start: Start, store: Store) -> None:
+    groups = Groups(hash_block_tokens=16, align_tokens=16, block_tokens={0: 16, 2: 16})
+    store.answers = [[Match(2, 0), Match(1, 0)]]
+    lookups = start(groups, {0: ["a"], 2: ["b"]})
+    assert answered(lookups, lookups.want("r", hashes(2))) == 16
+    assert store.asked == [(hashes(2), ["a", "b"])]
+
+
+def test_a_prompt_too_short_for_a_block_of_a_group_has_nothing(start: Start, store: Store) -> None:
+    store.answers = [[Match(1, 0)]]
+    lookups = start(HYBRID)
+    assert answered(lookups, lookups.want("r", hashes(1))) == 0
+
+
+def test_one_question_at_a_time_is_asked_for_a_request(start: Start, store: Store) -> None:
+    store.hold()
+    store.answers = [[Match(2, 0)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(2))
+    assert lookups.want("r", hashes(2)) is lookup
+    store.go_on.set()
+    assert answered(lookups, lookup) == 32
+    assert lookups.want("r", hashes(2)) is lookup
+    assert len(store.asked) == 1
+
+
+def test_an_old_answer_is_asked_anew(start: Start, store: Store, clock: Clock) -> None:
+    store.answers = [[Match(2, 0)], [Match(1, 0)]]
+    lookups = start()
+    assert answered(lookups, lookups.want("r", hashes(2))) == 32
+    clock.now += FRESH_S - 0.01
+    assert answered(lookups, lookups.want("r", hashes(2))) == 32
+    clock.now += 0.01
+    assert answered(lookups, lookups.want("r", hashes(2))) == 16
+    assert len(store.asked) == 2
+
+
+def test_a_request_that_has_grown_is_asked_anew(start: Start, store: Store) -> None:
+    store.answers = [[Match(2, 0)], [Match(3, 0)]]
+    lookups = start()
+    assert answered(lookups, lookups.want("r", hashes(2))) == 32
+    assert answered(lookups, lookups.want("r", hashes(3))) == 48
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+def test_there_is_no_answer_until_the_deadline_and_then_it_is_nothing(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.hold()
+    store.answers = [[Match(2, 0)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(2))
+    store.wait_until_asked()
+    clock.now += 60  # the deadline counts from when the scheduler comes for it
+    assert lookups.tokens(lookup) is None
+    clock.now += DEADLINE_S - 1 / 1024
+    assert lookups.tokens(lookup) is None
+    clock.now += 1 / 1024
+    assert lookups.tokens(lookup) == 0
+    assert lookups.tokens(lookup) == 0
+    assert lookups.take_counters() == {"lookups_late": 1}
+
+
+def test_a_question_that_was_never_asked_is_late_too(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.hold()
+    store.answers = [[Match(2, 0)]]
+    lookups = start()
+    lookups.want("first", hashes(2))
+    store.wait_until_asked()
+    second = lookups.want("second", hashes(1))
+    assert lookups.tokens(second) is None
+    clock.now += DEADLINE_S
+    assert lookups.tokens(second) == 0
+    store.go_on.set()
+    lookups.errand(lambda: None).result(LONG_S)
+    lookups.errand(lambda: None).result(LONG_S)
+    assert len(store.asked) == 1
+
+
+def test_one_step_waits_only_so_long_for_all_its_requests(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = 0.0, []
+
+    class Waited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal now
+            assert timeout is not None
+            waits.append(timeout)
+            now += timeout / 2
+            return False
+
+    store.hold()
+    store.answers = [[Match(1, 0)]]
+    lookups = start()
+    wanted = [lookups.want(f"r{number}", hashes(1)) for number in range(200)]
+    store.wait_until_asked()
+    for lookup in wanted:
+        lookup.done = Waited()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    for lookup in wanted:
+        assert lookups.tokens(lookup) is None
+    assert waits[0] == STEP_PATIENCE_S
+    assert waits == sorted(waits, reverse=True)
+    assert now <= STEP_PATIENCE_S
+    lookups.new_step()
+    lookups.tokens(wanted[0])
+    assert waits[-1] == STEP_PATIENCE_S
+
+
+def test_no_more_than_so_many_questions_wait(start: Start, store: Store) -> None:
+    store.hold()
+    store.answers = [[Match(1, 0)]]
+    lookups = start()
+    for number in range(PENDING_MAX):
+        assert not lookups.want(f"r{number}", hashes(1)).done.is_set()
+    refused = lookups.want("one more", hashes(1))
+    assert answered(lookups, refused) == 0
+    assert refused.failed
+
+
+# --- writers --------------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_being_written_are_waited_for(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.answers = [[Match(1, 1)], [Match(1, 1)], [Match(3, 0)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(4))
+    assert pass_time(clock, lookup.done, WRITERS_WAIT_S) < WRITERS_WAIT_S
+    assert answered(lookups, lookup) == 48
+    assert len(store.asked) == 3
+    assert lookups.take_counters() == {"lookups_waited_for_writers": 1}
+
+
+def test_the_deadline_is_longer_while_writers_are_waited_for(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.answers = [[Match(1, 1)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(4))
+    store.wait_until_asked()
+    lookups.errand(lambda: None).result(LONG_S)  # so its answer is known
+    assert lookups.tokens(lookup) is None
+    clock.now += WRITERS_WAIT_S / 2
+    assert lookups.tokens(lookup) is None
+
+
+def test_writers_are_waited_for_only_so_long(start: Start, store: Store, clock: Clock) -> None:
+    store.answers = [[Match(2, 1)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(4))
+    waited = pass_time(clock, lookup.done, 10 * WRITERS_WAIT_S)
+    assert WRITERS_WAIT_S - 0.01 < waited < 2 * WRITERS_WAIT_S
+    assert answered(lookups, lookup) == 32
+    assert 2 <= len(store.asked) <= WRITERS_WAIT_S / 0.002
+
+
+def test_a_store_that_stops_answering_meanwhile_leaves_what_was_found(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.answers = [[Match(2, 1)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(4))
+    store.wait_until_asked()
+    lookups.errand(lambda: None).result(LONG_S)
+    store.hold()
+    clock.now += 0.125
+    store.wait_until_asked()
+    assert lookups.tokens(lookup) is None
+    clock.now += DEADLINE_S + WRITERS_WAIT_S
+    assert lookups.tokens(lookup) == 32
+
+
+def test_what_a_prefiller_has_announced_is_waited_for(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.answers = [[Match(0, 0)], [Match(1, 0)], [Match(3, 0)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(4), 3 * 16 + 5)
+    assert pass_time(clock, lookup.done, WRITERS_WAIT_S) < WRITERS_WAIT_S
+    assert answered(lookups, lookup) == 48
+    assert len(store.asked) == 3
+
+
+@pytest.mark.parametrize("announced", [0, 15, 16, 47, -5])
+def test_an_announcement_that_is_there_is_not_waited_for(
+    start: Start, store: Store, announced: int
+) -> None:
+    store.answers = [[Match(2, 0)]]
+    lookups = start()
+    assert answered(lookups, lookups.want("r", hashes(4), announced)) == 32
+    assert len(store.asked) == 1
+
+
+@pytest.mark.parametrize("being_written", [0, 1])
+def test_what_can_not_be_hit_is_not_waited_for(
+    start: Start, store: Store, being_written: int
+) -> None:
+    store.answers = [[Match(2, being_written)], [Match(1, 0)]]
+    lookups = start(HYBRID)
+    lookup = lookups.want("r", hashes(3), 1_000)
+    assert answered(lookups, lookup) == 32
+    assert len(store.asked) == 2
+    assert not lookup.waits_for_writers
+
+
+# --- a store that does not answer -----------------------------------------------------------------
+
+
+def failures(lookups: Lookups, number: int) -> None:
+    for index in range(number):
+        lookup = lookups.want(f"failing {index}", hashes(1))
+        assert answered(lookups, lookup) == 0
+        assert lookup.failed
+
+
+def test_a_store_that_does_not_answer_has_nothing_and_is_left_alone(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.answers = [MasterUnreachableError("away")]
+    lookups = start()
+    failures(lookups, 3)
+    assert lookups.breaker.is_open(clock.now)
+    failures(lookups, 20)
+    assert len(store.asked) == 3
+    assert lookups.take_counters() == {"lookups_failed": 3, "breaker_opened": 1}
+
+
+def test_a_store_that_is_back_is_found_by_one_probe(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    store.answers = [MasterUnreachableError("away")]
+    lookups = start()
+    failures(lookups, 3)
+    clock.now += 1.0
+    store.answers = [[Match(1, 0)]]
+    assert answered(lookups, lookups.want("probe", hashes(1))) == 16
+    assert not lookups.breaker.is_open(clock.now)
+    assert answered(lookups, lookups.want("next", hashes(1))) == 16
+
+
+def test_questions_that_wait_when_the_breaker_opens_are_not_asked(
+    start: Start, store: Store
+) -> None:
+    store.hold()
+    store.answers = [MasterUnreachableError("away")]
+    lookups = start()
+    wanted = [lookups.want(f"r{number}", hashes(1)) for number in range(10)]
+    store.go_on.set()
+    assert [answered(lookups, each) for each in wanted] == [0] * 10
+    assert len(store.asked) == 3
+
+
+def test_a_bug_in_asking_does_not_end_the_thread(start: Start, store: Store) -> None:
+    store.answers = [ValueError("a bug of ours"), [Match(1, 0)]]
+    lookups = start()
+    broken = lookups.want("r", hashes(1))
+    assert answered(lookups, broken) == 0
+    assert broken.failed
+    assert answered(lookups, lookups.want("s", hashes(1))) == 16
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_what_is_forgotten_is_not_asked(start: Start, store: Store) -> None:
+    store.hold()
+    store.answers = [[Match(1, 0)]]
+    lookups = start()
+    first = lookups.want("first", hashes(1))
+    store.wait_until_asked()
+    second = lookups.want("second", hashes(1))
+    lookups.forget("first")
+    lookups.forget("second")
+    lookups.forget("never known")
+    assert first.done.is_set()
+    assert second.done.is_set()
+    store.go_on.set()
+    lookups.errand(lambda: None).result(LONG_S)
+    assert len(store.asked) == 1
+    assert lookups.want("first", hashes(1)) is not first
+
+
+def test_what_is_forgotten_while_it_is_its_turn_is_not_asked(start: Start, store: Store) -> None:
+    store.answers = [[Match(1, 0)]]
+    lookups = start()
+    store.hold()
+    began = threading.Event()
+
+    def hold_the_thread(go_on: threading.Event = store.go_on) -> bool:
+        began.set()
+        return go_on.wait(LONG_S)
+
+    errand = lookups.errand(hold_the_thread)
+    assert began.wait(LONG_S)
+    for name in ("first", "second"):
+        lookups.want(name, hashes(1))
+    first_turn, store.go_on = store.go_on, threading.Event()
+    first_turn.set()
+    errand.result(LONG_S)
+    store.wait_until_asked()
+    lookups.forget("second")
+    store.go_on.set()
+    lookups.errand(lambda: None).result(LONG_S)
+    assert len(store.asked) == 1
+
+
+def test_clearing_forgets_all(start: Start, store: Store) -> None:
+    store.answers = [[Match(1, 0)], [Match(0, 0)]]
+    lookups = start()
+    assert answered(lookups, lookups.want("r", hashes(1))) == 16
+    lookups.clear()
+    assert answered(lookups, lookups.want("r", hashes(1))) == 0
+
+
+def test_closing_answers_what_waits_and_leaves_no_thread(start: Start, store: Store) -> None:
+    store.hold()
+    store.answers = [[Match(1, 1)]]
+    lookups = start()
+    wanted = [lookups.want(f"r{number}", hashes(2)) for number in range(5)]
+    store.wait_until_asked()
+    closing = threading.Thread(target=lookups.close)
+    closing.start()
+    store.go_on.set()
+    closing.join(LONG_S)
+    assert not closing.is_alive()
+    assert all(each.done.is_set() for each in wanted)
+    lookups.close()
+
+
+def test_closing_what_never_started_is_nothing(store: Store) -> None:
+    lookups = Lookups(store, PLAIN, deadline_s=1, writers_wait_s=1)
+    lookups.want("r", hashes(1))
+    lookups.close()
+    assert store.asked == []
+
+
+# --- errands --------------------------------------------------------------------------------------
+
+
+def test_an_errand_gives_its_result_or_its_error(start: Start) -> None:
+    lookups = start()
+
+    def fail() -> None:
+        raise KVStoreError("no")
+
+    assert lookups.errand(lambda: threading.current_thread().name).result(LONG_S) == (
+        "kvstore-lookups"
+    )
+    assert isinstance(lookups.errand(fail).exception(LONG_S), KVStoreError)
+    assert lookups.errand(lambda: 7).result(LONG_S) == 7
+
+
+def test_errands_and_questions_take_turns(start: Start, store: Store) -> None:
+    store.answers = [[Match(1, 0)]]
+    lookups = start()
+    done = [lookups.errand(lambda: None) for _ in range(10)]
+    assert answered(lookups, lookups.want("r", hashes(1))) == 16
+    assert all(each.done() for each in done)
+
+
+def test_errands_that_were_not_done_at_the_end_are_told(start: Start, store: Store) -> None:
+    store.hold()
+    store.answers = [[Match(1, 0)]]
+    lookups = start()
+    lookups.want("r", hashes(1))
+    store.wait_until_asked()
+    waiting = lookups.errand(lambda: 7)
+    closing = threading.Thread(target=lookups.close)
+    closing.start()
+    store.go_on.set()
+    closing.join(LONG_S)
+    assert waiting.done()
+    late = lookups.errand(lambda: 7)
+    assert isinstance(late.exception(LONG_S), ClosedError)
+
+
+def test_errands_of_what_never_started_end_with_it(store: Store) -> None:
+    lookups = Lookups(store, PLAIN, deadline_s=1, writers_wait_s=1)
+    waiting = lookups.errand(lambda: 7)
+    lookups.close()
+    assert isinstance(waiting.exception(LONG_S), ClosedError)

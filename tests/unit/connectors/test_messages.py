@@ -1,0 +1,55 @@
+"""What the two halves say to each other: plain values that add up."""
+
+from __future__ import annotations
+
+import pickle
+
+from kvstore.connectors.vllm.messages import (
+    Hello,
+    Load,
+    Orders,
+    Report,
+    Run,
+    Save,
+    SaveEnd,
+    namespace,
+)
+from kvstore.limits import NAMESPACE_BYTES_MAX, check_namespace
+
+
+def test_reports_of_workers_add_up() -> None:
+    first = Report({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)}, {"r": 64, "s": 32})
+    second = Report({2: SaveEnd(1, 0), 3: SaveEnd(2, 1)}, {"r": 48, "t": 0})
+    assert first.aggregate(second) is first
+    assert first == Report(
+        {1: SaveEnd(1, 1), 2: SaveEnd(2, 1), 3: SaveEnd(2, 1)}, {"r": 48, "s": 32, "t": 0}
+    )
+    assert second.saves == {2: SaveEnd(1, 0), 3: SaveEnd(2, 1)}
+
+
+def test_a_report_with_nothing_changes_nothing() -> None:
+    report = Report({1: SaveEnd(1, 0)}, {"r": 1})
+    assert report.aggregate(Report()) == Report({1: SaveEnd(1, 0)}, {"r": 1})
+    assert Report().aggregate(report) == report
+
+
+def test_all_of_it_travels_between_processes() -> None:
+    run = Run(1, [b"k"], [7], 3, b"parent")
+    said = [
+        Orders("f", [Load("r", [run])], [Save(4, [run])]),
+        Report({1: SaveEnd(1, 0)}, {"r": 5}),
+        Hello("layout", [0, 1], "p0t0"),
+    ]
+    assert pickle.loads(pickle.dumps(said)) == said
+
+
+def test_namespaces_are_apart_and_allowed() -> None:
+    names = {
+        namespace("f" * 32, group, part)
+        for group in (0, 1, 11)
+        for part in ("p0t0", "p1t0", "p0t1", "p15t127")
+    }
+    assert len(names) == 12
+    for name in names:
+        assert check_namespace(name) == name
+        assert len(name.encode()) <= NAMESPACE_BYTES_MAX

@@ -1,0 +1,247 @@
+"""Where the bytes of each block are, in caches of several shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.connectors.vllm.pages import CPUPages, Geometry, Page, pages_of, survey
+from kvstore.errors import ConfigError
+
+BLOCKS, HEADS, TOKENS, CONTENT = 5, 2, 4, 6
+PAGE = HEADS * TOKENS * CONTENT * 2  # bytes, of float16
+
+
+@dataclass
+class Group:
+    layer_names: list[str]
+
+
+@dataclass
+class Config:
+    """``KVCacheConfig``."""
+
+    kv_cache_groups: list[Group]
+    num_blocks: int = BLOCKS
+
+
+def config(*groups: list[str], blocks: int = BLOCKS) -> Any:
+    return Config([Group(names) for names in groups], blocks)
+
+
+def layer_by_layer(layers: int, *, dtype: torch.dtype = torch.float16) -> dict[str, torch.Tensor]:
+    """LBHNC: each layer has its own memory."""
+    shape = (BLOCKS, HEADS, TOKENS, CONTENT)
+    return {f"l{index}": torch.zeros(shape, dtype=dtype) for index in range(layers)}
+
+
+def block_by_block(layers: int) -> dict[str, torch.Tensor]:
+    """BLHNC: one memory, in which a block is one run over all layers."""
+    whole = torch.zeros((BLOCKS, layers, HEADS, TOKENS, CONTENT), dtype=torch.float16)
+    return {f"l{index}": whole[:, index] for index in range(layers)}
+
+
+def permuted(layers: int) -> dict[str, torch.Tensor]:
+    """Tokens before heads in memory."""
+    shape = (BLOCKS, TOKENS, HEADS, CONTENT)
+    return {
+        f"l{index}": torch.zeros(shape, dtype=torch.float16).permute(0, 2, 1, 3)
+        for index in range(layers)
+    }
+
+
+def fill(caches: Mapping[str, torch.Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for cache in caches.values():
+        cache.copy_(torch.rand(cache.shape, generator=generator).to(cache.dtype))
+
+
+def stored(pages: CPUPages, group: int, block_ids: list[int]) -> list[bytes]:
+    """What is stored of each block."""
+    with pages.reading(group, block_ids, None) as buffers:
+        return [b"".join(bytes(piece) for piece in pieces) for pieces in buffers]
+
+
+def put_back(pages: CPUPages, group: int, block_ids: list[int], data: list[bytes]) -> None:
+    with pages.writing(group, block_ids, None) as buffers:
+        for pieces, of_block in zip(buffers, data, strict=True):
+            at = 0
+            for piece in pieces:
+                piece[:] = of_block[at : at + len(piece)]
+                at += len(piece)
+            assert at == len(of_block)
+
+
+def test_layers_with_memory_of_their_own_are_a_page_each() -> None:
+    geometry = survey(layer_by_layer(3), config(["l0", "l1", "l2"]))
+    assert geometry.pages == {0: [Page(index, 0, PAGE, PAGE) for index in range(3)]}
+    assert geometry.block_bytes == {0: 3 * PAGE}
+    assert [storage.numel() for storage in geometry.storages] == [BLOCKS * PAGE] * 3
+
+
+def test_layers_side_by_side_are_one_page() -> None:
+    geometry = survey(block_by_block(3), config(["l0", "l1", "l2"]))
+    assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
+    assert len(geometry.storages) == 1
+
+
+def test_layers_that_are_not_side_by_side_stay_apart() -> None:
+    geometry = survey(block_by_block(3), config(["l0", "l2"], ["l1"]))
+    assert geometry.pages == {
+        0: [Page(0, 0, 3 * PAGE, PAGE), Page(0, 2 * PAGE, 3 * PAGE, PAGE)],
+        1: [Page(0, PAGE, 3 * PAGE, PAGE)],
+    }
+
+
+def test_the_last_layer_of_a_block_and_the_first_of_the_next_are_not_one() -> None:
+    geometry = survey(block_by_block(2), config(["l1", "l0"]))
+    assert geometry.pages[0] == [Page(0, PAGE, 2 * PAGE, PAGE), Page(0, 0, 2 * PAGE, PAGE)]
+
+
+def test_a_permuted_page_is_one_run_of_bytes() -> None:
+    geometry = survey(permuted(1), config(["l0"]))
+    assert geometry.pages == {0: [Page(0, 0, PAGE, PAGE)]}
+
+
+def test_kernel_blocks_are_parts_of_a_block() -> None:
+    cache = torch.zeros((BLOCKS * 3, HEADS, TOKENS, CONTENT), dtype=torch.float16)
+    geometry = survey({"l0": cache}, config(["l0"]))
+    assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
+
+
+def test_groups_may_share_memory() -> None:
+    cache = layer_by_layer(1)["l0"]
+    other = cache.view(torch.uint8).view(BLOCKS, -1)
+    geometry = survey({"full": cache, "window": other}, config(["full"], ["window"]))
+    assert geometry.pages == {0: [Page(0, 0, PAGE, PAGE)], 1: [Page(0, 0, PAGE, PAGE)]}
+    assert len(geometry.storages) == 1
+
+
+def test_layers_that_share_their_cache_are_stored_once() -> None:
+    caches = layer_by_layer(2)
+    caches["again"] = caches["l0"]
+    geometry = survey(caches, config(["l0", "again", "l1"]))
+    assert geometry.block_bytes == {0: 2 * PAGE}
+
+
+def test_layers_of_other_workers_are_left_out() -> None:
+    geometry = survey(layer_by_layer(1), config(["l0", "elsewhere"], ["elsewhere too"]))
+    assert geometry.pages.keys() == {0}
+    assert geometry.block_bytes == {0: PAGE}
+
+
+def test_a_cache_that_starts_inside_its_memory_is_found() -> None:
+    memory = torch.zeros(100 + BLOCKS * 10, dtype=torch.float16)
+    cache = memory[100:].view(BLOCKS, 10)
+    assert survey({"l0": cache}, config(["l0"])).pages == {0: [Page(0, 200, 20, 20)]}
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(2, BLOCKS, 8),  # keys and values apart
+        torch.zeros(BLOCKS + 1, 8),
+        torch.zeros(BLOCKS - 1, 8),
+        torch.zeros(BLOCKS, 8, 8)[:, :, :4],
+        torch.zeros(BLOCKS, 8, 8)[:, ::2],
+        torch.zeros(BLOCKS * 2, 2, 8)[:, 0],  # parts of a block that do not lie together
+        torch.zeros(1, 8).expand(BLOCKS, 8),  # all blocks are one
+    ],
+)
+def test_what_is_no_dense_page_for_each_block_is_refused(cache: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="layer l0"):
+        survey({"l0": cache}, config(["l0"]))
+
+
+def test_only_caches_that_can_be_read_are_taken() -> None:
+    geometry = survey(layer_by_layer(1), config(["l0"]))
+    assert isinstance(pages_of(geometry), CPUPages)
+    meta = Geometry([torch.zeros(1, device="meta")], {}, "")
+    with pytest.raises(ConfigError, match="meta"):
+        pages_of(meta)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def test_buffers_are_the_cache_itself() -> None:
+    caches = layer_by_layer(2)
+    fill(caches, 1)
+    pages = CPUPages(survey(caches, config(["l0", "l1"])))
+    with pages.reading(0, [3], None) as [[first, second]]:
+        assert bytes(first) == caches["l0"][3].numpy().tobytes()
+        assert bytes(second) == caches["l1"][3].numpy().tobytes()
+    with pages.writing(0, [2], None) as [[first, second]]:
+        first[:] = bytes(PAGE)
+        second[:] = b"\x3c" * PAGE
+    assert not caches["l0"][2].any()
+    assert caches["l0"][1].all()
+    assert caches["l0"][3].all()
+    assert caches["l1"][2].view(torch.uint8).eq(0x3C).all()
+
+
+def test_a_block_of_a_permuted_cache_is_its_bytes_as_they_lie() -> None:
+    caches = permuted(1)
+    fill(caches, 1)
+    pages = CPUPages(survey(caches, config(["l0"])))
+    assert stored(pages, 0, [4]) == [caches["l0"][4].permute(1, 0, 2).numpy().tobytes()]
+
+
+def test_a_block_of_kernel_blocks_is_all_of_them() -> None:
+    cache = torch.arange(BLOCKS * 3 * 4, dtype=torch.int32).view(BLOCKS * 3, 4)
+    pages = CPUPages(survey({"l0": cache}, config(["l0"])))
+    assert stored(pages, 0, [2]) == [cache[6:9].numpy().tobytes()]
+
+
+def test_engines_that_place_their_layers_differently_understand_each_other() -> None:
+    ours, theirs = layer_by_layer(3), block_by_block(3)
+    fill(ours, 1)
+    fill(theirs, 2)
+    names = ["l0", "l1", "l2"]
+    from_ours, to_theirs = (CPUPages(survey(each, config(names))) for each in (ours, theirs))
+    assert from_ours.layout == to_theirs.layout
+    assert from_ours.block_bytes == to_theirs.block_bytes
+    before = {name: cache.clone() for name, cache in theirs.items()}
+    put_back(to_theirs, 0, [4, 0], stored(from_ours, 0, [1, 3]))
+    for name in names:
+        assert torch.equal(theirs[name][4], ours[name][1])
+        assert torch.equal(theirs[name][0], ours[name][3])
+        assert torch.equal(theirs[name][1:4], before[name][1:4])
+    put_back(from_ours, 0, [2], stored(to_theirs, 0, [2]))
+    assert all(torch.equal(ours[name][2], before[name][2]) for name in names)
+
+
+def test_what_lies_differently_in_a_page_has_another_layout() -> None:
+    plain = survey(layer_by_layer(2), config(["l0", "l1"])).layout
+    names = ["l0", "l1"]
+    others = {
+        "permuted": survey(permuted(2), config(names)).layout,
+        "dtype": survey(layer_by_layer(2, dtype=torch.bfloat16), config(names)).layout,
+        "order": survey(layer_by_layer(2), config(["l1", "l0"])).layout,
+        "groups": survey(layer_by_layer(2), config(["l0"], ["l1"])).layout,
+        "layers": survey(layer_by_layer(1), config(["l0"])).layout,
+        "parts": survey(layer_by_layer(2), config(names, blocks=1)).layout,
+    }
+    assert len({plain, *others.values()}) == 1 + len(others)
+
+
+def test_how_many_blocks_there_are_is_no_part_of_the_layout() -> None:
+    few, many = (
+        survey({"l0": torch.zeros(blocks, 8)}, config(["l0"], blocks=blocks)).layout
+        for blocks in (5, 50)
+    )
+    assert few == many
+
+
+def test_the_stride_of_a_single_head_is_no_part_of_the_layout() -> None:
+    heads_first = torch.zeros(BLOCKS, 1, TOKENS, CONTENT)
+    tokens_first = torch.zeros(BLOCKS, TOKENS, 1, CONTENT).permute(0, 2, 1, 3)
+    assert heads_first.stride() != tokens_first.stride()
+    one, other = (
+        survey({"l0": cache}, config(["l0"])).layout for cache in (heads_first, tokens_first)
+    )
+    assert one == other

@@ -1,0 +1,532 @@
+"""What is loaded and what is saved, decided beside a scheduler that keeps its own books."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm.groups import NULL_BLOCK
+from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, SaveEnd
+from tests.unit.connectors.engine import HYBRID, PLAIN, Engine, Request, saved
+
+# --- offers ---------------------------------------------------------------------------------------
+
+
+def test_an_offer_is_what_the_store_has_beyond_what_is_here() -> None:
+    engine = Engine()
+    request = engine.add("r", 21, there=12)
+    assert engine.matched(request) == 12
+    assert engine.matched(request, 8) == 4
+    assert engine.matched(request, 12) == 0
+    assert engine.matched(request, 16) == 0
+
+
+def test_one_token_is_left_to_compute() -> None:
+    engine = Engine()
+    assert engine.matched(engine.add("whole", 16, there=16)) == 12
+    assert engine.matched(engine.add("more", 17, there=16)) == 16
+    assert engine.matched(engine.add("one block", 4, there=4)) == 0
+    hybrid = Engine(HYBRID)
+    assert hybrid.matched(hybrid.add("hybrid", 16, there=16)) == 8
+
+
+def test_no_answer_yet_is_none() -> None:
+    engine = Engine()
+    request = engine.add("r", 21, there=None)
+    assert engine.half.matched_tokens(request, 0) == (None, False)
+    engine.asked.there["r"] = 8
+    assert engine.matched(request) == 8
+
+
+def test_the_lookup_starts_when_the_request_comes() -> None:
+    engine = Engine()
+    engine.add("r", 21, stored_tokens=16)
+    engine.add("short", 3)
+    assert engine.asked.wanted == [("r", 5, 16)]
+
+
+@pytest.mark.parametrize(
+    ("params", "offered"),
+    [
+        ({"max_load_tokens": 11}, 8), ({"max_load_tokens": 0}, 0), ({"max_load_tokens": -3}, 0),
+        ({"max_load_tokens": 1_000}, 16), ({"max_load_tokens": "4"}, 16), ({"no_load": True}, 0),
+        ({"no_load": False}, 16), ({"no_store": True}, 16), ({"stored_tokens": "many"}, 16),
+    ],
+)  # fmt: skip
+def test_a_request_may_limit_what_is_loaded(params: dict[str, Any], offered: int) -> None:
+    engine = Engine()
+    assert engine.matched(engine.add("r", 21, there=16, **params)) == offered
+
+
+def test_what_is_not_to_be_loaded_is_not_asked() -> None:
+    engine = Engine()
+    engine.matched(engine.add("r", 21, no_load=True))
+    assert engine.asked.wanted == []
+    producer = Engine(loads=False)
+    assert producer.matched(producer.add("r", 21, there=16)) == 0
+    assert producer.asked.wanted == []
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+def test_a_load_names_the_blocks_after_those_that_are_here() -> None:
+    engine = Engine(HYBRID)
+    request = engine.add("r", 40, there=32)
+    engine.allocate(request, 16)
+    assert engine.load(request, 16) == 16
+    tables = engine.tables["r"].tables
+    hashes = request.block_hashes
+    assert engine.step().loads == [
+        Load("r", [
+            Run(0, hashes[4:8], tables[0][4:8], 4, hashes[3]),
+            Run(1, [hashes[5], hashes[7]], tables[1][2:4], 2, hashes[3]),
+        ])
+    ]  # fmt: skip
+    assert engine.step().loads == []
+    assert engine.half.take_counters() == {"loaded_requests": 1, "hit_tokens": 16}
+
+
+def test_an_offer_that_is_not_taken_is_no_load() -> None:
+    engine = Engine()
+    request = engine.add("r", 21, there=16)
+    assert engine.matched(request) == 16
+    tables = engine.allocate(request, 21)
+    engine.half.allocated(request, tables, 0)
+    assert engine.step().loads == []
+
+
+def test_a_load_is_ordered_once_although_blocks_are_allocated_again_when_it_has_come() -> None:
+    engine = Engine()
+    request = engine.add("r", 21, there=16)
+    engine.load(request)
+    assert len(engine.step().loads) == 1
+    engine.fill(request, 16)
+    request.num_computed_tokens = 16
+    assert engine.step({"r": 5}).loads == []
+
+
+def test_orders_carry_the_fingerprint() -> None:
+    engine = Engine()
+    engine.half.fingerprint = "abc"
+    assert engine.step().fingerprint == "abc"
+
+
+# --- saves ----------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_prompt_are_saved_as_they_become_full() -> None:
+    engine = Engine(HYBRID)
+    request = engine.add("r", 30)
+    assert engine.matched(request) == 0
+    assert saved(engine.step({"r": 3})) == {}
+    assert saved(engine.step({"r": 4})) == {0: [0]}
+    assert saved(engine.step({"r": 10})) == {0: [1, 2, 3], 1: [0, 1]}
+    assert saved(engine.step({"r": 13})) == {0: [4, 5, 6], 1: [2]}
+    assert saved(engine.step({"r": 1})) == {}
+    engine.report_all()
+    assert engine.half.pinned_blocks == 0
+
+
+def test_a_save_names_blocks_keys_and_parent() -> None:
+    engine = Engine()
+    request = engine.add("r", 12)
+    engine.step({"r": 4})
+    (save,) = engine.step({"r": 8}).saves
+    hashes = request.block_hashes
+    assert save.runs == [Run(0, hashes[1:3], engine.tables["r"].tables[0][1:3], 1, hashes[0])]
+
+
+def test_what_was_loaded_is_not_saved() -> None:
+    engine = Engine()
+    request = engine.add("r", 20, there=12)
+    engine.load(request)
+    engine.step()
+    engine.fill(request, 12)
+    request.num_computed_tokens = 12
+    assert saved(engine.step({"r": 8})) == {0: [3, 4]}
+
+
+def test_what_is_here_and_in_the_store_is_not_saved_and_what_is_only_here_is() -> None:
+    engine = Engine()
+    request = engine.add("r", 20, there=8)
+    engine.allocate(request, 12)
+    engine.fill(request, 12)
+    assert engine.matched(request, 12) == 0
+    request.num_computed_tokens = 12
+    assert saved(engine.step({"r": 8})) == {0: [2, 3, 4]}
+
+
+def test_null_blocks_are_not_saved() -> None:
+    engine = Engine()
+    request = engine.add("r", 16)
+    engine.step({"r": 2})
+    table = engine.allocate(request, 16).tables[0]
+    engine.pool.free_blocks([engine.pool.blocks[table[1]]])
+    table[1] = NULL_BLOCK
+    assert saved(engine.step({"r": 14})) == {0: [0, 2, 3]}
+    engine.report_all()
+
+
+@pytest.mark.parametrize("save_decode", [False, True])
+def test_blocks_of_generated_tokens_are_saved_only_where_wanted(save_decode: bool) -> None:
+    engine = Engine(config=ConnectorConfig(save_decode=save_decode))
+    engine.add("r", 6)
+    blocks = [saved(engine.step({"r": tokens})).get(0, []) for tokens in (6, *[1] * 8)]
+    expected = [[0], [], [1], [], [], [], [2], [], []]
+    assert blocks == (expected if save_decode else [[0], *[[]] * 8])
+
+
+def test_tokens_that_are_only_guessed_are_not_saved() -> None:
+    engine = Engine(config=ConnectorConfig(save_decode=True))
+    request = engine.add("r", 6)
+    engine.step({"r": 6})
+    assert request.num_tokens == 7
+    assert saved(engine.step({"r": 4})) == {}
+
+
+def test_who_does_not_save_or_must_not_saves_nothing() -> None:
+    engine = Engine()
+    engine.add("r", 12, no_store=True)
+    assert saved(engine.step({"r": 12})) == {}
+    consumer = Engine(saves=False)
+    request = consumer.add("r", 12)
+    assert saved(consumer.step({"r": 12})) == {}
+    assert consumer.finish(request) is None
+
+
+def test_blocks_are_pinned_until_every_worker_has_reported() -> None:
+    engine = Engine(workers=3)
+    request = engine.add("r", 12)
+    (save,) = engine.step({"r": 12}).saves
+    assert engine.half.pinned_blocks == 3
+    engine.finish(request)
+    assert engine.pool.used == 3
+    engine.report(save.number)
+    engine.report(save.number)
+    assert engine.pool.used == 3
+    engine.report(save.number)
+    assert engine.pool.used == 0
+    engine.half.reported(Report({save.number: SaveEnd(3, 3)}))
+    engine.check()
+    assert engine.half.take_counters() == {}
+
+
+def test_reports_of_several_workers_may_come_as_one() -> None:
+    engine = Engine(workers=3)
+    engine.add("r", 12)
+    (save,) = engine.step({"r": 12}).saves
+    engine.report(save.number, workers=3)
+    assert engine.half.pinned_blocks == 0
+
+
+def test_a_save_that_one_worker_could_not_do_is_counted_and_told_to_nobody() -> None:
+    engine = Engine(workers=2, events_wanted=True)
+    engine.add("r", 12)
+    (save,) = engine.step({"r": 12}).saves
+    engine.report(save.number, stored=False)
+    engine.report(save.number)
+    assert engine.half.take_counters() == {"saves_failed": 1}
+    assert engine.events.take() == []
+
+
+def test_a_save_that_failed_is_made_again_with_what_comes_next_and_then_given_up() -> None:
+    """A chain with a hole is found by nobody."""
+    engine = Engine()
+    request = engine.add("r", 24)
+    (save,) = engine.step({"r": 8}).saves
+    engine.report(save.number, stored=False)
+    (again,) = engine.step({"r": 8}).saves
+    assert [(run.first, len(run.keys), run.parent) for run in again.runs] == [(0, 4, None)]
+    engine.report(again.number, stored=False)
+    assert engine.step({"r": 8}).saves == []
+    assert engine.finish(request) is None
+
+
+def test_what_the_store_has_is_not_saved_again_though_all_of_it_is_cached_here() -> None:
+    engine = Engine(loads=True)
+    request = engine.add("r", 17, there=16)
+    assert engine.half.matched_tokens(request, 16) == (0, False)
+    assert engine.step({"r": 17}).saves == []
+
+
+def test_a_save_is_told_when_the_last_worker_has_stored_it() -> None:
+    engine = Engine(workers=2, events_wanted=True)
+    request = engine.add("r", 12)
+    engine.step({"r": 4})
+    (save,) = engine.step({"r": 8}).saves
+    engine.report(save.number)
+    assert engine.events.take() == []
+    engine.report(save.number)
+    (event,) = engine.events.take()
+    assert event.block_hashes == request.block_hashes[1:3]
+    assert event.parent_block_hash == request.block_hashes[0]
+    assert event.token_ids == list(range(4, 12))
+
+
+def test_too_many_pinned_blocks_are_refused_and_saved_later() -> None:
+    engine = Engine(blocks=20, config=ConnectorConfig(pinned_max=0.25))
+    engine.add("first", 20)
+    engine.add("second", 8, seed=1)
+    (save,) = engine.step({"first": 20}).saves
+    assert saved(engine.step({"second": 8})) == {}
+    assert engine.half.take_counters() == {"saves_refused": 1}
+    assert saved(engine.step({"second": 1})) == {}
+    engine.report(save.number)
+    assert saved(engine.step({"second": 1})) == {0: [0, 1]}
+
+
+def test_a_prompt_longer_than_may_be_pinned_is_saved_in_parts() -> None:
+    engine = Engine(HYBRID, blocks=60, config=ConnectorConfig(pinned_max=0.2))
+    engine.add("r", 64)  # 24 blocks, 12 may be pinned
+    parts = [saved(engine.step({"r": 64}))]
+    while engine.saving:
+        engine.report_all()
+        parts.append(saved(engine.step({"r": 1})))
+    assert [index for part in parts for index in part.get(0, [])] == list(range(16))
+    assert [index for part in parts for index in part.get(1, [])] == list(range(8))
+
+
+def test_where_nothing_may_be_pinned_nothing_is_saved() -> None:
+    engine = Engine(config=ConnectorConfig(pinned_max=0))
+    engine.add("r", 8)
+    assert engine.step({"r": 8}).saves == []
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def test_what_could_not_be_loaded_is_not_offered_again() -> None:
+    engine = Engine()
+    request = engine.add("r", 40, there=32)
+    assert engine.load(request) == 32
+    engine.step()
+    engine.fail_load(request, 13)
+    assert "r" not in engine.asked.known
+    assert engine.matched(request) == 12
+    assert engine.matched(request, 12) == 0
+    counted = {"loaded_requests": 1, "hit_tokens": 32, "missed_tokens": 4, "loads_failed": 1}
+    assert engine.half.take_counters() == counted
+
+
+def test_after_a_second_failure_all_is_computed() -> None:
+    engine = Engine()
+    request = engine.add("r", 40, there=32)
+    engine.load(request)
+    engine.step()
+    engine.fail_load(request, 16)
+    engine.preempt(request)
+    assert engine.load(request) == 16
+    engine.step()
+    engine.fail_load(request, 12)
+    assert engine.matched(request) == 0
+
+
+def test_what_is_gone_is_saved_anew() -> None:
+    engine = Engine()
+    request = engine.add("r", 40, there=32)
+    engine.load(request)
+    engine.step()
+    engine.fail_load(request, 8)
+    engine.fill(request, 8)
+    request.num_computed_tokens = 8
+    assert saved(engine.step({"r": 32})) == {0: [2, 3, 4, 5, 6, 7, 8, 9]}
+
+
+def test_a_failure_of_a_request_that_is_gone_is_only_counted() -> None:
+    engine = Engine()
+    request = engine.add("r", 40, there=32)
+    engine.load(request)
+    engine.step()
+    engine.finish(request)
+    engine.step()
+    engine.fail_load(request, 8)
+    assert engine.half._tracked == {}
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_a_finished_request_says_how_much_of_it_is_stored_and_is_forgotten() -> None:
+    engine = Engine(HYBRID)
+    request = engine.add("r", 30, there=8)
+    engine.load(request)
+    engine.step()
+    engine.fill(request, 8)
+    request.num_computed_tokens = 8
+    engine.step({"r": 22})
+    assert engine.finish(request) == {"stored_tokens": 24}
+    engine.step()
+    assert "r" not in engine.asked.known
+    assert engine.half._tracked == {}
+    engine.report_all()
+    assert engine.pool.used == 0
+
+
+def test_a_request_of_which_nothing_is_stored_says_nothing() -> None:
+    engine = Engine()
+    assert engine.finish(engine.add("r", 30)) is None
+
+
+def test_a_reset_forgets_what_is_stored() -> None:
+    engine = Engine()
+    request = engine.add("r", 20, there=8)
+    assert engine.load(request) == 8
+    engine.step()
+    engine.fill(request, 8)
+    request.num_computed_tokens = 8
+    engine.half.reset()
+    assert saved(engine.step({"r": 12})) == {0: [0, 1, 2, 3, 4]}
+    assert engine.asked.known == set()
+
+
+# --- all of it in any order -----------------------------------------------------------------------
+
+
+class Scheduling(RuleBasedStateMachine):
+    """Requests come, run, are preempted, fail and go; workers report when they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = ConnectorConfig(save_decode=True, pinned_max=0.2)
+        self.engine = Engine(HYBRID, config, blocks=120, workers=2, events_wanted=True)
+        self.waiting: list[Request] = []
+        self.loading: dict[str, int] = {}
+        self.running: list[Request] = []
+        self.number = 0
+        self.loads = 0
+
+    @precondition(lambda self: len(self.engine.requests) < 4)
+    @rule(
+        tokens=st.integers(1, 40),
+        there=st.integers(0, 6),
+        seed=st.integers(0, 2),
+        params=st.sampled_from([{}, {}, {}, {"no_store": True}, {"max_load_tokens": 9}]),
+    )
+    def new_request(self, tokens: int, there: int, seed: int, params: dict[str, Any]) -> None:
+        self.number += 1
+        there = min(there * 8, tokens // 8 * 8)
+        name = f"r{self.number}"
+        self.waiting.append(self.engine.add(name, tokens, there=there, seed=seed, **params))
+
+    @rule(chunk=st.integers(1, 20), slow=st.booleans())
+    def step(self, chunk: int, slow: bool) -> None:
+        engine, ordered = self.engine, {}
+        for request in self.waiting[:]:
+            there = engine.asked.there[request.request_id]
+            if slow:
+                engine.asked.there[request.request_id] = None
+            tokens = engine.matched(request)
+            engine.asked.there[request.request_id] = there
+            if tokens is None:
+                continue
+            self.waiting.remove(request)
+            tables = engine.allocate(request, tokens)
+            engine.half.allocated(request, tables, tokens)
+            if tokens:
+                assert tokens < request.num_tokens
+                self.loading[request.request_id] = ordered[request.request_id] = tokens
+            else:
+                self.running.append(request)
+        scheduled = {
+            each.request_id: min(chunk, each.num_tokens - each.num_computed_tokens)
+            for each in self.running
+        }
+        orders = engine.step(scheduled)
+        self.check_loads(orders, ordered)
+
+    def check_loads(self, orders: Orders, ordered: dict[str, int]) -> None:
+        assert [load.request_id for load in orders.loads] == list(ordered)
+        for load in orders.loads:
+            request = self.engine.requests[load.request_id]
+            hashes = request.block_hashes
+            for run in load.runs:
+                size = HYBRID.block_tokens[run.group]
+                assert run.first == 0
+                assert (
+                    run.keys == HYBRID.keys(run.group, hashes)[: ordered[load.request_id] // size]
+                )
+                assert run.block_ids == self.engine.tables[load.request_id].tables[run.group]
+
+    @precondition(lambda self: self.engine.saving)
+    @rule(which=st.integers(0, 100), workers=st.integers(1, 2), stored=st.booleans())
+    def report(self, which: int, workers: int, stored: bool) -> None:
+        number = sorted(self.engine.saving)[which % len(self.engine.saving)]
+        left = self.engine.saving[number].workers_left
+        self.engine.report(number, workers=min(workers, left), stored=stored)
+
+    @precondition(lambda self: self.loading)
+    @rule(which=st.integers(0, 100))
+    def arrive(self, which: int) -> None:
+        request, tokens = self._loaded(which)
+        self.engine.fill(request, tokens)
+        request.num_computed_tokens = tokens
+        self.running.append(request)
+
+    @precondition(lambda self: self.loading)
+    @rule(which=st.integers(0, 100), good=st.integers(0, 40))
+    def fail(self, which: int, good: int) -> None:
+        request, tokens = self._loaded(which)
+        good = min(good, tokens - 1) // 8 * 8
+        self.engine.fail_load(request, good)
+        if good:
+            self.engine.fill(request, good)
+            request.num_computed_tokens = good
+            self.running.append(request)
+        else:
+            assert self.engine.matched(request) == 0
+            self.engine.preempt(request)
+            self.waiting.append(request)
+
+    def _loaded(self, which: int) -> tuple[Request, int]:
+        name = sorted(self.loading)[which % len(self.loading)]
+        return self.engine.requests[name], self.loading.pop(name)
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 100))
+    def preempt(self, which: int) -> None:
+        request = self.running.pop(which % len(self.running))
+        self.engine.preempt(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(which=st.integers(0, 100))
+    def finish(self, which: int) -> None:
+        request = (self.waiting + self.running)[which % len(self.waiting + self.running)]
+        for each in (self.waiting, self.running):
+            if request in each:
+                each.remove(request)
+        said = self.engine.finish(request)
+        if said is not None:
+            assert 0 < said["stored_tokens"] <= request.num_tokens
+
+    @rule()
+    def reset(self) -> None:
+        self.engine.half.reset()
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        self.engine.check()
+        assert self.engine.half.pinned_blocks <= 0.2 * 120
+
+    def teardown(self) -> None:
+        for request in list(self.engine.requests.values()):
+            self.engine.finish(request)
+        self.engine.report_all()
+        self.engine.step()
+        assert self.engine.pool.used == 0
+        assert not self.engine.half.has_pinned
+        assert self.engine.half._tracked == {}
+        assert self.engine.asked.known == set()
+
+
+TestScheduling = Scheduling.TestCase
+
+
+def test_the_groups_of_the_tests_are_as_the_connector_makes_them() -> None:
+    assert PLAIN.align_tokens == PLAIN.hash_block_tokens
+    assert HYBRID.align_tokens == max(HYBRID.block_tokens.values())

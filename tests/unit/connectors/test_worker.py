@@ -1,0 +1,395 @@
+"""Blocks between a cache and a store: a real one, none, and one that holds up whoever asks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm import worker as module
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save, SaveEnd, namespace
+from kvstore.connectors.vllm.pages import Buffers, CPUPages, survey
+from kvstore.connectors.vllm.worker import WorkerHalf
+from tests.unit.connectors.test_pages import Config, Group
+
+GROUPS = Groups(hash_block_tokens=4, align_tokens=8, block_tokens={0: 4, 1: 8})
+BLOCKS = 600
+LONG_S = 20.0
+NOWHERE = "127.0.0.1:1"
+"""Nobody listens there."""
+
+
+class Cache:
+    """Two layers of the first group, one of the second, each block with bytes of its own."""
+
+    def __init__(self, seed: int, *, second: bool = True) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        names = ["a", "b", "c"][: 3 if second else 2]
+        self.layers = {
+            name: torch.randint(0, 255, (BLOCKS, 2, 8), dtype=torch.uint8, generator=generator)
+            for name in names
+        }
+        config: Any = Config([Group(["a", "b"]), Group(["c"])], BLOCKS)
+        self.pages = CPUPages(survey(self.layers, config))
+
+    def block(self, group: int, block_id: int) -> bytes:
+        names = ("a", "b") if group == 0 else ("c",)
+        return b"".join(self.layers[name][block_id].numpy().tobytes() for name in names)
+
+
+class Held(CPUPages):
+    """Pages that are lent only when it is said."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.layout, self.block_bytes = cache.pages.layout, cache.pages.block_bytes
+        self._memory, self._pages = cache.pages._memory, cache.pages._pages
+        self.asked = threading.Event()
+        self.go_on = threading.Event()
+
+    @contextmanager
+    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
+        self.asked.set()
+        assert self.go_on.wait(LONG_S)
+        with super().reading(group, block_ids, after) as buffers:
+            yield buffers
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[kvstore.Client]:
+    with kvstore.Client.embedded("32MiB") as client:
+        client.put(b"first", b"so that every connection is there")
+        client.match_prefix([b"first"])
+        client.clear("default")
+        yield client
+
+
+@pytest.fixture
+def store(pool: kvstore.Client) -> Iterator[kvstore.Client]:
+    yield pool
+    for group in (0, 1):
+        pool.clear(namespace("f", group, "p0t0"))
+
+
+Start = Callable[..., WorkerHalf]
+
+
+@pytest.fixture
+def start(pool: kvstore.Client) -> Iterator[Start]:
+    started: list[WorkerHalf] = []
+
+    def start(
+        pages: CPUPages, *, master: str = "", saves: bool = True, **settings: Any
+    ) -> WorkerHalf:
+        config = ConnectorConfig(master=master or pool.config.master, **settings)
+        started.append(WorkerHalf(config, GROUPS, pages, "p0t0", saves=saves))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def run(group: int, block_ids: list[int], *, first: int = 0, name: str = "k") -> Run:
+    keys = [f"{name}{first + index}".encode() for index in range(len(block_ids))]
+    parent = f"{name}{first - 1}".encode() if first else None
+    return Run(group, keys, block_ids, first, parent)
+
+
+def until(ready: Callable[[], bool]) -> None:
+    """vLLM asks in each step, too: nothing tells."""
+    deadline = time.monotonic() + LONG_S
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def reports(worker: WorkerHalf, number: int) -> dict[int, SaveEnd]:
+    """Of so many saves."""
+    ended: dict[int, SaveEnd] = {}
+
+    def ready() -> bool:
+        report = worker.take_report()
+        ended.update(report.saves if report else {})
+        return len(ended) >= number
+
+    until(ready)
+    return ended
+
+
+def save(worker: WorkerHalf, *runs: Run) -> bool:
+    worker.save(Orders("f", [], [Save(1, list(runs))]))
+    return reports(worker, 1) == {1: SaveEnd(1, 1)}
+
+
+def load(worker: WorkerHalf, *runs: Run) -> tuple[Report | None, set[int]]:
+    """What is reported beyond its arrival, and the bad blocks."""
+    worker.load(Orders("f", [Load("r", list(runs))], []))
+    arrived: set[str] = set()
+    failed: set[str] = set()
+
+    def ready() -> bool:
+        now = worker.take_arrived()
+        arrived.update(now[0])
+        failed.update(now[1])
+        return bool(arrived)
+
+    until(ready)
+    report = worker.take_report()
+    assert arrived == {"r"}
+    assert failed == ({"r"} if report else set())
+    return report, worker.take_bad_blocks()
+
+
+# --- there and back -------------------------------------------------------------------------------
+
+
+def test_what_one_engine_saves_another_loads_byte_by_byte(
+    start: Start, store: kvstore.Client
+) -> None:
+    ours, theirs = Cache(1), Cache(2)
+    untouched = theirs.block(0, 5), theirs.block(1, 5)
+    assert save(start(ours.pages), run(0, [3, 1, 4, 9]), run(1, [2, 6]))
+    assert load(start(theirs.pages), run(0, [10, 11, 12, 13]), run(1, [20, 21])) == (None, set())
+    for here, there in ((3, 10), (1, 11), (4, 12), (9, 13)):
+        assert theirs.block(0, there) == ours.block(0, here)
+    for here, there in ((2, 20), (6, 21)):
+        assert theirs.block(1, there) == ours.block(1, here)
+    assert (theirs.block(0, 5), theirs.block(1, 5)) == untouched
+    names = [namespace("f", group, "p0t0") for group in (0, 1)]
+    keys = [b"k0", b"k1", b"k2", b"k3", b"k4"]
+    assert store.match_prefixes(keys, namespaces=names) == [4, 2]
+
+
+def test_a_prompt_may_be_saved_in_pieces_and_loaded_at_once(
+    start: Start, store: kvstore.Client
+) -> None:
+    ours, theirs = Cache(1), Cache(2)
+    worker = start(ours.pages)
+    assert save(worker, run(0, [1, 2]))
+    assert save(worker, run(0, [2, 3, 4], first=1))
+    assert load(start(theirs.pages), run(0, [1, 2, 3, 4])) == (None, set())
+    assert all(theirs.block(0, each) == ours.block(0, each) for each in (1, 2, 3, 4))
+
+
+def test_more_blocks_than_one_exchange_takes(start: Start, store: kvstore.Client) -> None:
+    ours, theirs = Cache(1), Cache(2)
+    number = 2 * module.RUN_BLOCKS_MAX + 3
+    assert save(start(ours.pages), run(0, list(range(1, number + 1))))
+    blocks = list(range(number, 0, -1))
+    assert load(start(theirs.pages), run(0, blocks)) == (None, set())
+    assert all(
+        theirs.block(0, block) == ours.block(0, index + 1) for index, block in enumerate(blocks)
+    )
+    name = namespace("f", 0, "p0t0")
+    keys = [b"k%d" % index for index in range(number)]
+    assert store.match_prefix(keys, namespace=name) == number
+
+
+def test_other_fingerprints_and_parts_see_nothing(start: Start, store: kvstore.Client) -> None:
+    cache = Cache(1)
+    worker = start(cache.pages)
+    assert save(worker, run(0, [1]))
+    worker.load(Orders("g", [Load("r", [run(0, [2])])], []))
+    until(lambda: bool(worker.take_bad_blocks()))
+
+
+def test_what_was_done_is_counted(start: Start, store: kvstore.Client) -> None:
+    worker = start(Cache(1).pages)
+    assert worker.take_stats() is None
+    save(worker, run(0, [1, 2]))
+    load(worker, run(0, [3, 4]))
+    stats = worker.take_stats()
+    assert stats is not None
+    assert stats.data["save_blocks"] == stats.data["load_blocks"] == 2
+    assert stats.data["save_bytes"] == stats.data["load_bytes"] == 2 * 2 * 16
+    assert len(stats.data["save_us"]) == len(stats.data["load_us"]) == 1
+    assert "save_failures" not in stats.data
+    assert worker.take_stats() is None
+
+
+# --- what is missing ------------------------------------------------------------------------------
+
+
+def test_a_missing_block_makes_those_after_it_bad(start: Start, store: kvstore.Client) -> None:
+    ours, theirs = Cache(1), Cache(2)
+    assert save(start(ours.pages), run(0, [1, 2, 3, 4]))
+    store.remove(b"k2", namespace=namespace("f", 0, "p0t0"))
+    worker = start(theirs.pages)
+    report, bad = load(worker, run(0, [11, 12, 13, 14]))
+    assert report == Report(failed_loads={"r": 2 * 4})
+    assert bad == {13, 14}
+    assert theirs.block(0, 11) == ours.block(0, 1)
+    stats = worker.take_stats()
+    assert stats is not None
+    assert stats.data["load_failures"] == 1
+
+
+def test_good_tokens_count_from_the_start_of_the_request(
+    start: Start, store: kvstore.Client
+) -> None:
+    cache = Cache(1)
+    worker = start(cache.pages)
+    assert save(worker, run(0, [1, 2, 3, 4]))
+    report, bad = load(worker, run(0, [11, 12, 13], first=2))
+    assert report == Report(failed_loads={"r": 4 * 4})
+    assert bad == {13}
+
+
+def test_the_worst_group_says_how_many_tokens_are_good(start: Start, store: kvstore.Client) -> None:
+    cache = Cache(1)
+    worker = start(cache.pages)
+    assert save(worker, run(0, [1, 2, 3]), run(1, [4]))
+    report, bad = load(worker, run(0, [11, 12, 13, 14]), run(1, [15, 16]))
+    assert report == Report(failed_loads={"r": 8})
+    assert bad == {14, 16}
+
+
+def test_blocks_after_an_exchange_that_failed_are_bad_too(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 2)
+    worker = start(Cache(1).pages)
+    assert save(worker, run(0, [1, 2, 3, 4, 5, 6, 7]))
+    store.remove(b"k3", namespace=namespace("f", 0, "p0t0"))
+    report, bad = load(worker, run(0, [11, 12, 13, 14, 15, 16, 17]))
+    assert report == Report(failed_loads={"r": 3 * 4})
+    assert bad == {14, 15, 16, 17}
+
+
+def test_groups_that_a_worker_holds_no_layers_of_are_others_business(
+    start: Start, store: kvstore.Client
+) -> None:
+    ours, theirs = Cache(1, second=False), Cache(2, second=False)
+    assert save(start(ours.pages), run(0, [1, 2]), run(1, [3]))
+    assert load(start(theirs.pages), run(0, [5, 6]), run(1, [7])) == (None, set())
+    assert theirs.block(0, 6) == ours.block(0, 2)
+
+
+# --- a store that is not there --------------------------------------------------------------------
+
+
+def test_without_a_master_every_order_is_reported(start: Start) -> None:
+    worker = start(Cache(1).pages, master=NOWHERE, transfer_timeout_ms=50)
+    orders = Orders("f", [], [])
+    orders.loads = [Load(f"r{index}", [run(0, [index + 1])]) for index in range(8)]
+    orders.saves = [Save(index, [run(0, [index + 1])]) for index in range(8)]
+    worker.load(orders)
+    worker.save(orders)
+    arrived: set[str] = set()
+    failed: set[str] = set()
+    report = Report()
+
+    def ready() -> bool:
+        if (more := worker.take_report()) is not None:
+            report.aggregate(more)
+        for of_all, now in zip((arrived, failed), worker.take_arrived(), strict=True):
+            of_all |= now
+        return len(arrived) == len(report.saves) == 8
+
+    until(ready)
+    assert failed == arrived
+    assert report.failed_loads == dict.fromkeys(arrived, 0)
+    assert set(report.saves.values()) == {SaveEnd(1, 0)}
+    assert worker.take_bad_blocks() == set(range(1, 9))
+    stats = worker.take_stats()
+    assert stats is not None
+    counted = {name: stats.data[name] for name in ("load_failures", "save_failures")}
+    assert counted == {"load_failures": 8, "save_failures": 8}
+    assert stats.data["breaker_opened"] == 2  # that of loads, and that of saves
+
+
+def test_a_master_that_goes_is_survived(start: Start) -> None:
+    client = kvstore.Client.embedded("8MiB")
+    worker = start(Cache(1).pages, master=client.config.master, transfer_timeout_ms=200)
+    assert save(worker, run(0, [1]))
+    client.close()
+    assert not save(worker, run(0, [2], first=1))
+    report, bad = load(worker, run(0, [3]))
+    assert report == Report(failed_loads={"r": 0})
+    assert bad == {3}
+
+
+# --- saves that are not done ----------------------------------------------------------------------
+
+
+def test_a_rank_with_the_bytes_of_another_reports_at_once(
+    start: Start, store: kvstore.Client
+) -> None:
+    worker = start(Cache(1).pages, saves=False)
+    worker.save(Orders("f", [], [Save(1, [run(0, [1])]), Save(2, [run(0, [2])])]))
+    assert worker.take_report() == Report({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)})
+    assert not store.exists(b"k0", namespace=namespace("f", 0, "p0t0"))
+
+
+def test_nothing_ordered_is_nothing_reported(start: Start) -> None:
+    worker = start(Cache(1).pages)
+    worker.load(Orders("f"))
+    worker.save(Orders("f"))
+    assert worker.take_report() is None
+    assert worker.take_arrived() == (set(), set())
+
+
+def test_a_save_that_has_waited_too_long_is_dropped(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(Cache(1))
+    worker = start(held, pin_timeout_ms=60_000)
+    worker.save(Orders("f", [], [Save(1, [run(0, [1])])]))
+    assert held.asked.wait(LONG_S)
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() - 61)  # ordered a minute ago
+    worker.save(Orders("f", [], [Save(2, [run(0, [2], name="late")])]))
+    monkeypatch.undo()
+    worker.save(Orders("f", [], [Save(3, [run(0, [3], name="fresh")])]))
+    held.go_on.set()
+    ended = reports(worker, 3)
+    assert ended == {1: SaveEnd(1, 1), 2: SaveEnd(1, 0), 3: SaveEnd(1, 1)}
+    name = namespace("f", 0, "p0t0")
+    assert store.exists_many([b"k0", b"late0", b"fresh0"], namespace=name) == [True, False, True]
+
+
+def test_a_bug_in_reading_pages_is_a_save_that_failed(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Held(Cache(1))
+    broken.go_on.set()
+    monkeypatch.setattr(broken, "_memory", None)
+    worker = start(broken)
+    assert not save(worker, run(0, [1]))
+    monkeypatch.undo()
+    assert save(worker, run(0, [1]))
+
+
+def test_closing_gives_up_what_waits_and_leaves_no_thread(
+    start: Start, store: kvstore.Client
+) -> None:
+    held = Held(Cache(1))
+    worker = start(held)
+    for number in range(20):
+        worker.save(Orders("f", [], [Save(number, [run(0, [1], name=f"n{number}-")])]))
+    assert held.asked.wait(LONG_S)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    held.go_on.set()
+    closing.join(LONG_S)
+    assert not closing.is_alive()
+    report = worker.take_report()
+    assert report is not None
+    assert report.saves.keys() == {0}
+    worker.close()
+
+
+def test_a_worker_contributes_memory_and_takes_it_back(start: Start) -> None:
+    with kvstore.Client.embedded("8MiB") as client:
+        before = len(client.status().nodes)
+        worker = start(Cache(1).pages, master=client.config.master, memory="8MiB")
+        until(lambda: len(client.status().nodes) > before)
+        worker.close()
