@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
-from pathlib import Path
+from typing import IO
 
 import click
 from rich.console import Console
@@ -66,10 +66,10 @@ def _systems(context: click.Context, parameter: click.Parameter, value: str) -> 
     callback=_systems, help=f"Some of {', '.join(systems.SYSTEMS)}.",
 )  # fmt: skip
 @click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, writable=True), metavar="FILE",
+    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE",
     help="Write everything, every sample included, to this file.",
 )  # fmt: skip
-def main(names: list[str], json_path: str | None, **sizes: int) -> None:
+def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
     """Measure vLLM without a store, with this one, and with its built-in one on Mooncake.
 
     Time to first token (one request at a time) and throughput (several), on a miss (fresh prompts)
@@ -85,7 +85,7 @@ def main(names: list[str], json_path: str | None, **sizes: int) -> None:
     plan = Plan(**sizes)
     console = Console(highlight=False)
     try:
-        summary, status = run(names, plan, json_path, console)
+        summary, status = run(names, plan, json_file, console)
     except (ChildError, RequestError) as error:
         what, _, output = str(error).partition("\n")
         if output:
@@ -97,7 +97,9 @@ def main(names: list[str], json_path: str | None, **sizes: int) -> None:
     sys.exit(status)
 
 
-def run(names: list[str], plan: Plan, json_path: str | None, console: Console) -> tuple[str, int]:
+def run(
+    names: list[str], plan: Plan, json_file: IO[str] | None, console: Console
+) -> tuple[str, int]:
     """Start, measure, show. The last line and the exit status.
 
     Raises:
@@ -123,9 +125,9 @@ def run(names: list[str], plan: Plan, json_path: str | None, console: Console) -
             started = systems.start(children, names, model, memory)
             measured = measure(started, plan, status.update if status else lambda what: None)
     report.show(measured, console)
-    if json_path:
+    if json_file:
         found = report.as_json(measured, (load, os.getloadavg()[0]))
-        Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
+        json_file.write(json.dumps(found, indent=1) + "\n")
     problems = find_problems(measured)
     if problems:
         return f"bench: FAILED: {', '.join(problems)}", 1

@@ -1,4 +1,4 @@
-"""``make demo-vllm`` as its users run it; and what is left of it."""
+"""``make demo-vllm`` and ``make bench-vllm`` as their users run them; and what is left of them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def demonstrate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Demonstrate]:
     monkeypatch.setenv("TMPDIR", str(temporary))
     started: list[Demonstration] = []
 
-    def start(*arguments: str) -> Demonstration:
+    def start(*arguments: str, module: str = MODULE) -> Demonstration:
         sizes = (f"--prompts={PROMPTS}", f"--prompt-tokens={TOKENS}")
-        started.append(Demonstration(MODULE, *sizes, *arguments, seconds=SECONDS))
+        started.append(Demonstration(module, *sizes, *arguments, seconds=SECONDS))
         return started[-1]
 
     yield start
@@ -101,6 +101,22 @@ def test_an_engine_that_dies_is_named_and_nothing_is_left(demonstrate: Demonstra
     status, lines, _ = demo.output()
     assert status == 1
     assert re.match(r"demo: FAILED: prefiller \(pid \d+\) ended with status -9", lines[-1])
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_benchmark_measures_hits_and_misses(demonstrate: Demonstrate, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    options = ("--systems=none,kvstore", "--rounds=1", f"--json={path}")
+    status, lines, errors = demonstrate(*options, module=f"{MODULE}.bench").output()
+    assert status == 0, errors
+    assert lines[-1] == "bench: 2 systems, tokens identical, every full block found"
+    report = json.loads(path.read_text())
+    found = {(row["system"], row["kind"]): row["found"] for row in report["rows"]}
+    expected = {("none", "miss"): 0, ("none", "hit"): 0, ("kvstore", "miss"): 0}
+    assert found == expected | {("kvstore", "hit"): 1}
+    assert [(each["kind"], each["of"]) for each in report["ratios"]] == [
+        ("hit", "kvstore"), ("miss", "kvstore")
+    ]  # fmt: skip
 
 
 def family_of(demo: Demonstration) -> list[int]:
