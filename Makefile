@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm check demo bench proto clean clean-all
+.PHONY: help test test-vllm check demo demo-vllm bench bench-vllm proto clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another compute
 
 bench: $(VENV)/.demo ## Measure this machine, one JSON line per row
 	$(BIN)/kvstore bench --json --transport both $(ARGS)
+
+demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
+	$(BIN)/python -m kvstore.demo_vllm $(ARGS)
+
+bench-vllm: $(VENV)/.vllm ## Measure vLLM without a store, with this one, with its own on Mooncake
+	$(BIN)/python -m kvstore.demo_vllm.bench $(ARGS)
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py

@@ -16,19 +16,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
 """What a child has for a clean end before it is killed."""
+GROUP_SECONDS = 2.0
+"""What its own children have after it: Python's tracker of resources ends last and unlinks what
+the others left."""
 TAIL_LINES = 20
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Result = TypeVar("Result")
 
 
 class ChildError(Exception):
@@ -56,23 +61,45 @@ class Child:
 class Children:
     """Context manager around all processes of one run."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], *, stop_seconds: float = STOP_SECONDS
+    ) -> None:
         self._environment = environment
+        self._stop_seconds = stop_seconds
         self._directory = tempfile.TemporaryDirectory(prefix="kvstore-demo-")
         self._running: list[Child] = []
         self._shared_memory: set[Path] = set()
 
-    def start(self, name: str, module: str, *arguments: str) -> Child:
-        """Run ``python -m module arguments``."""
+    @property
+    def directory(self) -> Path:
+        """Where the children write, temporary files included; it goes with them."""
+        return Path(self._directory.name)
+
+    def start(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Run ``python -m module arguments``; ``environment`` comes on top of everyone's."""
+        return self.start_command(
+            name, sys.executable, "-m", module, *arguments, environment=environment
+        )
+
+    def start_command(
+        self, name: str, *command: str, environment: Mapping[str, str] | None = None
+    ) -> Child:
+        """Run a program; see ``start``."""
         stdout, stderr = (Path(self._directory.name, f"{name}.{end}") for end in ("out", "err"))
         with _signals_deferred(), stdout.open("wb") as out, stderr.open("wb") as err:
             # A group of its own: Ctrl-C reaches the parent alone, which ends them in order.
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=dict(self._environment),
+                env={**self._environment, "TMPDIR": self._directory.name, **(environment or {})},
                 process_group=0,
             )
             child = Child(name, process, stdout, stderr)
@@ -81,10 +108,18 @@ class Children:
 
     def ready(self, child: Child, pattern: str, seconds: float) -> re.Match[str]:
         """Wait until a service writes a line that matches, and remember its shared memory."""
-        for _ in self._polls(child, seconds, "was not ready"):
+
+        def said() -> re.Match[str] | None:
             # Whole lines only: what follows the last line end may be half of one.
             lines = child.output().rpartition("\n")[0]
-            if found := re.search(pattern, lines, re.MULTILINE):
+            return re.search(pattern, lines, re.MULTILINE)
+
+        return self.until(child, said, seconds)
+
+    def until(self, child: Child, ask: Callable[[], Result | None], seconds: float) -> Result:
+        """As ``ready``, for a service that shows otherwise than by a line that it serves."""
+        for _ in self._polls(child, seconds, "was not ready"):
+            if found := ask():
                 self._shared_memory |= _shared_memory_of(child.process.pid)
                 return found
             if child.process.poll() is not None:
@@ -124,18 +159,22 @@ class Children:
     ) -> None:
         with _signals_deferred():  # a second Ctrl-C must not leave half of them running
             for child in reversed(self._running):
-                _stop(child.process)
+                _stop(child.process, self._stop_seconds)
             for path in self._shared_memory:  # there only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
     """End a process, and whatever it has left in its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
+            process.wait(seconds)
+        deadline = time.monotonic() + GROUP_SECONDS
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(POLL_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(STOP_SECONDS)
 

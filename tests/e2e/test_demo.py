@@ -7,18 +7,15 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from kvstore.calls import PutOutcome
 from kvstore.errors import MasterUnreachableError
+from tests.e2e.demonstrations import Demonstration
 
 if TYPE_CHECKING:
     import torch
@@ -33,55 +30,13 @@ pytestmark = [
 
 PREFIX_TOKENS = 512
 BLOCKS = 8
-SECONDS = 120
 
 
-class Demo:
-    """``python -m kvstore.demo`` in its own process, and a way to find all that it started."""
+class Demo(Demonstration):
+    """With the shared prefix that these tests expect."""
 
     def __init__(self, *arguments: str) -> None:
-        self.mark = f"KV_DEMO_TEST={uuid.uuid4()}"  # inherited by every process below it
-        name, _, value = self.mark.partition("=")
-        # A test run in the background ignores Ctrl-C, and would hand that down.
-        interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.demo", f"--prefix-tokens={PREFIX_TOKENS}", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {name: value},
-        )
-        signal.signal(signal.SIGINT, interrupt)
-
-    def line(self, pattern: str) -> re.Match[str]:
-        """Read its output up to a line that matches."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError(f"ended without a line like {pattern}")
-
-    def end(self) -> tuple[int, str, str]:
-        """Wait for it, check that nothing of it is left; status, the last line, the errors."""
-        stdout, stderr = self.process.communicate(timeout=SECONDS)
-        assert self.left() == []
-        return self.process.returncode, stdout.splitlines()[-1], stderr
-
-    def left(self) -> list[str]:
-        """Its processes that run."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (process / "environ").read_bytes().split(b"\0"):
-                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:  # it ended, or is not ours to look at
-                continue
-        return found
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-        self.process.communicate(timeout=SECONDS)
+        super().__init__("kvstore.demo", f"--prefix-tokens={PREFIX_TOKENS}", *arguments)
 
 
 @pytest.fixture

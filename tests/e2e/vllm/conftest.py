@@ -29,7 +29,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     def make(*options: str, name: str = "model") -> Path:
         if (name, *options) not in made:
             directory = tmp_path_factory.mktemp("models") / name
-            command = [sys.executable, "-m", "tests.e2e.vllm.tiny", str(directory), *options]
+            command = [sys.executable, "-m", "kvstore.demo_vllm.tiny", str(directory), *options]
             subprocess.run(command, check=True, capture_output=True)
             made[name, *options] = directory
         return made[name, *options]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.vllm.conftest import StartEngine, prompt
 from tests.e2e.vllm.engine import Engine, Stream, transfer_config
-from tests.e2e.vllm.tiny import BLOCK_TOKENS
 from tests.integration.cluster import Cluster, until
 
 WHOLE = 4 * BLOCK_TOKENS

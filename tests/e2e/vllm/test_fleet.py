@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.vllm.conftest import prompt
 from tests.e2e.vllm.engine import Engine
 from tests.e2e.vllm.fleet import Fleet
-from tests.e2e.vllm.tiny import BLOCK_TOKENS
 from tests.integration.cluster import Cluster, until
 
 TOKENS = 8

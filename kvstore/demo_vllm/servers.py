@@ -1,0 +1,165 @@
+"""How the processes around a vLLM engine are started: model, master, node, engines, proxy.
+
+Everything listens on the loopback interface alone, and everything that is written (models, logs,
+sockets) lies in the directory of the ``Children``, which goes with them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.demo.processes import Child, ChildError, Children
+from kvstore.demo_vllm.requests import MODEL
+
+HOST = "127.0.0.1"
+SERVE = "vllm.entrypoints.openai.api_server"
+"""As ``vllm serve``, which looks for a package that vLLM's build for CPUs is not called."""
+CONNECTOR = "MooncakeStoreConnector"
+"""Ours has the name of vLLM's own, so that a deployment changes one line."""
+CONNECTOR_MODULE = "kvstore.connectors.vllm"
+POSITIONS = 2048
+"""``--max-model-len``: prompt and answer."""
+
+READY_SECONDS = 30.0
+MODEL_SECONDS = 120.0
+ENGINE_SECONDS = 300.0
+"""Several engines that start at once on two cores."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A child and where it listens."""
+
+    child: Child
+    address: str
+
+
+def require(*modules: str) -> None:
+    """Say early and plainly what is missing.
+
+    Raises:
+        ChildError: one of the modules cannot be imported.
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ChildError(f"{module} is not installed; `make demo-vllm` installs all of it")
+
+
+def environment() -> dict[str, str]:
+    """Ours without any setting of kvstore or Mooncake, and with what a small engine needs."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVSTORE_", "MOONCAKE_"))
+    }
+    return inherited | {
+        "KVSTORE_CONFIG": "",  # no kvstore.toml either
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",  # for POST /reset_prefix_cache
+        "VLLM_HOST_IP": HOST,
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def transfer_config(master: str, role: str, **extra: object) -> dict[str, object]:
+    """What ``--kv-transfer-config`` takes for our connector.
+
+    Args:
+        role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
+        extra: more settings. By default lookups and the wait for writers have far more time than
+            usual: here several engines share a few cores.
+    """
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "master": master, "lookup_deadline_ms": 2_000, "writers_wait_ms": 5_000, **extra
+        },
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    """Of the loopback interface; free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])
+
+
+def make_model(children: Children, *, seed: int, hidden: int, layers: int) -> Path:
+    """A random model in the directory of the children."""
+    directory = children.directory / "model"
+    sizes = {"--seed": seed, "--hidden": hidden, "--layers": layers}
+    options = [word for name, value in sizes.items() for word in (name, str(value))]
+    job = children.start("model", "kvstore.demo_vllm.tiny", str(directory), *options)
+    children.result(job, MODEL_SECONDS)
+    return directory
+
+
+def start_store(children: Children, memory_mib: int, *, name: str = "") -> str:
+    """A master and a node; returns the master's address.
+
+    Args:
+        name: put before those of the processes, where there are several stores.
+    """
+    master = children.start(f"{name}master", "kvstore.cli.master", "--port", "0")
+    address = children.ready(master, r"listening on (\S+:\d+)", READY_SECONDS)[1]
+    memory = ("--master", address, "--memory", f"{memory_mib}MiB")
+    node = children.start(f"{name}node", "kvstore.cli.node", *memory)
+    children.ready(node, r"^kvstore-node .+", READY_SECONDS)
+    return address
+
+
+def start_engine(
+    children: Children,
+    name: str,
+    model: Path,
+    transfer: Mapping[str, object] | None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> Server:
+    """A vLLM server that is starting; ``engine_ready`` waits for it.
+
+    Args:
+        transfer: for ``--kv-transfer-config``; None: without a connector.
+        environ: on top of that of the children.
+    """
+    port = free_port()
+    arguments = [
+        "--model", str(model), "--served-model-name", MODEL, "--dtype", "float32",
+        "--max-model-len", str(POSITIONS), "--enforce-eager", "--gpu-memory-utilization", "0.1",
+        "--enable-prompt-tokens-details", "--host", HOST, "--port", str(port),
+    ]  # fmt: skip
+    if transfer is not None:
+        arguments += ["--kv-transfer-config", json.dumps(transfer)]
+    child = children.start(name, SERVE, *arguments, environment=environ)
+    return Server(child, f"{HOST}:{port}")
+
+
+def engine_ready(children: Children, engine: Server) -> None:
+    """Wait until it serves."""
+    children.ready(engine.child, r"Application startup complete", ENGINE_SECONDS)
+
+
+def start_proxy(
+    children: Children, master: str, prefill: Sequence[Server], decode: Sequence[Server]
+) -> Server:
+    """A proxy that serves."""
+    port = free_port()
+    arguments = ["--master", master, "--port", str(port)]
+    for role, engines in (("--prefill", prefill), ("--decode", decode)):
+        arguments += [role, ",".join(engine.address for engine in engines)]
+    child = children.start("proxy", "kvstore.cli.proxy", *arguments)
+    children.ready(child, r"^kvstore-proxy .*listening on", READY_SECONDS)
+    return Server(child, f"{HOST}:{port}")

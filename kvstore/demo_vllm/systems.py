@@ -1,0 +1,143 @@
+"""What the benchmark compares: vLLM without a store, with this one, with its built-in on Mooncake.
+
+Each system is one engine (``kv_both``) and, where it has one, a store of its own in processes of
+its own. All of them live at the same time and are asked in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.demo.processes import Child, Children
+from kvstore.demo_vllm import servers
+from kvstore.demo_vllm.servers import HOST, Server, free_port
+
+NONE = "none"
+KVSTORE = "kvstore"
+KVSTORE_TCP = "kvstore-tcp"
+MOONCAKE = "mooncake"
+MOONCAKE_EMBEDDED = "mooncake-embedded"
+SYSTEMS = {
+    NONE: "vLLM without a store",
+    KVSTORE: "with this store; bytes through shared memory",
+    KVSTORE_TCP: "with this store; bytes over TCP",
+    MOONCAKE: "with vLLM's built-in connector; Mooncake's memory in a process of its own, over TCP",
+    MOONCAKE_EMBEDDED: "with vLLM's built-in connector; Mooncake's memory inside the engine",
+}
+DEFAULT_SYSTEMS = (NONE, KVSTORE, MOONCAKE)
+
+BUFFER_MIB = 512
+"""Mooncake's own for transfers; its default of 4 GiB is more than a small machine can spare."""
+MOONCAKE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class System:
+    """One of ``SYSTEMS`` that serves."""
+
+    name: str
+    address: str
+
+
+def missing(name: str) -> str | None:
+    """Why a system cannot be started here; None: it can."""
+    if name not in (MOONCAKE, MOONCAKE_EMBEDDED):
+        return None
+    # In a process of its own: it starts threads, and what it lacks is a library of the system.
+    asked = [sys.executable, "-c", "import mooncake.store"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if answer.returncode == 0:
+        return None
+    reason = (answer.stderr.strip().splitlines() or ["it cannot be imported"])[-1]
+    return (
+        f"{reason} (pip install mooncake-transfer-engine-non-cuda;"
+        " on Debian also apt-get install libibverbs1 librdmacm1 libnuma1 liburing2)"
+    )
+
+
+def start(children: Children, names: Sequence[str], model: Path, memory_mib: int) -> list[System]:
+    """Start stores and engines, and wait until all of them serve.
+
+    Args:
+        memory_mib: of each store.
+
+    Raises:
+        ChildError: something did not start.
+    """
+    engines = {name: _start(children, name, model, memory_mib) for name in names}
+    for engine in engines.values():
+        servers.engine_ready(children, engine)
+    if MOONCAKE_EMBEDDED in engines:  # its memory has come with the engine
+        config = children.directory / f"{MOONCAKE_EMBEDDED}.json"
+        _touch(children, MOONCAKE_EMBEDDED, config, memory_mib)
+    return [System(name, engine.address) for name, engine in engines.items()]
+
+
+def _start(children: Children, name: str, model: Path, memory_mib: int) -> Server:
+    if name == NONE:
+        return servers.start_engine(children, name, model, None)
+    if name in (KVSTORE, KVSTORE_TCP):
+        master = servers.start_store(children, memory_mib, name=f"{name}-")
+        transports = ["tcp"] if name == KVSTORE_TCP else ["shm", "tcp"]
+        transfer = servers.transfer_config(master, "kv_both", transports=transports)
+        return servers.start_engine(children, name, model, transfer)
+    config = _start_mooncake(children, name, memory_mib)
+    transfer = {"kv_connector": servers.CONNECTOR, "kv_role": "kv_both"}
+    environ = {"MOONCAKE_CONFIG_PATH": str(config)}
+    return servers.start_engine(children, name, model, transfer, environ=environ)
+
+
+def _start_mooncake(children: Children, name: str, memory_mib: int) -> Path:
+    """Its master and, unless the engine has it, its memory. Returns the engine's configuration."""
+    programs = Path(sys.executable).parent
+    port, metrics_port = free_port(), free_port()
+    master = children.start_command(
+        f"{name}-master", str(programs / "mooncake_master"),
+        f"--rpc_address={HOST}", f"--rpc_port={port}",
+        f"--metrics_host={HOST}", f"--metrics_port={metrics_port}", "--logtostderr",
+    )  # fmt: skip
+    _listens(children, master, port)
+    embedded = name == MOONCAKE_EMBEDDED
+    settings = {
+        "metadata_server": "P2PHANDSHAKE", "master_server_address": f"{HOST}:{port}",
+        "protocol": "tcp", "mode": "embedded" if embedded else "standalone-store",
+        "global_segment_size": f"{memory_mib}MB" if embedded else 0,
+        "local_buffer_size": f"{BUFFER_MIB}MB",
+    }  # fmt: skip
+    config = children.directory / f"{name}.json"
+    config.write_text(json.dumps(settings))
+    if not embedded:
+        data_port = free_port()
+        memory = children.start_command(
+            f"{name}-memory", str(programs / "mooncake_client"),
+            f"--master_server_address={HOST}:{port}", "--metadata_server=P2PHANDSHAKE",
+            f"--host={HOST}", f"--port={data_port}", "--protocol=tcp",
+            f"--global_segment_size={memory_mib << 20}", "--threads=2", "--logtostderr",
+        )  # fmt: skip
+        _listens(children, memory, data_port)
+        _touch(children, name, config, memory_mib)
+    return config
+
+
+def _touch(children: Children, name: str, config: Path, memory_mib: int) -> None:
+    """Write through Mooncake's memory once: the first touch of a page costs ten times a copy.
+
+    Our node does the same when it starts.
+    """
+    module = "kvstore.demo_vllm.touch_mooncake"
+    job = children.start(f"{name}-touch", module, str(config), str(memory_mib))
+    children.result(job, MOONCAKE_SECONDS)
+
+
+def _listens(children: Children, child: Child, port: int) -> None:
+    def connects() -> bool:
+        with socket.socket() as asked:
+            return asked.connect_ex((HOST, port)) == 0
+
+    children.until(child, connects, MOONCAKE_SECONDS)

@@ -1,0 +1,102 @@
+"""A random model on disk, made on the spot, that vLLM serves like any other.
+
+``python -m kvstore.demo_vllm.tiny DIRECTORY [--sliding] [--seed N] [--hidden N] [--layers N]``
+makes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+TEXT_TOKENS = range(2, 258)
+"""Those that stand for a byte."""
+BLOCK_TOKENS = 128
+"""vLLM's on a CPU."""
+HEAD_DIM = 64
+POSITIONS_MAX = 4096
+SPREAD = 1.92
+"""Standard deviation of the weights times the square root of their columns. Weights are drawn wide:
+narrow ones repeat one token whatever stands in the KV cache, and would hide every mistake."""
+
+
+def make_model(
+    directory: Path, *, seed: int = 0, sliding: bool = False, hidden: int = 256, layers: int = 4
+) -> Path:
+    """A decoder with random weights and a byte-level tokenizer; equal arguments give equal files.
+
+    Without ``sliding`` it is a Llama; with it, a Gemma 3 with one sliding-window and one full layer
+    in turn. Two query heads share a key/value head.
+
+    Args:
+        directory: created if need be; returned.
+        hidden: of a token, a multiple of 128; the feed-forward part is twice as wide.
+        layers: an even number.
+
+    Raises:
+        ValueError: another size.
+    """
+    if hidden < 128 or hidden % 128 or layers < 2 or layers % 2:
+        raise ValueError(f"hidden must be a multiple of 128, layers of 2: {hidden}, {layers}")
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    heads = hidden // HEAD_DIM
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": hidden, "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2, "head_dim": HEAD_DIM,
+        "max_position_embeddings": POSITIONS_MAX, "initializer_range": SPREAD / hidden**0.5,
+        "dtype": torch.float32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    if sliding:
+        types = ["sliding_attention", "full_attention"] * (layers // 2)
+        config = Gemma3TextConfig(**shape, sliding_window=256, layer_types=types)
+        model: Any = Gemma3ForCausalLM(config)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.save_pretrained(directory, safe_serialization=True)
+    _tokenizer(directory)
+    return directory
+
+
+def kv_bytes_per_token(hidden: int, layers: int) -> int:
+    """Keys and values of all layers of ``make_model``'s Llama, float32."""
+    return layers * 2 * (hidden // 2) * 4
+
+
+def _tokenizer(directory: Path) -> None:
+    """Bytes as tokens, after two special ones; nothing to download."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<s>", "</s>", *alphabet]
+    words += [f"<unused{number}>" for number in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+        "model_max_length": POSITIONS_MAX,
+        "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+    }  # fmt: skip
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--sliding", action="store_true")
+    for name, value in (("--seed", 0), ("--hidden", 256), ("--layers", 4)):
+        parser.add_argument(name, type=int, default=value)
+    print(make_model(**vars(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

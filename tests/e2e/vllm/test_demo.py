@@ -1,0 +1,134 @@
+"""``make demo-vllm`` and ``make bench-vllm`` as their users run them; and what is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.demonstrations import Demonstration
+from tests.integration.cluster import children_of, is_running, until
+
+MODULE = "kvstore.demo_vllm"
+PROMPTS = 2
+TOKENS = 600
+BLOCKS = 4
+SECONDS = 400
+
+Demonstrate = Callable[..., Demonstration]
+
+
+@pytest.fixture
+def demonstrate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Demonstrate]:
+    """Starts demonstrations, which end with the test, and whose temporary files are looked at."""
+    # Not pytest's directory: vLLM makes Unix sockets, whose paths have 107 characters at most.
+    temporary = Path(tempfile.mkdtemp(prefix="kvd-"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    started: list[Demonstration] = []
+
+    def start(*arguments: str, module: str = MODULE) -> Demonstration:
+        sizes = (f"--prompts={PROMPTS}", f"--prompt-tokens={TOKENS}")
+        started.append(Demonstration(module, *sizes, *arguments, seconds=SECONDS))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+    left = [each.name for each in temporary.iterdir()]
+    shutil.rmtree(temporary)
+    assert left == []
+
+
+@pytest.mark.timeout(SECONDS)
+def test_a_decoder_finds_what_a_prefiller_computed(demonstrate: Demonstrate) -> None:
+    status, lines, errors = demonstrate().output()
+    assert status == 0, errors
+    table = "\n".join(lines)
+    for number in range(1, PROMPTS + 1):
+        assert re.search(rf"│ {number} │ +{TOKENS} │ +{BLOCKS} of {BLOCKS} │ +yes │", table), table
+    assert re.fullmatch(
+        rf"demo: {PROMPTS} prompts, tokens identical, all {PROMPTS * BLOCKS} full blocks found, "
+        r"time to first token \d+ ms -> \d+ ms \(\d+\.\dx\)",
+        lines[-1],
+    )
+
+
+@pytest.mark.timeout(SECONDS)
+def test_its_report_as_json(demonstrate: Demonstrate) -> None:
+    status, lines, errors = demonstrate("--json", "--seed=3").output()
+    assert status == 0, errors
+    report = json.loads(lines[-1])
+    assert len(lines) == 1
+    assert report["ok"]
+    assert [each["blocks_found"] for each in report["prompts"]] == [BLOCKS] * PROMPTS
+    for each in report["prompts"]:
+        assert each["identical"]
+        assert len(set(each["tokens_found"][0])) > 4, "a loop of few tokens would prove little"
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_engines_start_it_leaves_nothing(
+    demonstrate: Demonstrate, number: signal.Signals
+) -> None:
+    demo = demonstrate()
+    demo.line(r"^store ")
+    # Master, node with its helper, two servers, and the first processes of these.
+    family = until(lambda: found if len(found := family_of(demo)) >= 7 else [], within_s=120)
+    demo.process.send_signal(number)
+    status, lines, _ = demo.output()
+    assert (status, lines[-1]) == (128 + signal.SIGINT, "demo: interrupted")
+    assert not [pid for pid in family if is_running(pid)]
+
+
+@pytest.mark.timeout(SECONDS)
+def test_an_engine_that_dies_is_named_and_nothing_is_left(demonstrate: Demonstrate) -> None:
+    demo = demonstrate()
+    demo.line(r"^store ")
+    (prefiller,) = until(
+        lambda: [pid for pid in children_of(demo.process.pid) if "kv_producer" in command(pid)],
+        within_s=60,
+    )
+    os.kill(prefiller, signal.SIGKILL)
+    status, lines, _ = demo.output()
+    assert status == 1
+    assert re.match(r"demo: FAILED: prefiller \(pid \d+\) ended with status -9", lines[-1])
+
+
+@pytest.mark.timeout(SECONDS)
+def test_the_benchmark_measures_hits_and_misses(demonstrate: Demonstrate, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    options = ("--systems=none,kvstore", "--rounds=1", f"--json={path}")
+    status, lines, errors = demonstrate(*options, module=f"{MODULE}.bench").output()
+    assert status == 0, errors
+    assert lines[-1] == "bench: 2 systems, tokens identical, every full block found"
+    report = json.loads(path.read_text())
+    found = {(row["system"], row["kind"]): row["found"] for row in report["rows"]}
+    expected = {("none", "miss"): 0, ("none", "hit"): 0, ("kvstore", "miss"): 0}
+    assert found == expected | {("kvstore", "hit"): 1}
+    assert [(each["kind"], each["of"]) for each in report["ratios"]] == [
+        ("hit", "kvstore"), ("miss", "kvstore")
+    ]  # fmt: skip
+
+
+def family_of(demo: Demonstration) -> list[int]:
+    """Everything below it. An engine's process renames itself, and loses its environment."""
+    found = [demo.process.pid]
+    for pid in found:  # grows as it goes
+        with contextlib.suppress(OSError):
+            found += children_of(pid)
+    return found[1:]
+
+
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""

@@ -1,0 +1,99 @@
+"""What the benchmark computes from what it measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.demo_vllm.measure import HIT, KINDS, MISS, Measured, Plan, Samples, p90, spread
+from kvstore.demo_vllm.report import as_json, comparisons
+from kvstore.demo_vllm.scenario import full_blocks, memory_mib, prompt
+from kvstore.demo_vllm.tiny import BLOCK_TOKENS, TEXT_TOKENS
+
+PLAN = Plan(prompts=2, prompt_tokens=300, rounds=2, at_once=4, new_tokens=1, seed=0)
+
+
+def measured(*systems: str) -> Measured:
+    """The first system takes 100 ms and 1 s, the second 200 ms and 2 s, and so on."""
+    samples = {
+        name: {
+            kind: Samples(
+                first_token_ms=[[100.0 * number] * 2] * 2,
+                seconds=[1.0 * number] * 2,
+                cached_tokens=[4 * 256 if kind == HIT else 0] * 2,
+            )
+            for kind in KINDS
+        }
+        for number, name in enumerate(systems, 1)
+    }
+    return Measured(plan=PLAN, systems=list(systems), samples=samples)
+
+
+def test_every_round_and_phase_has_prompts_of_its_own() -> None:
+    rounds = range(PLAN.rounds + 1)
+    prompts = [
+        tuple(ids) for number in rounds for several in (False, True)
+        for ids in PLAN.ids(number, several)
+    ]  # fmt: skip
+    assert len(prompts) == len(set(prompts)) == PLAN.prompts_in_all
+    assert len({ids[:BLOCK_TOKENS] for ids in prompts}) == len(prompts), "no block in common"
+
+
+def test_prompts_are_text_and_the_same_every_time() -> None:
+    ids = prompt(1, 2, 500)
+    assert ids == prompt(1, 2, 500)
+    assert len(ids) == 500
+    assert set(ids) <= set(TEXT_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(BLOCK_TOKENS, 0), (BLOCK_TOKENS + 1, 1), (1500, 11), (1408, 10)]
+)
+def test_a_token_is_left_to_compute(tokens: int, blocks: int) -> None:
+    assert full_blocks(tokens) == blocks
+
+
+def test_a_node_has_room_for_every_block() -> None:
+    assert memory_mib(5, 1500) >= 5 * 11 * 2, "a block is 2 MiB"
+
+
+def test_a_ratio_for_each_round() -> None:
+    times, rates = measured("none", "kvstore").ratios("kvstore", "none", MISS)
+    assert times == [2.0, 2.0]
+    assert rates == [0.5, 0.5]
+
+
+def test_what_was_found_of_what_could_be() -> None:
+    found = measured("none", "kvstore")
+    assert found.found("kvstore", HIT) == 1
+    assert found.found("kvstore", MISS) == 0
+
+
+def test_ours_is_compared_with_theirs_and_each_with_none() -> None:
+    assert comparisons(measured("none", "kvstore", "mooncake")) == [
+        (HIT, "kvstore", "mooncake"),
+        (HIT, "kvstore", "none"),
+        (HIT, "mooncake", "none"),
+        (MISS, "kvstore", "none"),
+        (MISS, "mooncake", "none"),
+    ]
+    assert comparisons(measured("kvstore")) == []
+
+
+def test_the_report_has_a_row_for_each_system_and_kind() -> None:
+    report = as_json(measured("none", "kvstore"), (0.1, 0.2))
+    rows, ratios = report["rows"], report["ratios"]
+    assert isinstance(rows, list)
+    assert isinstance(ratios, list)
+    assert [(row["system"], row["kind"]) for row in rows] == [
+        ("none", MISS), ("none", HIT), ("kvstore", MISS), ("kvstore", HIT),
+    ]  # fmt: skip
+    assert rows[0]["requests_per_second"]["median"] == 2
+    assert rows[0]["prompt_tokens_per_second"]["median"] == 600
+    assert len(ratios) == 2
+
+
+def test_spread_and_p90() -> None:
+    values = [float(number) for number in range(1, 11)]
+    assert spread(values) == {"median": 5.5, "min": 1, "max": 10}
+    assert p90(values) == 9
+    assert p90([3.0]) == 3
