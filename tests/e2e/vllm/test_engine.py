@@ -8,12 +8,7 @@ from typing import Any
 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.vllm.conftest import MakeModel, StartEngine, prompt
-<<<<<<< HEAD
 from tests.e2e.vllm.engine import Engine, Result, transfer_config
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
-=======
-from tests.e2e.vllm.engine import Result, transfer_config
->>>>>>> demo-vllm
 from tests.integration.cluster import Cluster, until
 
 WHOLE = 4 * BLOCK_TOKENS
