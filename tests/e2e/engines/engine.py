@@ -1,7 +1,7 @@
 """One vLLM engine in a process of its own, told what to do by JSON lines, and its handle for tests.
 
-``python -m tests.e2e.vllm.engine`` reads its arguments, then one command per line, from stdin, and
-answers each with one line on stdout. vLLM's own words go to stderr, which the test keeps.
+``python -m tests.e2e.engines.engine`` reads its arguments, then one command per line, from stdin
+and answers each with one line on stdout. vLLM's own words go to stderr, which the test keeps.
 """
 
 from __future__ import annotations

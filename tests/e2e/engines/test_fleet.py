@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
-from tests.e2e.vllm.conftest import prompt
-from tests.e2e.vllm.engine import Engine
-from tests.e2e.vllm.fleet import Fleet
+from tests.e2e.engines.conftest import prompt
+from tests.e2e.engines.engine import Engine
+from tests.e2e.engines.fleet import Fleet
 from tests.integration.cluster import Cluster, until
 
 TOKENS = 8

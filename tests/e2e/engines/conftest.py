@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.vllm.engine import Engine
+from tests.e2e.engines.engine import Engine
 from tests.integration.cluster import Cluster
 
 if importlib.util.find_spec("vllm") is None:

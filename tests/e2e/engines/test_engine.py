@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
-from tests.e2e.vllm.conftest import MakeModel, StartEngine, prompt
-from tests.e2e.vllm.engine import Engine, Result, transfer_config
+from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
+from tests.e2e.engines.engine import Engine, Result, transfer_config
 from tests.integration.cluster import Cluster, until
 
 WHOLE = 4 * BLOCK_TOKENS

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.vllm.engine import ENVIRONMENT, ROOT, transfer_config
+from tests.e2e.engines.engine import ENVIRONMENT, ROOT, transfer_config
 from tests.integration.cluster import free_port, until
 
 START_S = 240.0
