@@ -20,6 +20,9 @@ from tests.integration.cluster import free_port, until
 
 START_S = 240.0
 REQUEST_S = 120.0
+SHM = Path("/dev/shm")
+LEFT_BY_ENGINES = ("psm_", "sem.mp-")
+"""How Python's multiprocessing names shared memory and semaphores."""
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 """As ``vllm serve``, which looks for a package that vLLM's build for CPUs is not called."""
 
@@ -89,6 +92,7 @@ class Fleet:
         self._directory = directory
         self.engines: list[Process] = []
         self.proxy: Process
+        self._shared_before = set(SHM.iterdir())
 
     def engine(self, role: str) -> Process:
         transfer = json.dumps(transfer_config(self._master, role))
@@ -145,6 +149,10 @@ class Fleet:
             each.process.terminate()
         for each in processes:
             each.close()
+        # What engines that were killed leave behind: memory that their own processes shared.
+        left = {path for path in SHM.iterdir() if path.name.startswith(LEFT_BY_ENGINES)}
+        for path in left - self._shared_before - _mapped():
+            path.unlink(missing_ok=True)
 
 
 def ask(address: str, method: str, path: str, body: object = None) -> tuple[int, str]:
@@ -157,3 +165,16 @@ def ask(address: str, method: str, path: str, body: object = None) -> tuple[int,
         return answer.status, answer.read().decode(errors="replace")
     finally:
         connection.close()
+
+
+def _mapped() -> set[Path]:
+    """What of /dev/shm some running process has mapped."""
+    found: set[Path] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found.update(
+                Path(line.split(maxsplit=5)[5].strip())
+                for line in maps.read_text().splitlines()
+                if "/dev/shm/" in line
+            )
+    return found
