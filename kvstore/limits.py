@@ -24,6 +24,9 @@ Namespace = NewType("Namespace", str)
 
 KEY_BYTES_MAX = 256
 NAMESPACE_BYTES_MAX = 128
+FLEET_NAMESPACE = Namespace("vllm-fleet")
+"""Where the connectors of engines say what they are, and the proxy reads it."""
+
 DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384

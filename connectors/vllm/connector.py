@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.client.asking import Match
 from kvstore.client.sync import Client
+from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.events import Events, audit
@@ -195,16 +197,20 @@ class MooncakeStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         """Orders saves; waits for none."""
         self._mover.save(self._orders())
 
+    @property
+    def _has_several_groups(self) -> bool:
+        """Then a block's number says not which group's it is, and vLLM wants requests instead."""
+        return len(self._kv_cache_config.kv_cache_groups) > 1
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         arrived, failed = self._mover.take_arrived()
-        several = len(self._kv_cache_config.kv_cache_groups) > 1
         return KVConnectorTransferResults(
-            finished_recving=arrived, failed_recving=failed if several else set()
+            finished_recving=arrived, failed_recving=failed if self._has_several_groups else set()
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad = self._mover.take_bad_blocks()
-        return set() if len(self._kv_cache_config.kv_cache_groups) > 1 else bad
+        return set() if self._has_several_groups else bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._mover.take_report()
@@ -239,7 +245,11 @@ class _SchedulerRole:
     """The scheduler's half, and what it needs outside: clients, the lookup thread, the fleet."""
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Any, groups: Groups
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: ConnectorConfig,
+        groups: Groups,
     ) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._vllm_config = vllm_config
@@ -264,8 +274,7 @@ class _SchedulerRole:
             saves=transfer.is_kv_producer or config.save_decode,
             workers=parallel.world_size,
         )  # fmt: skip
-        self._auditing: Any = None
-        self._audited: list[tuple[int, bytes]] = []
+        self._auditing: Future[list[tuple[int, bytes]]] | None = None
         self._told: set[str] = set()
         self._closed = False
         for warning in fingerprint.hash_warnings(self._description):

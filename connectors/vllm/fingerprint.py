@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.client.sync import Client
 from kvstore.connectors.vllm.messages import Hello
-from kvstore.limits import KEY_BYTES_MAX, Namespace
+from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +30,6 @@ log = logging.getLogger("vllm.kvstore")
 FORMAT: Final = 1
 """Of keys, namespaces and the order of bytes in a block. One more with each change."""
 
-FLEET: Final = Namespace("vllm-fleet")
 SAMPLE_BYTES: Final = 64 << 10
 """Read at the beginning, the middle and the end of each file of weights."""
 
@@ -161,14 +160,14 @@ class Fleet:
         }  # fmt: skip
         prefix = _name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"
         warnings = []
-        for row in self._client.list_objects(namespace=FLEET, prefix=prefix):
+        for row in self._client.list_objects(namespace=FLEET_NAMESPACE, prefix=prefix):
             if row.key == prefix + mark.encode():
                 continue
-            other = self._client.get(row.key, namespace=FLEET, kind="bytes")
+            other = self._client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
             if isinstance(other, bytes):
                 warnings += _differences(models[0], description, other)
         data = json.dumps(record, default=str).encode()
-        self._client.put(prefix + mark.encode(), data, namespace=FLEET)
+        self._client.put(prefix + mark.encode(), data, namespace=FLEET_NAMESPACE)
         return warnings
 
 

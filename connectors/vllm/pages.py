@@ -221,12 +221,12 @@ class CUDAPages:
             done = torch.cuda.Event()
             done.record()
         done.synchronize()  # this thread waits, the compute stream does not
-        yield self._views(group, staged)
+        yield self._views(staged)
 
     @contextmanager
     def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
         staged = self._staging(group, len(block_ids))
-        yield self._views(group, staged)
+        yield self._views(staged)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             for here, there in self._pieces(group, block_ids, staged):
@@ -236,8 +236,8 @@ class CUDAPages:
         done.synchronize()
 
     def _staging(self, group: int, blocks: int) -> torch.Tensor:
-        size = sum(page.length for page in self._pages[group])
-        return torch.empty((blocks, size), dtype=torch.uint8, pin_memory=True)  # torch caches it
+        shape = (blocks, self.block_bytes[group])
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)  # torch caches it
 
     def _pieces(
         self, group: int, block_ids: Sequence[int], staged: torch.Tensor
@@ -250,8 +250,8 @@ class CUDAPages:
                 yield self._storages[storage][start : start + length], staged[row, at : at + length]
                 at += length
 
-    def _views(self, group: int, staged: torch.Tensor) -> Buffers:
-        del group
+    @staticmethod
+    def _views(staged: torch.Tensor) -> Buffers:
         return [[memoryview(row.numpy())] for row in staged]
 
 

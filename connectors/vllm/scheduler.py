@@ -203,21 +203,28 @@ class SchedulerHalf:
             ):
                 continue
             savable = self._savable(tracked.request, scheduled)
+            if not self._is_news(tracked, savable):
+                continue
             tokens = self._fitting(tracked, savable)
             if tokens < savable:
                 self._count("saves_refused")
-            sizes = self._groups.block_tokens.items()
-            if all(tokens // size <= tracked.saved.get(group, 0) for group, size in sizes):
-                continue
+                if not self._is_news(tracked, tokens):
+                    continue
             table = state.get_block_ids(request_id)
             if table is None:
                 continue
             hashes = tracked.request.block_hashes
             runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
             if runs:
-                for group, size in sizes:
+                for group, size in self._groups.block_tokens.items():
                     tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
                 yield self._pin(tracked.request, runs)
+
+    def _is_news(self, tracked: Tracked, tokens: int) -> bool:
+        """Whether some group has a block of these tokens that is not saved; of most requests in
+        most steps none has."""
+        sizes = self._groups.block_tokens.items()
+        return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
 
     def _savable(self, request: Request, scheduled: int) -> int:
         """Tokens whose blocks are whole after this step. Only what is confirmed has a hash: tokens

@@ -16,10 +16,11 @@ from typing import Final
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy import records
 from kvstore.proxy.breaker import Breaker
 from kvstore.proxy.metrics import Metrics, clock_ms
-from kvstore.proxy.records import FLEET_NAMESPACE, FleetRecord, Held
+from kvstore.proxy.records import FleetRecord, Held
 
 log = logging.getLogger("kvstore.proxy")
 

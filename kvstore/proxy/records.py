@@ -15,7 +15,6 @@ from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, check_namespace
 from kvstore.proxy.hashes import ALGORITHMS, block_hashes
 
-FLEET_NAMESPACE: Final = "vllm-fleet"
 FORMAT: Final = 1
 RECORD_BYTES_MAX: Final = 1 << 20
 RECORDS_MAX: Final = 256

@@ -21,7 +21,7 @@ from kvstore.connectors.vllm.fingerprint import (
     weights_id,
 )
 from kvstore.connectors.vllm.messages import Hello
-from kvstore.limits import KEY_BYTES_MAX
+from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
 
 HELLO = {(0, 0): Hello("layout", [0], "p0t0")}
 
@@ -207,7 +207,7 @@ class Board:
         self.objects: dict[bytes, bytes] = {}
 
     def list_objects(self, *, namespace: str, prefix: bytes) -> list[Any]:
-        assert namespace == module.FLEET
+        assert namespace == FLEET_NAMESPACE
         return [SimpleNamespace(key=key) for key in self.objects if key.startswith(prefix)]
 
     def get(self, key: bytes, *, namespace: str, kind: str) -> bytes | None:
