@@ -136,15 +136,26 @@ def start_engine(
         environ: on top of that of the children.
     """
     port = free_port()
+    arguments = [*engine_arguments(model, transfer), "--port", str(port)]
+    child = children.start(name, SERVE, *arguments, environment=environ)
+    return Server(child, f"{HOST}:{port}")
+
+
+def engine_arguments(model: Path, transfer: Mapping[str, object] | None) -> list[str]:
+    """Those of ``SERVE``, for a small engine among several; all but its port."""
     arguments = [
         "--model", str(model), "--served-model-name", MODEL, "--dtype", "float32",
         "--max-model-len", str(POSITIONS), "--enforce-eager", "--gpu-memory-utilization", "0.1",
-        "--enable-prompt-tokens-details", "--host", HOST, "--port", str(port),
+        "--enable-prompt-tokens-details", "--host", HOST,
     ]  # fmt: skip
     if transfer is not None:
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
-    child = children.start(name, SERVE, *arguments, environment=environ)
-    return Server(child, f"{HOST}:{port}")
+    return arguments
+
+
+def proxy_arguments(master: str, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
+    """Those of ``kvstore-proxy``, from addresses; all but its port."""
+    return ["--master", master, "--prefill", ",".join(prefill), "--decode", ",".join(decode)]
 
 
 def engine_ready(children: Children, engine: Server) -> None:
@@ -157,9 +168,8 @@ def start_proxy(
 ) -> Server:
     """A proxy that serves."""
     port = free_port()
-    arguments = ["--master", master, "--port", str(port)]
-    for role, engines in (("--prefill", prefill), ("--decode", decode)):
-        arguments += [role, ",".join(engine.address for engine in engines)]
+    addresses = [[engine.address for engine in engines] for engines in (prefill, decode)]
+    arguments = [*proxy_arguments(master, *addresses), "--port", str(port)]
     child = children.start("proxy", "kvstore.cli.proxy", *arguments)
     children.ready(child, r"^kvstore-proxy .*listening on", READY_SECONDS)
     return Server(child, f"{HOST}:{port}")

@@ -18,36 +18,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from kvstore.demo_vllm import servers
+
 ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "2",
-    "VLLM_LOGGING_LEVEL": "INFO",
-}
 START_S = 180.0
 ANSWER_S = 120.0
-MODULE = "kvstore.connectors.vllm"
 
 
 def transfer_config(
     master: str, role: str = "kv_both", *, policy: str = "recompute", **extra: Any
 ) -> dict[str, object]:
-    """What ``--kv-transfer-config`` takes.
-
-    Lookups have more time than by default: here several engines share two cores.
-    """
-    extra = {"lookup_deadline_ms": 2_000, "writers_wait_ms": 5_000} | extra
-    return {
-        "kv_connector": "MooncakeStoreConnector",
-        "kv_connector_module_path": MODULE,
-        "kv_role": role,
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"master": master, **extra},
-    }
+    """As ``servers.transfer_config``, for any policy."""
+    transfer = servers.transfer_config(master, role, **extra)
+    return {**transfer, "kv_load_failure_policy": policy}
 
 
 class Engine:
@@ -66,7 +49,7 @@ class Engine:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=ROOT, env={**os.environ, **ENVIRONMENT, **(environ or {})},
+            cwd=ROOT, env={**servers.environment(), **(environ or {})},
             start_new_session=True,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read_log, name="engine-log")

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engines.engine import ENVIRONMENT, ROOT, transfer_config
+from kvstore.demo_vllm import servers
+from kvstore.demo_vllm.requests import MODEL, counters
+from tests.e2e.engines.engine import ROOT, transfer_config
 from tests.integration.cluster import free_port, until
 
 START_S = 240.0
@@ -23,8 +25,6 @@ REQUEST_S = 120.0
 SHM = Path("/dev/shm")
 LEFT_BY_ENGINES = ("psm_", "sem.mp-")
 """How Python's multiprocessing names shared memory and semaphores."""
-SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-"""As ``vllm serve``, which looks for a package that vLLM's build for CPUs is not called."""
 
 
 class Process:
@@ -44,7 +44,7 @@ class Process:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+                env=servers.environment(), start_new_session=True,
             )  # fmt: skip
 
     def ready(self) -> None:
@@ -73,14 +73,7 @@ class Process:
 
     def counters(self) -> dict[str, float]:
         """The connector's, from ``/metrics``."""
-        text = ask(self.address, "GET", "/metrics")[1]
-        found = {}
-        for line in text.splitlines():
-            if line.startswith("vllm:kvstore_"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0].removeprefix("vllm:kvstore_")
-                found[name.removesuffix("_total")] = float(value)
-        return found
+        return counters(self.address)
 
 
 class Fleet:
@@ -95,14 +88,8 @@ class Fleet:
         self._shared_before = set(SHM.iterdir())
 
     def engine(self, role: str) -> Process:
-        transfer = json.dumps(transfer_config(self._master, role))
-        command = [
-            *SERVE, "--model", str(self._model), "--served-model-name", "tiny",
-            "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
-            "--enable-scale-out",
-            "--gpu-memory-utilization", "0.1", "--kv-transfer-config", transfer,
-            "--host", "127.0.0.1",
-        ]  # fmt: skip
+        arguments = servers.engine_arguments(self._model, transfer_config(self._master, role))
+        command = [sys.executable, "-m", servers.SERVE, *arguments, "--enable-scale-out"]
         log = self._directory / f"{role}-{len(self.engines)}.log"
         engine = Process(command, free_port(), log, "/health")
         self.engines.append(engine)
@@ -112,9 +99,9 @@ class Fleet:
         """Once all engines are ready."""
         for engine in self.engines:
             engine.ready()
-        command = [sys.executable, "-m", "kvstore.cli.proxy", "--master", self._master]
-        for role, engines in (("--prefill", prefill), ("--decode", decode)):
-            command += [role, ",".join(engine.address for engine in engines)]
+        addresses = [[engine.address for engine in engines] for engines in (prefill, decode)]
+        arguments = servers.proxy_arguments(self._master, *addresses)
+        command = [sys.executable, "-m", "kvstore.cli.proxy", *arguments]
         self.proxy = Process(command, free_port(), self._directory / "proxy.log", "/healthz")
         self.proxy.ready()
         return self.proxy
@@ -122,7 +109,7 @@ class Fleet:
     def complete(self, prompt: list[int], tokens: int) -> list[int]:
         """Greedy token ids, from the proxy. Fails unless it answers 200."""
         body = {
-            "model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+            "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
         status, text = ask(self.proxy.address, "POST", "/v1/completions", body)
@@ -133,7 +120,7 @@ class Fleet:
     def chat(self, text: str, tokens: int) -> str:
         """The answer to one message, from the proxy, as a stream that is put together again."""
         body = {
-            "model": "tiny", "messages": [{"role": "user", "content": text}], "stream": True,
+            "model": MODEL, "messages": [{"role": "user", "content": text}], "stream": True,
             "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         }  # fmt: skip
         status, events = ask(self.proxy.address, "POST", "/v1/chat/completions", body)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm import fingerprint as module
 from kvstore.connectors.vllm.fingerprint import (
     SAMPLE_BYTES,
     Fleet,
