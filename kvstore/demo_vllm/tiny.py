@@ -4,6 +4,9 @@
 makes one.
 """
 
+# mypy: allow-untyped-calls
+# Because transformers annotates its models only in some of its releases.
+
 from __future__ import annotations
 
 import argparse
