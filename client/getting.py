@@ -6,14 +6,17 @@
                                    (ATTEMPTS times, then a miss)
 
 What was read counts only if the lease, counted on our own clock from before the question, had not
-ended when the last byte arrived.
+ended when the last byte arrived. While it lives the extent has the object's bytes, so whoever finds
+others there, asks anew and is sent to the same place has found bad memory: the master is told.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64
@@ -23,7 +26,7 @@ from kvstore.calls import SegmentInfo
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.steps import Context, Flow, Transfer, ask, learn, unreachable
 from kvstore.client.values import Bytes1D, check_dtype
-from kvstore.errors import BufferMismatchError
+from kvstore.errors import BufferMismatchError, KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
@@ -47,8 +50,16 @@ class Target:
     """Of what was read; None: a miss."""
     data: Bytes1D | None = None
     """What was read, where the memory was made here."""
-    wrong: int = 0
-    """Reads that brought other bytes."""
+    bad: list[Bad] = field(default_factory=list)
+    """Reads, under a lease that lived, that brought other bytes."""
+
+
+class Bad(NamedTuple):
+    """Where other bytes were found than should be there."""
+
+    key: Key
+    placed: Placed
+    replica: Replica
 
 
 def locate(
@@ -84,19 +95,18 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         MasterUnreachableError, DeadlineExceededError
     """
     todo = list(targets)
-    failed: list[_Read] = []
     fresh = False
     for attempt in range(ATTEMPTS):
         placed = yield from locate(context, namespace, [target.key for target in todo], fresh=fresh)
         reads: list[_Read] = []
         for target, known in zip(todo, placed, strict=True):
             if known is not None:
-                # Replicas on nodes that failed are listed last, so the first is right; one whose
-                # bytes were wrong is only avoided by counting on.
-                replica = known.replicas[target.wrong % len(known.replicas)]
+                target.bad = confirmed(target.bad, known) if target.bad else target.bad
+                replica = in_order(known, target.bad)[0]
                 reads.append(_Read(context, target, known, replica))
         if not reads:
-            return
+            todo = []
+            break
         transfers = _by_segment(reads)
         if not attempt:
             failover = context.clock() + context.failover_s
@@ -105,7 +115,7 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
                     transfer.deadline = failover
         errors = yield [transfer for transfer, _ in transfers]
         assert isinstance(errors, list)
-        failed = []
+        failed: list[_Read] = []
         for (transfer, its_reads), error in zip(transfers, errors, strict=True):
             if error is None:
                 failed += [read for read in its_reads if not read.finish(context, namespace)]
@@ -114,16 +124,51 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
                 failed += its_reads
         todo = [read.target for read in failed]
         if not todo:
-            return
+            break
         for target in todo:
             context.placements.forget(namespace, target.key)
         fresh = True
-    rotten = [read.target.key for read in failed if read.corrupt]
-    if rotten:
-        # Every replica that we were offered is bad: a miss for everybody, so that it is put anew.
-        context.count("corrupt_objects", len(rotten))
-        log.error("corrupt_objects_removed namespace=%s count=%d", namespace, len(rotten))
-        yield from ask(calls.Remove(namespace, rotten), calls.Removed)
+    bad = [target.bad for target in todo if len(target.bad) > 1]
+    bad += [target.bad for target in targets if target.header is not None]
+    yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
+
+
+def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
+    """Those of the version that is placed there still. A removal hides an object before it wipes
+    it: who reads in between, by an older answer, has found nothing bad."""
+    version = placed.epoch, placed.counter
+    return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
+
+
+def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
+    """Its replicas, the best first: as they are listed, those on nodes that failed last; what was
+    found bad after all others."""
+    if not bad:
+        return placed.replicas
+    seen = Counter(each.replica for each in bad)
+    return sorted(placed.replicas, key=lambda replica: seen[replica])
+
+
+def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -> Flow[None]:
+    """Tell the master of bad memory: what has no other replica is removed, so that it is a miss for
+    everybody and can be put anew."""
+    if not bad:
+        return
+    rows = {
+        (key, placed.epoch, placed.counter, replica.segment.uuid): None
+        for key, placed, replica in bad
+    }
+    keys, epochs, counters, uuids = map(list, zip(*rows, strict=True))
+    for key in keys:
+        context.placements.forget(namespace, key)  # a bad replica is listed first
+    objects = len(set(keys))
+    context.count("corrupt_objects", objects)
+    log.error("corrupt_objects namespace=%s objects=%d", namespace, objects)
+    try:
+        request = calls.ReportCorrupt(namespace, keys, epochs, counters, uuids)
+        yield from ask(request, calls.Dropped)
+    except KVStoreError as error:
+        log.warning("corruption_not_reported objects=%d error=%s", objects, error)
 
 
 class _Read:
@@ -135,14 +180,12 @@ class _Read:
         "_head",
         "_placed",
         "_replica",
-        "corrupt",
         "moves",
         "target",
     )
 
     def __init__(self, context: Context, target: Target, placed: Placed, replica: Replica) -> None:
         self.target = target
-        self.corrupt = False
         self._placed = placed
         self._replica = replica
         self._head = bytearray(HEADER_BYTES)
@@ -170,29 +213,18 @@ class _Read:
 
     def finish(self, context: Context, namespace: Namespace) -> bool:
         """Whether the target has the right bytes now."""
-        done = self._finish(context, namespace)
-        self.target.wrong += not done
-        return done
-
-    def _finish(self, context: Context, namespace: Namespace) -> bool:
         placed, target = self._placed, self.target
-        header = unpack(self._head, self.segment.seed, self._replica.offset)
-        if header is None or not is_of(header, namespace, target.key, placed):
-            context.count("stale_reads")
-            return False
         if context.clock() >= placed.until:
             context.count("late_reads")
             return False
+        header = unpack(self._head, self.segment.seed, self._replica.offset)
+        if header is None or not is_of(header, namespace, target.key, placed):
+            context.count("stale_reads")
+            target.bad.append(Bad(target.key, placed, self._replica))
+            return False
         if self._hasher is not None and self._hasher.intdigest() != header.payload_checksum:
-            self.corrupt = True
-            context.count("checksum_mismatches")
-            log.warning(
-                "checksum_mismatch namespace=%s key=%s node=%s offset=%d",
-                namespace,
-                target.key.hex(),
-                self.segment.node,
-                self._replica.offset,
-            )
+            mismatch(context, namespace, target.key, self._replica)
+            target.bad.append(Bad(target.key, placed, self._replica))
             return False
         if target.dtype:
             check_dtype(header.descriptor, target.dtype)
@@ -209,6 +241,18 @@ def is_of(header: Header, namespace: Namespace, key: Key, placed: Placed) -> boo
         and header.epoch == placed.epoch
         and header.payload_size == placed.size
         and header.namespace == namespace
+    )
+
+
+def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica) -> None:
+    """Count and log a payload that is not what its header says."""
+    context.count("checksum_mismatches")
+    log.warning(
+        "checksum_mismatch namespace=%s key=%s node=%s offset=%d",
+        namespace,
+        key.hex(),
+        replica.segment.node,
+        replica.offset,
     )
 
 

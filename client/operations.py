@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, Union, cast
 
 import numpy as np
+from xxhash import xxh3_64
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client import asking, getting, putting
 from kvstore.client.asking import Match, ObjectStat
-from kvstore.client.getting import Target
+from kvstore.client.getting import Bad, Target
 from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.movers import Movers
 from kvstore.client.placements import Placed, Replica
@@ -52,6 +53,7 @@ from kvstore.limits import (
     check_namespace,
 )
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
+from kvstore.transport.pieces import feed
 
 if TYPE_CHECKING:
     import torch
@@ -256,6 +258,7 @@ class Operations:
         views: list[View | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         copied: list[int] = []
+        bad: dict[int, list[Bad]] = {}
         fresh = False
         for _ in range(getting.ATTEMPTS):
             placed = yield from getting.locate(
@@ -265,7 +268,8 @@ class Operations:
             for index, known in zip(todo, placed, strict=True):
                 if known is None:
                     continue
-                found = self._view(namespace, keys[index], known, kind)
+                seen = bad[index] = getting.confirmed(bad.get(index, ()), known)
+                found = self._view(namespace, keys[index], known, kind, seen)
                 if isinstance(found, _Elsewhere):
                     copied.append(index)
                 elif found is None:
@@ -277,6 +281,13 @@ class Operations:
                 break
             for index in todo:
                 self.context.placements.forget(namespace, keys[index])
+        known_bad = [
+            each
+            for index, seen in bad.items()
+            if views[index] is not None or (index in todo and len(seen) > 1)
+            for each in seen
+        ]
+        yield from getting.report_corrupt(self.context, namespace, known_bad)
         if copied:
             values = yield from self.get_many(
                 [keys[index] for index in copied], namespace, True, kind
@@ -286,23 +297,36 @@ class Operations:
         return views
 
     def _view(
-        self, namespace: Namespace, key: Key, placed: Placed, kind: Kind | None
+        self, namespace: Namespace, key: Key, placed: Placed, kind: Kind | None, bad: list[Bad]
     ) -> View | _Elsewhere | None:
-        """A value over the segment; None: something else stands there; or ``_Elsewhere``."""
-        for replica in placed.replicas:
+        """A value over the segment; None: something else stands there; or ``_Elsewhere``.
+
+        ``bad``: where other bytes are found is added to it.
+        """
+        context = self.context
+        for replica in getting.in_order(placed, bad):
             length = HEADER_BYTES + placed.size
             try:
                 memory = self.movers.view(replica.segment, replica.offset, length)
             except (SegmentGoneError, InvalidRangeError):
-                self.context.segments.forget(replica.segment)
+                context.segments.forget(replica.segment)
                 return None
             if memory is None:
                 continue
             header = unpack(memory[:HEADER_BYTES], replica.segment.seed, replica.offset)
-            if header is None or not getting.is_of(header, namespace, key, placed):
-                self.context.count("stale_reads")
+            is_right = header is not None and getting.is_of(header, namespace, key, placed)
+            if header is not None and is_right and context.verify_views:
+                hasher = xxh3_64()
+                feed(hasher, memory[HEADER_BYTES:])
+                is_right = hasher.intdigest() == header.payload_checksum
+                if not is_right:
+                    getting.mismatch(context, namespace, key, replica)
+            elif not is_right:
+                context.count("stale_reads")
+            if context.clock() >= placed.until:
                 return None
-            if self.context.clock() >= placed.until:
+            if header is None or not is_right:
+                bad.append(Bad(key, placed, replica))
                 return None
             array = _array(memory[HEADER_BYTES:])
             if placed.size:

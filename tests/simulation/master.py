@@ -25,8 +25,8 @@ _STEPS = {
     for kind in (
         *(calls.MatchPrefix, calls.Lookup, calls.Exists, calls.PutStart, calls.PutEnd),
         *(calls.PutRevoke, calls.Allocate, calls.Commit, calls.Renew, calls.Remove, calls.Clear),
-        *(calls.DescribeSegments, calls.ReportFailure, calls.Status, calls.ListObjects),
-        calls.StatObject,
+        *(calls.DescribeSegments, calls.ReportFailure, calls.ReportCorrupt, calls.Status),
+        *(calls.ListObjects, calls.StatObject),
     )
 }
 """Request and method of the state."""

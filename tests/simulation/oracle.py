@@ -435,6 +435,8 @@ def _removes(request: calls.Request | None, name: Name) -> bool:
             return name[0] == namespace and name[1] in keys
         case calls.Clear(namespace):
             return not namespace or namespace == name[0]
+        case calls.ReportCorrupt(namespace, keys):
+            return name[0] == namespace and name[1] in keys
         case _:
             return False
 
