@@ -266,7 +266,7 @@ Transports = Annotated[
     tuple[str, ...], _As("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
 ]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
-Verify = Annotated[Literal["payload", "header", "all"], BeforeValidator(_lower)]
+Verify = Annotated[Literal["header", "payload", "all"], BeforeValidator(_lower)]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, _As("TEXT")]
 

@@ -33,6 +33,7 @@ from rich.table import Table
 
 from kvstore.calls import PutOutcome
 from kvstore.children import Child, start_node
+from kvstore.cli.bench_verify import verify_option
 from kvstore.cli.options import CONTEXT, debug_option, json_option
 from kvstore.cli.show import size_text
 from kvstore.config import TRANSPORTS, ClientConfig, parse_size
@@ -101,6 +102,7 @@ class Row:
 @click.option("--master-scale", type=click.IntRange(min=1), metavar="N",
               help="Measure a master that knows N objects instead: memory and pauses.")  # fmt: skip
 @json_option
+@verify_option
 @debug_option
 @click.pass_context
 def bench(
