@@ -202,11 +202,14 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
     ),
 }
 
+
 @st.composite
 def claims(draw: st.DrawFn) -> calls.NodeClaims:
     found = draw(keys())
     rows = len(found)
-    namespaces = draw(st.lists(NAMESPACE, unique=True, min_size=min(1, rows), max_size=min(3, rows)))
+    namespaces = draw(
+        st.lists(NAMESPACE, unique=True, min_size=min(1, rows), max_size=min(3, rows))
+    )
     places = st.integers(0, max(0, len(namespaces) - 1))
 
     def column(values: st.SearchStrategy[Any]) -> list[Any]:
