@@ -13,6 +13,8 @@ import logging
 from collections.abc import Iterator
 from typing import Final
 
+from xxhash import xxh3_64_intdigest
+
 from kvstore.calls import NodeClaims
 from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
@@ -58,6 +60,29 @@ def apart(found: Iterator[Found]) -> tuple[list[Found], list[Found]]:
         else:
             kept.append(each)
     return kept, lost
+
+
+def verified(segment: Segment, found: list[Found]) -> list[Found]:
+    """Those whose payload has the checksum that its header says; the headers of others are wiped,
+    logged and not told."""
+    good: list[Found] = []
+    memory = segment.memory
+    for each in found:
+        offset, header = each
+        start = offset + layout.HEADER_BYTES
+        payload = memory[start : start + header.payload_size]
+        if xxh3_64_intdigest(payload) == header.payload_checksum:
+            good.append(each)
+            continue
+        log.warning(
+            "corrupt_object_wiped node=%s namespace=%s key=%s offset=%d",
+            segment.node,
+            header.namespace,
+            header.key.hex(),
+            offset,
+        )
+        segment.wipe([offset], [header.epoch], [header.counter])
+    return good
 
 
 def in_order(found: list[Found]) -> list[Found]:

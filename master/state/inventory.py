@@ -152,24 +152,32 @@ class Inventory:
 class Tombstones:
     """Removed and replaced versions that memory which is away may still hold.
 
-    A tombstone forbids all versions of a key, or of a namespace, up to one. Their number is
-    bounded: when the oldest is dropped, memory that was away since before it was made is not
-    believed any more.
+    A tombstone forbids all versions of a key, or of a namespace, up to one; or one version of which
+    nobody knows the key. Their number is bounded: when the oldest is dropped, memory that was away
+    since before it was made is not believed any more.
     """
 
     def __init__(self) -> None:
         self.made = 0
         """Counts tombstones: ``absent_since`` is this count, when the memory went away."""
-        self._of: dict[tuple[str, Key | None], tuple[int, Version]] = {}
-        """By namespace and key (None: all of them), oldest first: its number, and the version."""
+        self._of: dict[tuple[str, Key | None] | Version, tuple[int, Version]] = {}
+        """By namespace and key (None: all of them), or version, oldest first: its number, and the
+        version."""
         self._dropped = 0
         self._dropped_version = Version(0, 0)
 
     def add(self, namespace: str, key: Key | None, version: Version) -> None:
         """Forbid versions up to this one. ``namespace`` "" means all of them."""
+        self._add((namespace, key), version)
+
+    def add_version(self, version: Version) -> None:
+        """Forbid this version."""
+        self._add(version, version)
+
+    def _add(self, of: tuple[str, Key | None] | Version, version: Version) -> None:
         self.made += 1
-        self._of.pop((namespace, key), None)
-        self._of[namespace, key] = self.made, version
+        self._of.pop(of, None)
+        self._of[of] = self.made, version
         if len(self._of) > TOMBSTONES_MAX:
             oldest = next(iter(self._of))
             number, version = self._of.pop(oldest)
@@ -183,6 +191,8 @@ class Tombstones:
         ``absent_since``: what ``made`` was when this master lost it; 0: it never had it.
         """
         if absent_since < self._dropped and version <= self._dropped_version:
+            return True
+        if version in self._of:
             return True
         namespace, key = name
         for of in ((namespace, key), (namespace, None), ("", None)):

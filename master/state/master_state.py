@@ -264,7 +264,9 @@ class MasterState:
             self._settle(put.record)
         reply = calls.PutEnded(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
-        return self._replace(now_ms, replaced, overwriting, reply) if overwriting else reply
+        if overwriting or replaced:
+            return self._replace(now_ms, replaced, overwriting, reply)
+        return reply
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
         given_up: list[Remains] = []
@@ -281,7 +283,7 @@ class MasterState:
             given_up.append(remains)
             self._unclaim(put)
         revoked = len(given_up)
-        self.effects += self._graves.clean(given_up)
+        self._clean(given_up)
         self.counters["revoked_puts"] += revoked
         return calls.Revoked(revoked)
 
@@ -298,7 +300,7 @@ class MasterState:
             # Its owner may still look at what it computed, so not at once.
             remains = put.remains(self.epoch)
             self._pending.quarantine(remains, put.deadline_ms + self.rules.quarantine_ms)
-            self.effects += self._graves.clean([remains])
+            self._clean([remains])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         namespace, parent = request.namespace, request.parent
         above = None if parent is None else self.forest.ensure(namespace, parent)
@@ -315,7 +317,10 @@ class MasterState:
         self._settle(record)
         reply = calls.Committed(PutOutcome.STORED)
         put.record = record
-        return self._replace(now_ms, replaced, [put], reply) if request.overwrite else reply
+        overwriting = [put] if request.overwrite else []
+        if overwriting or replaced:
+            return self._replace(now_ms, replaced, overwriting, reply)
+        return reply
 
     def _replace(
         self, now_ms: int, replaced: list[Remains], puts: Sequence[PendingPut], reply: AnyReply
@@ -545,8 +550,15 @@ class MasterState:
         remains = put.remains(self.epoch)
         until_ms = max(now_ms, put.deadline_ms) + self.rules.quarantine_ms
         self._pending.quarantine(remains, until_ms)
-        self.effects += self._graves.clean([remains])
+        self._clean([remains])
         self._unclaim(put)
+
+    def _clean(self, given_up: Sequence[Remains]) -> None:
+        """These versions will never be stored; wipe what their writers may have left."""
+        self.effects += self._graves.clean(given_up)
+        for remains in given_up:
+            if not all(segment.alive for segment, _ in remains.extents):
+                self._tombstones.add_version(Version(remains.epoch, remains.counter))
 
     def _unclaim(self, put: PendingPut) -> None:
         record = put.record
@@ -744,7 +756,7 @@ class MasterState:
             self.pool.mount(segment)
             absent_since = self._absent_since.pop(segment.offer.uuid, 0)
             if not segment.whole:
-                inventory = Inventory(segment, segment.usable_at_ms, absent_since)
+                inventory = Inventory(segment, segment.node.heard_ms, absent_since)
                 self._inventories[segment] = inventory, self._graves.hold(segment)
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()
@@ -817,6 +829,7 @@ class MasterState:
                 return None
         if (
             version > self._present
+            or (version.epoch == self.epoch and self._pending.get(version.counter) is not None)
             or parent == key
             or self._tombstones.forbids(claim.name, version, inventory.absent_since)
             or not inventory.take(offset, size)
