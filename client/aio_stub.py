@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import grpc
 
+from kvstore.addresses import join_address, split_address
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
@@ -30,7 +31,6 @@ from kvstore.client.stub_flow import (
     grpc_failure,
     late,
 )
-from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, ProtocolError
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame, hello

@@ -21,8 +21,9 @@ from typing import Any, Final, NamedTuple, cast
 
 import grpc
 
+from kvstore.addresses import join_address, split_address
 from kvstore.calls import Joined
-from kvstore.config import DEFAULT_PORT, join_address, split_address
+from kvstore.config import DEFAULT_PORT
 from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,

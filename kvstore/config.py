@@ -38,6 +38,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.limits import REPLICAS_MAX, check_namespace
 
@@ -106,33 +107,6 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def split_address(address: str, *, default_port: int | None = None) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[IPv6]:port``, the brackets taken off.
-
-    Raises:
-        InvalidArgumentError: not of that form, or without a port where there is no default.
-    """
-    text = address.strip()
-    advice = "Write HOST:PORT, and an IPv6 address in brackets: [::1]:50001."
-    if text.startswith("["):
-        host, closing, rest = text[1:].partition("]")
-        colon, port = rest[:1], rest[1:]
-        valid = bool(closing and host) and colon in ("", ":")
-    else:
-        host, colon, port = text.partition(":")
-        valid = bool(host) and not any(sign in host for sign in "/ ]@") and ":" not in port
-    if valid and not colon and default_port is not None:
-        return host, default_port
-    if not valid or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise InvalidArgumentError(f"{address!r} is no address", advice=advice)
-    return host, int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """``split_address`` backwards."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _size(value: object) -> object:
     if isinstance(value, int | str) and not isinstance(value, bool):
         try:
@@ -156,6 +130,11 @@ def _memory(value: int) -> int:
 
 
 def _master(value: str) -> str:
+    if value.strip().startswith(ETCD_SCHEME):
+        try:
+            return str(parse_etcd(value))
+        except InvalidArgumentError as error:
+            raise _RefusedError(error.message, error.advice) from error
     places = []
     for place in value.split(","):
         try:

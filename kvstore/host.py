@@ -12,7 +12,7 @@ import socket
 import uuid
 from functools import cache
 
-from kvstore.config import split_address
+from kvstore.addresses import split_address
 from kvstore.errors import StartupError
 from kvstore.memory.segment import SHM_DIRECTORY
 

@@ -11,8 +11,9 @@ import time
 from typing import Final
 
 from kvstore._version import __version__
+from kvstore.addresses import join_address
 from kvstore.children import Child, ParentLink, start_node
-from kvstore.config import MasterConfig, join_address
+from kvstore.config import MasterConfig
 from kvstore.errors import KVStoreError, StartupError
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.lane import LaneSettings

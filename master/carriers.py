@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from kvstore.config import join_address
+from kvstore.addresses import join_address
 from kvstore.errors import StartupError
 from kvstore.master.carrier_base import CallStats, Dispatcher, Service
 from kvstore.master.grpc_server import CALLS_MAX, GrpcServer, startup_error

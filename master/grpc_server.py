@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from kvstore.addresses import join_address
 from kvstore.calls import NodeMessage
-from kvstore.config import join_address
 from kvstore.errors import (
     AddressInUseError,
     KVStoreError,
