@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import random
 import select
 import socket
@@ -16,15 +17,19 @@ from typing import Any, cast
 
 import grpc
 
+from kvstore.addresses import join_address, split_address
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
+    NO_ANSWER,
     CarrierBrokenError,
     Flow,
     JoinAt,
     LaneUnreachableError,
     Link,
+    Locate,
+    OnGrpc,
     OnLane,
     Pause,
     Step,
@@ -33,8 +38,8 @@ from kvstore.client.stub_flow import (
     grpc_failure,
     late,
 )
-from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
+from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
@@ -112,7 +117,8 @@ class MasterStub:
         if self._closed.is_set():
             raise ClosedError("the client is closed")
         if not self._link.current:
-            self._run(call_flow(self._link, None, deadline, time.monotonic), None, b"", deadline)
+            flow = call_flow(self._link, None, deadline, time.monotonic)
+            self._run(flow, None, b"", deadline, math.inf)
         joined = self._link.joined
         assert joined is not None
         return joined
@@ -134,16 +140,19 @@ class MasterStub:
             raise ClosedError("the client is closed")
         call = CALLS[type(request)]
         payload = encode_request(request)
+        silence_s = self._link.silence_s(request)
         broken = None
         if call.lane:
             connection = self._take()
             if connection is not None:
                 try:
-                    return decode_reply(call, self._on_lane(connection, call, payload, deadline))
+                    return decode_reply(
+                        call, self._on_lane(connection, call, payload, deadline, silence_s)
+                    )
                 except CarrierBrokenError as error:
                     broken = error
         flow = call_flow(self._link, call, deadline, time.monotonic, broken)
-        reply = decode_reply(call, self._run(flow, call, payload, deadline))
+        reply = decode_reply(call, self._run(flow, call, payload, deadline, silence_s))
         if isinstance(reply, Joined):
             self._accept(reply)
         return reply
@@ -163,13 +172,18 @@ class MasterStub:
     # --- steps of a flow -----------------------------------------------------------------------
 
     def _run(
-        self, flow: Flow, call: Call[Any, Any] | None, payload: bytes, deadline: float
+        self,
+        flow: Flow,
+        call: Call[Any, Any] | None,
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
     ) -> bytes:
         try:
             step = next(flow)
             while True:
                 try:
-                    outcome = self._do(step, call, payload, deadline)
+                    outcome = self._do(step, call, payload, deadline, silence_s)
                 except Exception as error:  # noqa: BLE001  # the flow decides what it means
                     if self._closed.is_set():
                         raise ClosedError("the client was closed during the call") from None
@@ -180,8 +194,13 @@ class MasterStub:
             return cast(bytes, done.value)
 
     def _do(
-        self, step: Step, call: Call[Any, Any] | None, payload: bytes, deadline: float
-    ) -> bytes | None:
+        self,
+        step: Step,
+        call: Call[Any, Any] | None,
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
+    ) -> bytes | str | None:
         if isinstance(step, JoinAt):
             self._join_at(step, deadline)
             return None
@@ -189,13 +208,18 @@ class MasterStub:
             if self._closed.wait(step.seconds):
                 raise ClosedError("the client was closed during the call")
             return None
+        if isinstance(step, Locate):
+            return find_leader(step.place, time.monotonic() + step.timeout_s)
         assert call is not None
         if isinstance(step, OnLane):
             connection = self._take() or self._connect(deadline)
-            if connection is None:
-                return self._on_grpc(self._link.address, call, payload, deadline)
-            return self._on_lane(connection, call, payload, deadline)
-        reply = self._on_grpc(step.address, call, payload, deadline)
+            if connection is not None:
+                return self._on_lane(connection, call, payload, deadline, silence_s)
+        until = min(deadline, time.monotonic() + silence_s)
+        address = step.address if isinstance(step, OnGrpc) else self._link.address
+        reply = self._on_grpc(address, call, payload, until, last=until == deadline)
+        if isinstance(step, OnLane):
+            return reply
         warning = self._link.lane_warning() if call.lane else None
         if warning is not None:
             logger.warning(warning)
@@ -259,15 +283,25 @@ class MasterStub:
             self._drop(connection)
 
     def _on_lane(
-        self, connection: _LaneConnection, call: Call[Any, Any], payload: bytes, deadline: float
+        self,
+        connection: _LaneConnection,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
     ) -> bytes:
         """The reply's bytes. The connection goes back to the pool, or is closed."""
         # Threads that poll take turns at the interpreter's lock: one of them may, several lose.
         alone = len(self._connections) - len(self._idle) <= 1
+        until = min(deadline, time.monotonic() + silence_s) if silence_s < math.inf else deadline
         try:
-            _, kind, _, data = connection.exchange(call.wire_name, payload, deadline, spin=alone)
+            _, kind, _, data = connection.exchange(call.wire_name, payload, until, spin=alone)
         except TimeoutError:
             self._drop(connection)
+            if until < deadline:
+                silent = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+                silent.generation = connection.generation
+                raise silent from None
             raise late(self._link, call.name) from None
         except BaseException as error:
             self._drop(connection)

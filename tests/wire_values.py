@@ -199,6 +199,8 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         st.lists(NODE_STATUS, max_size=3),
         st.lists(NAMESPACE_STATUS, max_size=3),
         st.lists(st.tuples(NAME, U64), max_size=5),
+        TEXT,
+        TEXT,
     ),
     calls.Listed: st.builds(calls.Listed, st.lists(OBJECT_ROW, max_size=5), U64),
     calls.ObjectDetail: st.builds(

@@ -13,9 +13,10 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvstore.addresses import join_address, split_address
 from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
-from kvstore.config import NodeConfig, join_address, split_address
+from kvstore.config import NodeConfig
 from kvstore.errors import KVStoreError, NodeNameTakenError
 from kvstore.host import address_towards, host_id
 from kvstore.memory.segment import Segment, free_node_name

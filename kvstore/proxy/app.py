@@ -13,7 +13,8 @@ from typing import Final
 from aiohttp import web
 
 from kvstore._version import __version__
-from kvstore.config import ProxyConfig, join_address
+from kvstore.addresses import join_address
+from kvstore.config import ProxyConfig
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.proxy import bodies, metrics
 from kvstore.proxy.admin import Admin, rows

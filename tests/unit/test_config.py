@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.addresses import join_address, split_address
 from kvstore.config import (
     KINDS,
     ClientConfig,
@@ -15,11 +16,9 @@ from kvstore.config import (
     MasterConfig,
     NodeConfig,
     format_size,
-    join_address,
     load,
     parse_size,
     settings,
-    split_address,
 )
 from kvstore.errors import ConfigError, InvalidArgumentError
 
