@@ -31,7 +31,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import Segment
-from kvstore.memory.header import Header
+from kvstore.memory.header import HEADER_BYTES, Header, scan
 from tests.simulation import inside
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
@@ -104,6 +104,9 @@ class Oracle:
         self._places: dict[Version, list[tuple[Segment, int]]] = {}
         self._promised: dict[Version, int] = {}
         """Until when the master has leased a version (its own ms)."""
+        self._ended: set[Version] = set()
+        """Versions that were removed, replaced or evicted, by whichever master."""
+        self._epoch = 0
         self._evicted = 0
         self._claimed = 0
         self._last_token = 0
@@ -127,6 +130,9 @@ class Oracle:
     # --- the master ---------------------------------------------------------------------------
 
     def master_started(self, state: MasterState, now_ms: Callable[[], int]) -> None:
+        if state.epoch <= self._epoch:
+            self.broken("epoch", f"a master starts with {state.epoch} after {self._epoch}")
+        self._epoch = state.epoch
         self._state = state
         self._now_ms = now_ms
         self._now_complete = {}
@@ -134,8 +140,10 @@ class Oracle:
         self._evicted = self._claimed = self._last_token = 0
         self._calls = {}
 
-    def master_died(self) -> None:
-        self._state = None
+    def master_ended(self, state: MasterState) -> None:
+        """It is dead, or leads no more."""
+        if self._state is state:
+            self._state = None
 
     def processing(
         self, state: MasterState, now_ms: int, call_id: int, request: calls.Request
@@ -144,8 +152,17 @@ class Oracle:
         del now_ms
         names: list[Name | None] = []
         match request:
+            case calls.Clear(namespace):
+                for name, versions in self._history.items():
+                    if not namespace or name[0] == namespace:
+                        self._ended.update(versions)
+            case calls.ReportCorrupt(namespace, keys):
+                for key in keys:
+                    self._ended.update(self._history.get((namespace, key), ()))
             case calls.Remove(namespace, keys):
                 names = [(namespace, key) for key in keys]
+                for key in keys:
+                    self._ended.update(self._history.get((namespace, key), ()))
             case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
                 names = [inside.replaced_by(state, token) for token in tokens]
@@ -153,17 +170,22 @@ class Oracle:
                 names = [(request.namespace, request.key)]
             case _:
                 pass
-        doomed = [[] if name is None else self._versions_of(name) for name in names]
+        doomed = [[] if name is None else self._versions_of(name, state) for name in names]
         self._calls[call_id] = _Call(request, doomed)
 
-    def _versions_of(self, name: Name) -> list[tuple[Version, str]]:
+    def _versions_of(self, name: Name, state: MasterState) -> list[tuple[Version, str]]:
         # Those before the present one were replaced or removed by somebody else, and their
-        # wiping may still be under way.
+        # wiping may still be under way. Those on nodes that this master does not know, or not any
+        # more, are of the known issue.
         present = self._now_complete.get(name)
-        return [
-            (version, "removed_read" if version == present else "removed_twice_read")
-            for version in self._history.get(name, ())
-        ]
+        rows = []
+        for version in self._history.get(name, ()):
+            rule = "removed_read" if version == present else "removed_twice_read"
+            places = self._places.get(version, ())
+            if not all(inside.mounted(state, segment.offer.uuid) for segment, _ in places):
+                rule = "removed_read_from_dead"
+            rows.append((version, rule))
+        return rows
 
     def master_stepped(
         self,
@@ -173,6 +195,8 @@ class Oracle:
         reply: calls.Reply | Later | None,
     ) -> None:
         """After each step of the state."""
+        if state is not self._state:
+            self.broken("two_leaders", f"epoch {state.epoch} acts after {self._epoch} has begun")
         try:
             state.check_invariants()
         except AssertionError as error:
@@ -235,8 +259,10 @@ class Oracle:
                 "vanished", f"{len(evicted)} objects vanished, {counted} evictions: {evicted}"
             )
         self.count("evicted", len(evicted))
+        self._ended.update(version for _, version in evicted)
         for name, version in complete.items():
             if self._now_complete.get(name) != version:
+                self._ended.update(v for v in self._history.get(name, ()) if v < version)
                 if version in self._stored:
                     self.count("claimed")
                 else:
@@ -313,6 +339,26 @@ class Oracle:
         ):
             return "granted_lost_replica"
         return f"granted_{promise.what}"
+
+    def nothing_is_forgotten(self, memory: Memory) -> None:
+        """At rest: whole objects of a node that nobody ended are complete at the master."""
+        for offset, header in scan(memory.memory, memory.seed):
+            name, version = (header.namespace, header.key), Version(header.epoch, header.counter)
+            start = offset + HEADER_BYTES
+            payload = memory.memory[start : start + header.payload_size]
+            if (
+                version in self._stored
+                and version not in self._ended
+                and xxh3_64_intdigest(payload) == header.payload_checksum
+            ):
+                self.count("kept")
+                if self._now_complete.get(name) != version:
+                    self.broken(
+                        "forgotten",
+                        f"{memory.node} holds {_show(name)} {_v(version)} at {offset}, and nobody "
+                        f"finds it: {self._now_complete.get(name)}",
+                        name[1].decode(), _v(version),
+                    )  # fmt: skip
 
     # --- bytes --------------------------------------------------------------------------------
 
