@@ -213,8 +213,11 @@ class Link:
         """The master that we use, or try next; empty: etcd must be asked."""
         return self._leader or (self.addresses[self._turn] if self.addresses else "")
 
-    def accept(self, joined: Joined) -> None:
-        """The master at ``address`` let us in."""
+    def accept(self, joined: Joined, address: str) -> None:
+        """The master at ``address`` let us in: that one is used, wherever another call has turned
+        meanwhile."""
+        if address != self.address:
+            self._leader = address
         before = self.joined
         if before is None or before.lane_token != joined.lane_token:
             self._lane_retry_at = 0.0
@@ -229,8 +232,9 @@ class Link:
             self.generation += 1
 
     def next_address(self, failed: str) -> None:
-        """``failed`` is of no use; nothing changes where another call has found that out."""
-        if self.address != failed:
+        """``failed`` is of no use; nothing changes where another call has found that out, or has
+        joined somebody since: after ``lost``."""
+        if self.current or self.address != failed:
             return
         if self._leader:
             self._leader = ""
@@ -238,8 +242,9 @@ class Link:
             self._turn = (self._turn + 1) % len(self.addresses)
 
     def follow(self, leader: str) -> None:
-        """Somebody who knows says that it leads."""
-        self._leader = leader
+        """Somebody who knows says that it leads; after ``lost``."""
+        if not self.current:
+            self._leader = leader
 
     def silence_s(self, request: Request) -> float:
         """How long a master may be silent to ``request`` before another one is asked."""
@@ -359,6 +364,7 @@ def call_flow(
                 generation = failure.generation
             if failure.sent and call is not None and not joining and not call.idempotent:
                 doubtful = link.joined.epoch if link.joined is not None else 0
+            link.lost(generation)
             if failure.silent:
                 link.next_address(address)
             elif joining or call is None or not call.lane:
@@ -366,7 +372,6 @@ def call_flow(
                 pause_s = link.backoff_s(failures)
             elif failures > 1:
                 pause_s = link.backoff_s(failures - 1)
-            link.lost(generation)
         except NotLeaderError as refusal:
             failures += 1
             reasons[address or link.shown] = refusal.message

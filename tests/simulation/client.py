@@ -209,7 +209,7 @@ class Client:
         )
         joined = decode_reply(CALLS[calls.Join], data)
         assert isinstance(joined, calls.Joined)
-        self._link.accept(joined)
+        self._link.accept(joined, step.address)
 
     async def _exchange(
         self, address: str, port: str, call_id: int, call: Call[Any, Any], payload: bytes,

@@ -53,6 +53,7 @@ class Faults:
         cluster.piece_us = QUICK_US
         for client in cluster.clients.values():
             client.piece_us = QUICK_US
+            client.die_after_pieces = 0
         cluster.revive()
 
     def _again(self) -> None:
