@@ -213,6 +213,11 @@ class Link:
         """The master that we use, or try next; empty: etcd must be asked."""
         return self._leader or (self.addresses[self._turn] if self.addresses else "")
 
+    @property
+    def epoch(self) -> int:
+        """Of the master that was last joined; 0 before."""
+        return self.joined.epoch if self.joined is not None else 0
+
     def accept(self, joined: Joined, address: str) -> None:
         """The master at ``address`` let us in: that one is used, wherever another call has turned
         meanwhile."""
@@ -321,7 +326,8 @@ def call_flow(
     started = clock()
     failures = refusals = hops = 0
     reasons: dict[str, str] = {}
-    doubtful: int | None = None  # the epoch under which an attempt may have been done
+    epoch = link.epoch  # under which the present attempt is made
+    doubtful: int | None = None  # under which an attempt may have been done
     while True:
         pause_s = 0.0
         joining = False
@@ -342,7 +348,7 @@ def call_flow(
                 generation = link.generation
             if call is None:
                 return b""
-            epoch = link.joined.epoch if link.joined is not None else 0
+            epoch = link.epoch  # another call may join anew while this one is under way
             if doubtful == epoch:
                 raise _in_doubt(call, address, reasons)
             if call.lane and link.lane_open(clock()):
@@ -363,7 +369,7 @@ def call_flow(
             if failure.generation is not None:
                 generation = failure.generation
             if failure.sent and call is not None and not joining and not call.idempotent:
-                doubtful = link.joined.epoch if link.joined is not None else 0
+                doubtful = epoch
             link.lost(generation)
             if failure.silent:
                 link.next_address(address)
@@ -377,7 +383,7 @@ def call_flow(
             reasons[address or link.shown] = refusal.message
             if call is not None and not joining and not call.idempotent:
                 # By a leader whose time was over when it had done it.
-                doubtful = link.joined.epoch if link.joined is not None else 0
+                doubtful = epoch
             link.lost(generation)
             link.next_address(address)
             leader = str(refusal.fields.get("leader", ""))

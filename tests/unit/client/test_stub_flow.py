@@ -520,3 +520,22 @@ def test_who_has_let_us_in_is_used_although_another_call_has_turned_away_meanwhi
     link.next_address("a:1")  # while a join is under way there
     link.accept(world.joined(), "a:1")
     assert link.address == "a:1"
+
+
+def test_what_was_sent_to_a_master_before_is_sent_again_to_the_one_joined_meanwhile() -> None:
+    """Found by the simulation: the doubt was put down to the epoch that another call had joined."""
+    world = World("a:1,b:1")
+    world.link.accept(world.joined(), "a:1")
+    tried: list[str] = []
+
+    def answer(step: Step) -> bytes | Exception:
+        tried.append(world.link.address)
+        if len(tried) == 1:  # and while it is under way, another call finds the new leader
+            world.link.lost(world.link.generation)
+            world.epoch = 2
+            world.link.accept(world.joined(), "b:1")
+            return stands_by("")
+        return b"reply"
+
+    assert world.run(PUT_START, answer) == b"reply"
+    assert tried == ["a:1", "b:1"]
