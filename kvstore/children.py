@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
@@ -62,7 +63,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")},
+                env=_inherited(os.environ),
             )
         child = cls(process, ours, {})
         try:
@@ -108,6 +109,15 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """No settings: flags are all that a child gets. But it is compiled, or not, as we are."""
+    return {
+        variable: value
+        for variable, value in environ.items()
+        if not variable.startswith("KVSTORE_") or variable == "KVSTORE_NATIVE"
+    }
 
 
 def start_node(*, master: str, memory: int, host: str = "127.0.0.1", name: str = "") -> Child:

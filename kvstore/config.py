@@ -44,6 +44,8 @@ from kvstore.limits import REPLICAS_MAX, check_namespace
 PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 MASTER_VARIABLE = "KVSTORE_MASTER"
+NATIVE_VARIABLE = "KVSTORE_NATIVE"
+"""No setting: ``kvstore.native`` looks at it."""
 
 DEFAULT_PORT = 50001
 """Where Mooncake's master listens, too: its users' firewalls already let it through."""
@@ -879,7 +881,7 @@ def _from_environment(
         for variable in _variables(other, key)
     }
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(PREFIX) or variable in (CONFIG_VARIABLE, NATIVE_VARIABLE):
             continue
         if _SERVICE_VARIABLE.fullmatch(variable) or _SERVICE_VALUE.match(value):
             continue

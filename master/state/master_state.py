@@ -24,7 +24,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvstore import calls
-from kvstore.calls import NO_PLACEMENTS, Placements, Presence, PutOutcome
+from kvstore.calls import NO_PLACEMENTS, Placements, PutOutcome
 from kvstore.errors import (
     BusyError,
     InvalidArgumentError,
@@ -178,15 +178,7 @@ class MasterState:
         table = self.forest.table(request.namespace)
         if table is None:
             return calls.Existing(bytes(len(request.keys)))
-        presence = bytearray(len(request.keys))
-        for index, key in enumerate(request.keys):
-            record = table.get(key)
-            if record is not None:
-                if record.complete:
-                    presence[index] = Presence.COMPLETE
-                elif record.writer:
-                    presence[index] = Presence.BEING_WRITTEN
-        return calls.Existing(bytes(presence))
+        return calls.Existing(table.presence(request.keys))
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         rules = self.rules

@@ -10,13 +10,15 @@ what is dropped is gone at once. That is why a record has its namespace's name, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
-from kvstore.calls import SegmentOffer
+from kvstore.calls import Presence, SegmentOffer
+from kvstore.keys import PackedKeys
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
 from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.native import fast
 
 if TYPE_CHECKING:
     from kvstore.master.state.eviction import EvictionPolicy
@@ -169,6 +171,23 @@ class NamespaceTable:
 
     def get(self, key: Key) -> ObjectRecord | None:
         return self.shards[hash(key) & self._mask].get(key)
+
+    def presence(self, keys: Sequence[Key]) -> bytes:
+        """One ``Presence`` per key."""
+        if fast is not None and isinstance(keys, PackedKeys):
+            return fast.presence(
+                cast("list[dict[bytes, object]]", self.shards), self._mask,
+                keys.data, keys.stride, ObjectRecord, Segment,
+            )  # fmt: skip
+        presence = bytearray(len(keys))
+        for index, key in enumerate(keys):
+            record = self.get(key)
+            if record is not None:
+                if record.complete:
+                    presence[index] = Presence.COMPLETE
+                elif record.writer:
+                    presence[index] = Presence.BEING_WRITTEN
+        return bytes(presence)
 
     def add(self, key: Key) -> ObjectRecord:
         record = self.shards[hash(key) & self._mask][key] = ObjectRecord(self.name, key)
