@@ -21,7 +21,7 @@ import numpy as np
 from kvstore import calls
 from kvstore.client.objects import ObjectReads
 from kvstore.client.placements import Placed
-from kvstore.client.steps import Context, Flow, ask, learn, unreachable
+from kvstore.client.steps import Ask, Context, Flow, ask, describe, unreachable
 from kvstore.client.values import Bytes1D, check_dtype
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
@@ -67,23 +67,28 @@ def locate(
     context: Context, namespace: Namespace, keys: Sequence[Key], *, fresh: bool = False
 ) -> Flow[list[Placed | None]]:
     """Where these objects are, leased; from the cache where the lease lives, unless ``fresh``."""
+    remembered = context.placements
     placed: list[Placed | None]
-    if fresh:
+    if fresh or not len(remembered):
         placed = [None] * len(keys)
+        missing: Sequence[int] = range(len(keys))
+        wanted = keys
     else:
-        placed = [context.placements.get(namespace, key) for key in keys]
-    missing = [index for index, known in enumerate(placed) if known is None]
-    if not missing:
-        return placed
+        placed = [remembered.get(namespace, key) for key in keys]
+        missing = [index for index, known in enumerate(placed) if known is None]
+        if not missing:
+            return placed
+        wanted = [keys[index] for index in missing]
     asked = context.clock()
-    wanted = [keys[index] for index in missing]
-    found = yield from ask(calls.Lookup(namespace, wanted), calls.Found)
+    found = yield Ask(calls.Lookup(namespace, wanted))
+    assert isinstance(found, calls.Found)
     until = asked + found.lease_ms / 1000 - context.lease_margin_s
-    rows = yield from learn(context, found.epoch, found.placements, until)
+    known = yield from describe(context, found.epoch, found.placements.segments)
+    rows = context.segments.rows(known, found.placements, until)
     for index, row in zip(missing, rows, strict=True):
-        placed[index] = row
         if row is not None:
-            context.placements.remember(namespace, keys[index], row)
+            placed[index] = row
+            remembered.remember(namespace, keys[index], row)
     return placed
 
 

@@ -116,9 +116,9 @@ def describe(
     None of them is, once another master answers: its numbers name other segments.
     """
     known = context.segments.of(epoch)
-    unknown = [each for each in dict.fromkeys(segment_ids) if each not in known]
+    unknown = set(segment_ids).difference(known)
     if unknown:
-        described = yield from ask(calls.DescribeSegments(unknown), calls.Segments)
+        described = yield from ask(calls.DescribeSegments(sorted(unknown)), calls.Segments)
         if described.epoch != epoch:
             context.count("changed_epochs")
             return {}

@@ -38,7 +38,7 @@ from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
 from kvstore.native import fast
-from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, Fast
+from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED, Fast
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.spinning import SpinGauge
@@ -138,13 +138,13 @@ class MasterStub:
         call = CALLS[type(request)]
         payload = encode_request(request)
         broken = None
-        if call.lane:
-            connection = self._take()
-            if connection is not None:
-                try:
-                    return decode_reply(call, self._on_lane(connection, call, payload, deadline))
-                except CarrierBrokenError as error:
-                    broken = error
+        while call.lane and broken is None and (connection := self._take()) is not None:
+            try:
+                return decode_reply(call, self._on_lane(connection, call, payload, deadline))
+            except _EndedBeforeError:
+                pass
+            except CarrierBrokenError as error:
+                broken = error
         flow = call_flow(self._link, call, deadline, time.monotonic, broken)
         reply = decode_reply(call, self._run(flow, call, payload, deadline))
         if isinstance(reply, Joined):
@@ -257,7 +257,10 @@ class MasterStub:
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            if connection.generation == self._link.generation and connection.is_quiet():
+            # Compiled, an exchange looks for itself whether the other end is there.
+            if connection.generation == self._link.generation and (
+                fast is not None or connection.is_quiet()
+            ):
                 return connection
             self._drop(connection)
 
@@ -317,6 +320,10 @@ class MasterStub:
         with self._lock:
             self._connections.discard(connection)
         connection.close()
+
+
+class _EndedBeforeError(CarrierBrokenError):
+    """The other end is not there any more, or says what nobody asked; nothing was sent."""
 
 
 class _LaneConnection:
@@ -390,6 +397,8 @@ class _LaneConnection:
                 return call_id, kind, b"", data
         if status == TIMED_OUT:
             raise TimeoutError("no answer in time")
+        if status == UNASKED:
+            raise _EndedBeforeError("the connection had ended", sent=False)
         if status in (NOT_SENT, BROKEN):
             reason = _reason(OSError(number, os.strerror(number)))
             raise CarrierBrokenError(reason, sent=status == BROKEN)

@@ -545,7 +545,7 @@ done:
 #define LANE_HEAD 14 /* kvstore.wire.frames: u32 length, u64 call id, u8 kind, u8 name length */
 #define LANE_BUFFER (32 << 10)
 
-enum { ANSWERED = 0, TIMED_OUT = 1, NOT_SENT = 2, BROKEN = 3, ENDED = 4, GARBLED = 5, SIGNALLED = 6 };
+enum { ANSWERED = 0, TIMED_OUT = 1, NOT_SENT = 2, BROKEN = 3, ENDED = 4, GARBLED = 5, UNASKED = 6, SIGNALLED = 7 };
 
 /* Waits for `events`; 0, TIMED_OUT or SIGNALLED. */
 static int wait_for(int fd, short events, int64_t deadline_ns) {
@@ -615,6 +615,10 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     size_t sent = 0, received = 0;
     int status, number = 0, sending = 1;
     PyObject *payload = NULL;
+    if (recv(fd, head, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
+        PyBuffer_Release(&request); /* its end, or the reply to a call that was given up */
+        return Py_BuildValue("iiiO", UNASKED, 0, 0, Py_None);
+    }
     do { /* a signal's handler runs between two attempts, and may raise */
         Py_BEGIN_ALLOW_THREADS
         status = ANSWERED;

@@ -26,6 +26,8 @@ NOT_SENT: Final = 2
 BROKEN: Final = 3
 ENDED: Final = 4
 GARBLED: Final = 5
+UNASKED: Final = 6
+"""Something had come before anything was sent; nothing was sent."""
 
 Buffers = list[memoryview]
 ReadRow = tuple[int, int, int, int, bytes, Buffers | None]

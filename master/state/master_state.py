@@ -61,6 +61,9 @@ background work forgets the rest."""
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
 
+_MISS = ObjectRecord(Namespace(""), Key(b""))
+"""In place of what is not there; never changed."""
+
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
 
@@ -781,10 +784,11 @@ class MasterState:
             segments = [r.segment.segment_id for r in found if r.segment is not None]
             offsets = [record.offset for record in found]
             replicas = [0 if record is None else 1 for record in records]
+        rows = found if len(found) == len(records) else [_MISS if r is None else r for r in records]
         return Placements(
-            sizes=[0 if record is None else record.size for record in records],
-            epochs=[0 if record is None else record.epoch for record in records],
-            counters=[0 if record is None else record.counter for record in records],
+            sizes=[record.size for record in rows],
+            epochs=[record.epoch for record in rows],
+            counters=[record.counter for record in rows],
             replicas=replicas,
             segments=segments,
             offsets=offsets,
