@@ -801,7 +801,7 @@ class MasterState:
             return None
         if record is not None and known == version:
             if len(record.more) + 1 >= REPLICAS_MAX:
-                inventory.give_back(offset)
+                inventory.give_back(offset, size)
                 return None
             self.pool.add_replica(record, extent)
         elif record is not None and known is not None:
@@ -818,7 +818,7 @@ class MasterState:
                 self._adopt(now_ms, record, above)
             except InvalidArgumentError:  # they form a ring
                 self.pool.settle(record)
-                inventory.give_back(offset)
+                inventory.give_back(offset, size)
                 return None
             self.pool.store(record, [extent], size, version, used_ms)
         # The master before may have leased it until then.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.calls import SegmentOffer
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
-from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 
 if TYPE_CHECKING:
     from kvstore.master.state.eviction import EvictionPolicy
@@ -59,7 +59,7 @@ class Segment:
         self.alive = True
         self.whole = offer.fresh
         """Whether all that it held before it was mounted is known; else its inventory comes."""
-        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size, empty=offer.fresh)
+        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
         self.candidates = candidates
         """The objects that could be evicted from here: leaves whose first replica is here."""
         self.usable_at_ms = usable_at_ms
