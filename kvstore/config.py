@@ -451,6 +451,16 @@ class NodeConfig(Config):
         description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
         "set it to what the host can spare.",
     )
+    keep: bool = Field(
+        default=False,
+        description="Leave the memory in /dev/shm at a clean stop, for the next start of this node "
+        "(upgrades). What was killed leaves it anyway.",
+    )
+    discard: bool = Field(
+        default=False,
+        description="Throw away the memory that an earlier start of this node has left, instead of "
+        "serving what it holds.",
+    )
     connections_max: Count = Field(
         default=256,
         ge=1,
