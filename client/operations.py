@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, Union, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
 import numpy as np
-from xxhash import xxh3_64
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
+from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client import asking, getting, putting
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.getting import Bad, Target
 from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.movers import Movers
+from kvstore.client.objects import headers, is_whole
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.putting import Item, PutOptions
 from kvstore.client.steps import Context, Flow, ask
@@ -43,6 +43,7 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
+from kvstore.keys import packed_keys
 from kvstore.limits import (
     NAMESPACES_MAX,
     REPLICAS_MAX,
@@ -52,8 +53,8 @@ from kvstore.limits import (
     check_keys,
     check_namespace,
 )
-from kvstore.memory.header import HEADER_BYTES, Header, unpack
-from kvstore.transport.pieces import feed
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.native.kinds import CORRUPT, STALE, ReadRow
 
 if TYPE_CHECKING:
     import torch
@@ -224,8 +225,8 @@ class Operations:
         yield from getting.get(self.context, space, targets)
         return [
             None
-            if target.header is None or target.data is None
-            else decode(target.header.descriptor, target.data, kind)
+            if target.descriptor is None or target.data is None
+            else decode(target.descriptor, target.data, kind)
             for target in targets
         ]
 
@@ -249,7 +250,7 @@ class Operations:
             pairs = zip(checked, several, strict=True)
             targets = [Target(key, *writable(each)) for key, each in pairs]
         yield from getting.get(self.context, self._namespace(namespace), targets)
-        return [target.header is not None for target in targets]
+        return [target.descriptor is not None for target in targets]
 
     def _view_many(
         self, keys: Sequence[Key], namespace: Namespace, kind: Kind | None
@@ -264,30 +265,40 @@ class Operations:
             placed = yield from getting.locate(
                 self.context, namespace, [keys[index] for index in todo], fresh=fresh
             )
-            stale: list[int] = []
+            here: dict[int, _Looks] = {}
             for index, known in zip(todo, placed, strict=True):
                 if known is None:
                     continue
-                seen = bad[index] = getting.confirmed(bad.get(index, ()), known)
-                found = self._view(namespace, keys[index], known, kind, seen)
-                if isinstance(found, _Elsewhere):
-                    copied.append(index)
-                elif found is None:
-                    stale.append(index)
+                if index in bad:
+                    bad[index] = getting.confirmed(bad[index], known)
+                for replica in getting.in_order(known, bad.get(index, ())):
+                    segment, offset = replica
+                    if self.movers.maps(segment):
+                        looks = here.get(id(segment))
+                        if looks is None:
+                            looks = here[id(segment)] = _Looks(segment, [], [])
+                        looks.rows.append((
+                            offset, known.size, known.epoch, known.counter, keys[index], None
+                        ))  # fmt: skip
+                        looks.of.append((index, known, replica))
+                        break
                 else:
-                    views[index] = found
-            todo, fresh = stale, True
+                    copied.append(index)
+            todo, fresh = [], True
+            for looks in here.values():
+                todo += self._look(namespace, looks, views, kind, bad)
             if not todo:
                 break
             for index in todo:
                 self.context.placements.forget(namespace, keys[index])
-        known_bad = [
-            each
-            for index, seen in bad.items()
-            if views[index] is not None or (index in todo and len(seen) > 1)
-            for each in seen
-        ]
-        yield from getting.report_corrupt(self.context, namespace, known_bad)
+        if bad:
+            known_bad = [
+                each
+                for index, seen in bad.items()
+                if views[index] is not None or (index in todo and len(seen) > 1)
+                for each in seen
+            ]
+            yield from getting.report_corrupt(self.context, namespace, known_bad)
         if copied:
             values = yield from self.get_many(
                 [keys[index] for index in copied], namespace, True, kind
@@ -296,45 +307,48 @@ class Operations:
                 views[index] = value
         return views
 
-    def _view(
-        self, namespace: Namespace, key: Key, placed: Placed, kind: Kind | None, bad: list[Bad]
-    ) -> View | _Elsewhere | None:
-        """A value over the segment; None: something else stands there; or ``_Elsewhere``.
-
-        ``bad``: where other bytes are found is added to it.
-        """
+    def _look(
+        self,
+        namespace: Namespace,
+        looks: _Looks,
+        views: list[View | None],
+        kind: Kind | None,
+        bad: dict[int, list[Bad]],
+    ) -> list[int]:
+        """Put values over the segment into ``views``; returns the indexes of those where something
+        else stands now, and adds to ``bad`` what it has found there."""
+        segment, rows, of = looks
         context = self.context
-        for replica in getting.in_order(placed, bad):
-            length = HEADER_BYTES + placed.size
-            try:
-                memory = self.movers.view(replica.segment, replica.offset, length)
-            except (SegmentGoneError, InvalidRangeError):
-                context.segments.forget(replica.segment)
-                return None
-            if memory is None:
+        try:
+            memory = self.movers.memory(segment)
+            mounted = self.movers.watch(segment)
+            found = headers(memory, segment, namespace, rows)
+        except (SegmentGoneError, InvalidRangeError):
+            context.segments.forget(segment)
+            return [index for index, _, _ in of]
+        if context.verify_views:
+            for at, row in enumerate(rows):
+                if isinstance(found[at], bytes) and not is_whole(memory, segment, row):
+                    getting.mismatch(context, namespace, Key(row[4]), of[at][2])
+                    found[at] = CORRUPT
+        stale: list[int] = []
+        now = context.clock()
+        for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
+            if now >= placed.until:
+                stale.append(index)
                 continue
-            header = unpack(memory[:HEADER_BYTES], replica.segment.seed, replica.offset)
-            is_right = header is not None and getting.is_of(header, namespace, key, placed)
-            if header is not None and is_right and context.verify_views:
-                hasher = xxh3_64()
-                feed(hasher, memory[HEADER_BYTES:])
-                is_right = hasher.intdigest() == header.payload_checksum
-                if not is_right:
-                    getting.mismatch(context, namespace, key, replica)
-            elif not is_right:
-                context.count("stale_reads")
-            if context.clock() >= placed.until:
-                return None
-            if header is None or not is_right:
-                bad.append(Bad(key, placed, replica))
-                return None
-            array = _array(memory[HEADER_BYTES:])
+            if not isinstance(descriptor, bytes):
+                if descriptor == STALE:
+                    context.count("stale_reads")
+                bad.setdefault(index, []).append(Bad(Key(row[4]), placed, replica))
+                stale.append(index)
+                continue
+            array: Bytes1D = np.frombuffer(memory, np.uint8, placed.size, row[0] + HEADER_BYTES)
             if placed.size:
-                named = Named(namespace, key, placed.epoch, placed.counter)
-                mounted = self.movers.watch(replica.segment)
+                named = Named(namespace, Key(row[4]), placed.epoch, placed.counter)
                 self.views.add(array, named, placed.until, mounted)
-            return _view_of(header, array, kind)
-        return _Elsewhere()
+            views[index] = _view_of(descriptor, array, kind)
+        return stale
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -343,12 +357,11 @@ class Operations:
     ) -> Flow[list[Match]]:
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
-        checked = check_keys(keys, distinct=False)
         spaces = [self._namespace(each) for each in namespaces]
-        return (yield from asking.match_prefix(spaces, checked))
+        return (yield from asking.match_prefix(spaces, packed_keys(keys)))
 
     def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
-        return asking.exists(self._namespace(namespace), check_keys(keys, distinct=False))
+        return asking.exists(self._namespace(namespace), packed_keys(keys))
 
     def remove(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         checked = check_keys(keys, distinct=False)
@@ -401,8 +414,12 @@ class Operations:
 LIST_PAGE = 1_000
 
 
-class _Elsewhere:
-    """In place of a view: the object is there, but not in this address space."""
+class _Looks(NamedTuple):
+    """Headers to look at in one segment, and whose they are."""
+
+    segment: SegmentInfo
+    rows: list[ReadRow]
+    of: list[tuple[int, Placed, Replica]]
 
 
 def _lost() -> ReservationLostError:
@@ -417,11 +434,11 @@ def _array(memory: memoryview) -> Bytes1D:
     return np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
 
 
-def _view_of(header: Header, array: Bytes1D, kind: Kind | None) -> View:
-    wanted = kind or read_descriptor(header.descriptor).kind
+def _view_of(descriptor: bytes, array: Bytes1D, kind: Kind | None) -> View:
+    wanted = kind or read_descriptor(descriptor).kind
     if wanted == "bytes":
         return memoryview(array).toreadonly()  # type: ignore[arg-type]
-    value = decode(header.descriptor, array, kind)
+    value = decode(descriptor, array, kind)
     if isinstance(value, np.ndarray):
         value.flags.writeable = False
     return value
