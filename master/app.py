@@ -209,7 +209,7 @@ def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
     child = start_node(
         master=str(config.etcd_place or join_address(host, endpoints.port)),
         memory=config.memory,
-        host=config.host if config.etcd_place is None else host,
+        host=config.host,
         name=f"{base or 'master'}-{endpoints.port}",
         keep_orphaned=True,
     )
