@@ -108,9 +108,12 @@ class Election:
                 lease = await etcd.grant(self._ttl_s, deadline)
                 role.granted(lease.lease_id, lease.ttl_s)
             case Campaign(lease_id):
-                base = await etcd.epoch_base(time.time_ns() // 1_000_000, deadline)
                 leader = await etcd.campaign(lease_id, self._address, deadline)
-                role.campaigned(Seen(*leader), base)
+                epoch = 0
+                if leader.lease_id == lease_id:
+                    least = max(role.epoch + 1, time.time_ns() // 1_000_000)
+                    epoch = await etcd.new_epoch(leader, least, deadline)
+                role.campaigned(Seen(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):
                 ttl_s = await etcd.keep_alive(lease_id, keep_by)
