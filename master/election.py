@@ -42,8 +42,9 @@ class Terms(Protocol):
     def begin(self, epoch: int, until: float) -> None:
         """Serve under ``epoch``, with nothing from before, before ``until`` only."""
 
-    def extend(self, until: float) -> None:
-        """The lease was kept: it may serve longer."""
+    def extend(self, until: float) -> bool:
+        """The lease was kept: it may serve longer. False: its time had passed before, and it has
+        stopped by itself, for good."""
 
     def end(self, leader: str) -> None:
         """Serve no more; ``leader`` is the one to name, if one is known. May come twice."""
@@ -119,7 +120,8 @@ class Election:
                 ttl_s = await etcd.keep_alive(lease_id, keep_by)
                 sight = await etcd.look(keep_by)
                 role.kept(ttl_s, _seen(sight.leader))
-                self._terms.extend(role.until)
+                if not self._terms.extend(role.until):
+                    role.stopped()
             case Revoke(lease_id):
                 await self._revoke(lease_id)
             case Lead(epoch):

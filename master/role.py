@@ -196,6 +196,10 @@ class Role:
             self.until = max(self.until, self._asked_at + ttl_s * (1 - MARGIN))
             self._not_before = self._asked_at + ttl_s * KEEP_SHARE
 
+    def stopped(self) -> None:
+        """What serves found that its time had passed, and stopped, before ``kept`` was heard."""
+        self._why = "lease_not_kept"
+
     def failed(self, now: float) -> None:
         """After any of them: etcd did not answer. It may have done what it was asked."""
         self._failures += 1

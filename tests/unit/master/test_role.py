@@ -155,6 +155,15 @@ def test_an_answer_that_never_came_may_have_made_us_leader() -> None:
     assert role.next(1.2) == Watch(41)
 
 
+def test_what_has_stopped_by_itself_is_not_revived() -> None:
+    """A process that slept over its time and found the answer to its last request on waking."""
+    role = leading(100.0)
+    role.next(101.0)
+    role.kept(TTL, US)
+    role.stopped()
+    assert role.next(102.9) == StepDown("lease_not_kept")
+
+
 def test_resigning_names_the_lease() -> None:
     role = leading()
     assert role.resign() == 7
