@@ -429,7 +429,9 @@ def status_tables(found: ClusterStatus, master: str, *, counters: bool) -> Itera
     size = sum(segment.size for node in found.nodes for segment in node.segments)
     used = sum(segment.used for node in found.nodes for segment in node.segments)
     objects = sum(namespace.objects for namespace in found.namespaces)
-    who = f"leader {found.leader} of {master}" if found.leader else f"master {master}"
+    who = f"leader {found.leader}" if found.leader else f"master {master}"
+    if found.leader and found.leader != master:
+        who += f" (found by {master})"
     yield (
         f"{who}, version {found.version}, epoch {found.epoch}, up {duration_text(found.uptime_ms)}"
     )

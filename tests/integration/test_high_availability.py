@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
 from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
-from tests.integration.cluster import MASTER, SHORT, Cluster, Server, until
+from tests.integration.cluster import MASTER, ROOT, SHORT, Cluster, Server, until
 from tests.integration.etcd import EtcdServer, Relay, running
 from tests.integration.traffic import Worker, at_work, content, getter, putter
 
@@ -472,6 +474,11 @@ def test_what_a_standby_says(ha: HaCluster) -> None:
     with Client(second) as client:  # which knows nobody else
         assert client.status().leader == first
         assert not client.exists("nothing")
+    status = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli.main", "status", "--master", second],
+        capture_output=True, text=True, timeout=30, check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert f"leader {first} (found by {second})" in status.stdout
     counters = dict(ha.client().status().counters)
     assert (counters["elections_won"], counters["leads_lost"]) == (1, 0)
 
