@@ -7,7 +7,9 @@ import contextlib
 import gc
 import logging
 import math
+import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Final
@@ -205,8 +207,15 @@ def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
 
 def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
     host = config.host if config.host not in EVERY_INTERFACE else "127.0.0.1"
-    master = str(config.etcd_place or join_address(host, endpoints.port))
-    child = start_node(master=master, memory=config.memory, host=host)
+    # Its name, for the memory to be found again when we were killed and are started again.
+    base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
+    child = start_node(
+        master=str(config.etcd_place or join_address(host, endpoints.port)),
+        memory=config.memory,
+        host=config.host,
+        name=f"{base or 'master'}-{endpoints.port}",
+        keep_orphaned=True,
+    )
     print(f"kvstore-master owns {config.memory >> 20} MiB as node {child.said['name']}", flush=True)
     return child
 
