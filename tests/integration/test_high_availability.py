@@ -28,6 +28,7 @@ from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
 from tests.integration.cluster import MASTER, ROOT, SHORT, Cluster, Server, until
+from tests.integration.conftest import either_client
 from tests.integration.etcd import EtcdServer, Relay, running
 from tests.integration.traffic import Worker, at_work, content, getter, putter
 
@@ -147,6 +148,15 @@ class HaCluster(Cluster):
     def another_leads(self, *killed: str) -> None:
         until(lambda: self.leader() not in ("", *killed))
 
+    def stands_by(self, master: str) -> None:
+        """Until that is the last that it has said of its role."""
+
+        def last_said() -> bool:
+            said = self.masters[master].errors
+            return said.rfind("standing_by") > said.rfind("stepped_down") > 0
+
+        until(last_said)
+
     def fill(self) -> Client:
         client = self.client()
         for key in KEYS:
@@ -167,12 +177,12 @@ class HaCluster(Cluster):
 
     def check_nothing_is_lost(self, client: Client) -> None:
         """Once all nodes have told what they hold."""
-        until(lambda: self.all_there(client))
+        self.all_there(client, KEYS)
         for key in KEYS:
             assert client.get(key) == content(key, 5_000), key
 
-    def all_there(self, client: Client) -> bool:
-        return all(client.exists_many(KEYS))
+    def all_there(self, client: Client, keys: list[str]) -> None:
+        until(lambda: all(client.exists_many(keys)))
 
     def finish(self) -> None:
         self.observer.check()
@@ -345,32 +355,110 @@ def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster
 
 @pytest.mark.parametrize("by", ["etcd", "list"])
 def test_calls_under_way_leave_a_stopped_leader(tmp_path: Path, etcd: EtcdServer, by: str) -> None:
-    """Within their own deadline: reads and writes, on the lane and on gRPC."""
+    """Within their deadline: reads and writes, blocking and awaited, on the lane and on gRPC."""
     ha = HaCluster(tmp_path, etcd, by=by)
+    settings = {"placements_max": 0, "timeout_ms": 15_000}
     try:
         first, _second = ha.pair()
         ha.node()
         ha.fill()
-        clients = [
-            ha.client(placements_max=0, lane=lane, timeout_ms=15_000) for lane in (True, False)
-        ]
-        for client in clients:
-            assert client.get(KEYS[0]) is not None
-        ha.masters[first].freeze()
         waited_for: list[tuple[Worker, str]] = []
         with contextlib.ExitStack() as stack:
+            clients = [
+                stack.enter_context(either_client(kind, ha.address, lane=lane, **settings))
+                for kind in ("sync", "async", "sync", "async")
+                for lane in (True, False)
+            ]
+            for client in clients:
+                assert client.get(KEYS[0]) is not None
+            ha.masters[first].freeze()
             for number, client in enumerate(clients):
-                reading = getter(client, KEYS[:10])
-                writing = putter(client, f"new-{number}", wait_ms=4_000)
-                reader = stack.enter_context(at_work(reading, longest_s=15.5))
-                writer = stack.enter_context(at_work(writing, longest_s=15.5))
-                waited_for += [(reader, "right"), (writer, "stored")]
+                reads, what = number < len(clients) // 2, "stored"
+                verb = putter(client, f"new-{number}", wait_ms=4_000)
+                if reads:
+                    verb, what = getter(client, KEYS[:10]), "right"
+                waited_for.append((stack.enter_context(at_work(verb, longest_s=15.5)), what))
             for worker, what in waited_for:
                 worker.wait_for(what)
         ha.masters[first].resume()
         ha.finish()
     finally:
         ha.close()
+
+
+# --- what was acknowledged ---------------------------------------------------------------------
+
+
+class Ledger:
+    """Puts, overwrites and removes keys of its own, one after the other, and keeps what was
+    acknowledged. What an unanswered call did is not known, so its key is left alone after it."""
+
+    def __init__(self, client: Any, name: str) -> None:
+        self._client = client
+        self._name = name
+        self.holds: dict[str, bytes] = {}
+        self.removed: set[str] = set()
+
+    def __call__(self, number: int) -> str:
+        key = f"{self._name}-{number}"
+        old = f"{self._name}-{number - 5}"
+        value = content(key, 3_000)
+        outcome = self._client.put(key, value, wait_ms=4_000)
+        if outcome not in (STORED, PutOutcome.FOUND):
+            return str(outcome.name.lower())
+        self.holds[key] = value
+        if number % 3 == 0 and old in self.holds:
+            del self.holds[old]
+            self._client.remove(old)
+            self.removed.add(old)
+        elif number % 3 == 1 and old in self.holds:
+            del self.holds[old]
+            value = content(f"{old} again", 3_000)
+            if self._client.put(old, value, overwrite=True, wait_ms=4_000) is STORED:
+                self.holds[old] = value
+        return "done"
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze", "cut", "term"])
+def test_what_was_acknowledged_holds_over_take_overs(ha: HaCluster, fault: str) -> None:
+    masters = list(ha.pair())
+    ha.node(memory="64MiB")
+    ha.node(memory="64MiB")
+    ledgers = [Ledger(ha.client(), "a"), Ledger(ha.client(lane=False), "b")]
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(at_work(each, longest_s=45)) for each in ledgers]
+        for round_number in range(2):
+            for worker in workers:
+                worker.wait_for("done", more=20)
+            leader = masters[round_number % 2]
+            if fault == "kill":
+                ha.masters[leader].kill()
+                masters[round_number % 2] = ha.add_master()
+            elif fault == "freeze":
+                ha.masters[leader].freeze()
+            elif fault == "cut":
+                ha.relays[leader].cut()
+            else:
+                assert ha.masters[leader].terminate() == 0
+                masters[round_number % 2] = ha.add_master()
+            ha.another_leads(leader)
+            for worker in workers:
+                worker.wait_for("done", more=20, within_s=30)
+            if fault == "freeze":
+                ha.masters[leader].resume()
+            elif fault == "cut":
+                ha.relays[leader].mend()
+            if fault in ("freeze", "cut"):
+                ha.stands_by(leader)
+    client = fresh_client(ha)
+    for ledger in ledgers:
+        keys = list(ledger.holds)
+        assert len(keys) > 50
+        ha.all_there(client, keys)
+        for key in keys:
+            assert client.get(key) == ledger.holds[key], key
+        assert ledger.removed
+        assert not any(client.exists_many(list(ledger.removed))), "removed means removed"
 
 
 # --- the leader is cut off from etcd -----------------------------------------------------------
