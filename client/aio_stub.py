@@ -34,7 +34,13 @@ from kvstore.client.stub_flow import (
     grpc_failure,
     late,
 )
-from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, ProtocolError
+from kvstore.errors import (
+    ClosedError,
+    KVStoreError,
+    NotLeaderError,
+    PermissionDeniedError,
+    ProtocolError,
+)
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame, hello
@@ -110,14 +116,14 @@ class AsyncMasterStub:
         call = CALLS[type(request)]
         payload = encode_request(request)
         silence_s = self._link.silence_s(request)
-        broken = None
+        broken: CarrierBrokenError | NotLeaderError | None = None
         lane = self._lane
         if call.lane and lane is not None and lane.usable(self._link.generation):
             try:
                 return decode_reply(
                     call, await self._on_lane(lane, call, payload, deadline, silence_s)
                 )
-            except CarrierBrokenError as error:
+            except (CarrierBrokenError, NotLeaderError) as error:
                 if self._closed.is_set():
                     raise ClosedError("the client was closed during the call") from None
                 broken = error

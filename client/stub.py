@@ -39,7 +39,7 @@ from kvstore.client.stub_flow import (
     grpc_failure,
     late,
 )
-from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
+from kvstore.errors import ClosedError, NotLeaderError, PermissionDeniedError, ProtocolError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
 from kvstore.native import fast
@@ -144,7 +144,7 @@ class MasterStub:
         call = CALLS[type(request)]
         payload = encode_request(request)
         silence_s = self._link.silence_s(request)
-        broken = None
+        broken: CarrierBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
             try:
                 return decode_reply(
@@ -152,7 +152,7 @@ class MasterStub:
                 )
             except _EndedBeforeError:
                 pass
-            except CarrierBrokenError as error:
+            except (CarrierBrokenError, NotLeaderError) as error:
                 broken = error
         flow = call_flow(self._link, call, deadline, time.monotonic, broken)
         reply = decode_reply(call, self._run(flow, call, payload, deadline, silence_s))

@@ -312,7 +312,7 @@ def call_flow(
     call: Call[Any, Any] | None,
     deadline: float,
     clock: Callable[[], float],
-    broken: CarrierBrokenError | None = None,
+    broken: CarrierBrokenError | NotLeaderError | None = None,
 ) -> Flow:
     """Carries one call to its reply; see the module.
 

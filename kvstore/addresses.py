@@ -63,9 +63,9 @@ class EtcdPlace(NamedTuple):
         return f"{self.prefix}/leader".encode()
 
     @property
-    def base_key(self) -> bytes:
-        """Holds what is added to a revision to make an epoch."""
-        return f"{self.prefix}/epoch-base".encode()
+    def epoch_key(self) -> bytes:
+        """Holds the epoch of the last leader."""
+        return f"{self.prefix}/epoch".encode()
 
     def __str__(self) -> str:
         """``parse_etcd`` backwards."""

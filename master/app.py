@@ -86,6 +86,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         if etcd is None:
             # Wall-clock milliseconds: grows from one start to the next, with nothing kept between.
             master.begin(time.time_ns() // 1_000_000, math.inf)
+            log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
             election = Election(etcd, address, config.etcd_lease_ms, master)
@@ -166,11 +167,13 @@ class _Master:
         service.counters_elsewhere = self._counters
         self.endpoints = service.endpoints = self.carriers.serve(service, self.endpoints)
         service.start()
-        log.info("master_started epoch=%d version=%s", epoch, __version__)
 
-    def extend(self, until: float) -> None:
-        if self._service is not None:
-            self._service.leads_until = max(self._service.leads_until, until)
+    def extend(self, until: float) -> bool:
+        service = self._service
+        if service is None or service.ceased:
+            return False
+        service.leads_until = max(service.leads_until, until)
+        return True
 
     def end(self, leader: str) -> None:
         self._standby.leader = leader

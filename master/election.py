@@ -42,8 +42,9 @@ class Terms(Protocol):
     def begin(self, epoch: int, until: float) -> None:
         """Serve under ``epoch``, with nothing from before, before ``until`` only."""
 
-    def extend(self, until: float) -> None:
-        """The lease was kept: it may serve longer."""
+    def extend(self, until: float) -> bool:
+        """The lease was kept: it may serve longer. False: its time had passed before, and it has
+        stopped by itself, for good."""
 
     def end(self, leader: str) -> None:
         """Serve no more; ``leader`` is the one to name, if one is known. May come twice."""
@@ -108,15 +109,19 @@ class Election:
                 lease = await etcd.grant(self._ttl_s, deadline)
                 role.granted(lease.lease_id, lease.ttl_s)
             case Campaign(lease_id):
-                base = await etcd.epoch_base(time.time_ns() // 1_000_000, deadline)
                 leader = await etcd.campaign(lease_id, self._address, deadline)
-                role.campaigned(Seen(*leader), base)
+                epoch = 0
+                if leader.lease_id == lease_id:
+                    least = max(role.epoch + 1, time.time_ns() // 1_000_000)
+                    epoch = await etcd.new_epoch(leader, least, deadline)
+                role.campaigned(Seen(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):
                 ttl_s = await etcd.keep_alive(lease_id, keep_by)
                 sight = await etcd.look(keep_by)
                 role.kept(ttl_s, _seen(sight.leader))
-                self._terms.extend(role.until)
+                if not self._terms.extend(role.until):
+                    role.stopped()
             case Revoke(lease_id):
                 await self._revoke(lease_id)
             case Lead(epoch):

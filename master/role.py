@@ -8,8 +8,8 @@ One rule makes a second leader impossible: a leader acts only while ``now < unti
 is counted from *before* the request was sent to which etcd answered that the lease lives on, less a
 margin for clocks that run at different speeds. So it has stopped before etcd lets anybody else win.
 
-Each lease is campaigned with once. Whoever lost its lease, or only fears so, wins nothing but under
-a new lease, at a new revision, which is a new epoch.
+Each lease is campaigned with once, and each election has an epoch of its own, higher than any
+before. Whoever lost its lease, or only fears so, leads again under a new lease and epoch only.
 
 Times are monotonic seconds. Every ``next`` is followed by the one report that its action asks for.
 """
@@ -47,7 +47,8 @@ class Grant(NamedTuple):
 
 
 class Campaign(NamedTuple):
-    """Enter ourselves as the leader, if there is none. Report: ``campaigned`` or ``failed``."""
+    """Enter ourselves as the leader, if there is none, and get an epoch. Report: ``campaigned`` or
+    ``failed``."""
 
     lease_id: int
 
@@ -172,10 +173,11 @@ class Role:
         self._lease_id, self._ttl_s = lease_id, ttl_s
         self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
 
-    def campaigned(self, leader: Seen, epoch_base: int) -> None:
-        """After ``Campaign``: who leads now."""
+    def campaigned(self, leader: Seen, epoch: int) -> None:
+        """After ``Campaign``: who leads now; and the new epoch, if we do."""
         if leader.lease_id == self._lease_id:
-            self.epoch = epoch_base + leader.revision
+            assert epoch > self.epoch
+            self.epoch = epoch
             self.until = self._granted_until
             self.leader = None
             return
@@ -193,6 +195,10 @@ class Role:
             self._ttl_s = ttl_s
             self.until = max(self.until, self._asked_at + ttl_s * (1 - MARGIN))
             self._not_before = self._asked_at + ttl_s * KEEP_SHARE
+
+    def stopped(self) -> None:
+        """What serves found that its time had passed, and stopped, before ``kept`` was heard."""
+        self._why = "lease_not_kept"
 
     def failed(self, now: float) -> None:
         """After any of them: etcd did not answer. It may have done what it was asked."""

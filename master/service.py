@@ -134,6 +134,10 @@ class MasterService:
         for outbox in self._outboxes.values():
             self._put(outbox, self._over())
 
+    @property
+    def ceased(self) -> bool:
+        return self.leads_until == -math.inf
+
     @staticmethod
     def _over() -> NotLeaderError:
         return not_leader("", "this master leads no more")

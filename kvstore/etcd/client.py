@@ -10,7 +10,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvstore.addresses import EtcdPlace
-from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.errors import KVStoreError, NotLeaderError, ProtocolError
 from kvstore.etcd import rpc_pb2 as rpc
 from kvstore.etcd.wire import (
     AUTHENTICATE,
@@ -62,7 +62,8 @@ class Etcd:
     """One etcd, of one member or several. Threads: those of one event loop.
 
     Every method takes ``deadline``, a value of ``time.monotonic()`` by which it returns or raises.
-    What a member cannot do is tried at the next one, so a call may be done twice; all of these may.
+    What a member cannot do is tried at the next one, so a call may be done twice, which does no
+    harm: the second ``new_epoch`` fails.
 
     Raises (all of them):
         EtcdUnreachableError: no member answered in time; whether it was done is not known.
@@ -110,8 +111,14 @@ class Etcd:
     async def campaign(self, lease_id: int, address: str, deadline: float) -> Leader:
         """Enters ``address`` as the leader's if there is none. Returns who leads then."""
         key = self.place.leader_key
-        create = rpc.PutRequest(key=key, value=address.encode(), lease=lease_id)
-        done = await self._create(create, deadline)
+        nobody = rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)
+        put = rpc.PutRequest(key=key, value=address.encode(), lease=lease_id)
+        transaction = rpc.TxnRequest(
+            compare=[nobody],
+            success=[rpc.RequestOp(request_put=put)],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=key))],
+        )
+        done = await self._call(TXN, transaction, deadline)
         if done.succeeded:
             return Leader(address, lease_id, done.header.revision)
         leader = _leader(done.responses[0].response_range)
@@ -130,40 +137,40 @@ class Etcd:
             return False
         return True
 
-    async def epoch_base(self, now_ms: int, deadline: float) -> int:
-        """What added to a revision makes an epoch: the same for all, for ever.
+    async def new_epoch(self, leader: Leader, least: int, deadline: float) -> int:
+        """A higher one than any before, for ``leader``, if it is the leader still.
 
-        Where there is none yet it is chosen so that the present revision becomes ``now_ms``, Unix
-        time in milliseconds, which is what a master without etcd takes for its epoch.
+        Args:
+            least: at least this one: Unix time in milliseconds, which is what a master without etcd
+                takes for its epoch, so that those count as before, too.
+
+        Raises:
+            NotLeaderError: the key names another one by now, or none.
         """
-        key = self.place.base_key
+        key = self.place.epoch_key
         found = await self._call(RANGE, rpc.RangeRequest(key=key), deadline)
-        if not found.kvs:
-            base = str(now_ms - found.header.revision).encode()
-            done = await self._create(rpc.PutRequest(key=key, value=base), deadline)
-            if done.succeeded:
-                return int(base)
-            found = done.responses[0].response_range
-        value = found.kvs[0].value
-        try:
-            return int(value)
-        except ValueError:
-            raise ProtocolError(
-                f"{key.decode()} in the etcd at {self.place.shown} holds {value[:40]!r}, no number",
-                advice="Who else uses this prefix? Give each cluster its own: --etcd-prefix.",
-            ) from None
-
-    async def _create(self, put: rpc.PutRequest, deadline: float) -> rpc.TxnResponse:
-        """Puts where there is nothing; else the response holds what is there."""
-        missing = rpc.Compare(
-            result=rpc.Compare.EQUAL, target=rpc.Compare.CREATE, key=put.key, create_revision=0
+        last, changed_at = 0, 0
+        if found.kvs:
+            value, changed_at = found.kvs[0].value, found.kvs[0].mod_revision
+            if not value.isdigit():
+                raise ProtocolError(
+                    f"{key.decode()} in the etcd at {self.place.shown} holds {value[:40]!r}, "
+                    "no number",
+                    advice="Who else uses this prefix? Give each cluster its own: --etcd-prefix.",
+                )
+            last = int(value)
+        epoch = max(last + 1, least)
+        still = rpc.Compare(
+            target=rpc.Compare.CREATE, key=self.place.leader_key, create_revision=leader.revision
         )
+        unchanged = rpc.Compare(target=rpc.Compare.MOD, key=key, mod_revision=changed_at)
+        put = rpc.PutRequest(key=key, value=str(epoch).encode())
         transaction = rpc.TxnRequest(
-            compare=[missing],
-            success=[rpc.RequestOp(request_put=put)],
-            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=put.key))],
+            compare=[still, unchanged], success=[rpc.RequestOp(request_put=put)]
         )
-        return await self._call(TXN, transaction, deadline)
+        if not (await self._call(TXN, transaction, deadline)).succeeded:
+            raise NotLeaderError("the lease ended before there was an epoch", leader="")
+        return epoch
 
     # --- carrying it --------------------------------------------------------------------------
 

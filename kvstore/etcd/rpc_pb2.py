@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/etcd/rpc.proto\x12\x0ckvstore.etcd\"I\n\x0eResponseHeader\x12\x12\n\ncluster_id\x18\x01 \x01(\x04\x12\x11\n\tmember_id\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x03\"d\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\"z\n\x05\x45vent\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.kvstore.etcd.Event.EventType\x12\"\n\x02kv\x18\x02 \x01(\x0b\x32\x16.kvstore.etcd.KeyValue\" \n\tEventType\x12\x07\n\x03PUT\x10\x00\x12\n\n\x06\x44\x45LETE\x10\x01\"\x1b\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"b\n\rRangeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12#\n\x03kvs\x18\x02 \x03(\x0b\x32\x16.kvstore.etcd.KeyValue\"7\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\";\n\x0bPutResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\"|\n\tRequestOp\x12\x33\n\rrequest_range\x18\x01 \x01(\x0b\x32\x1a.kvstore.etcd.RangeRequestH\x00\x12/\n\x0brequest_put\x18\x02 \x01(\x0b\x32\x18.kvstore.etcd.PutRequestH\x00\x42\t\n\x07request\"\x82\x01\n\nResponseOp\x12\x35\n\x0eresponse_range\x18\x01 \x01(\x0b\x32\x1b.kvstore.etcd.RangeResponseH\x00\x12\x31\n\x0cresponse_put\x18\x02 \x01(\x0b\x32\x19.kvstore.etcd.PutResponseH\x00\x42\n\n\x08response\"\xf1\x01\n\x07\x43ompare\x12\x33\n\x06result\x18\x01 \x01(\x0e\x32#.kvstore.etcd.Compare.CompareResult\x12\x33\n\x06target\x18\x02 \x01(\x0e\x32#.kvstore.etcd.Compare.CompareTarget\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x19\n\x0f\x63reate_revision\x18\x05 \x01(\x03H\x00\"\x1a\n\rCompareResult\x12\t\n\x05\x45QUAL\x10\x00\"(\n\rCompareTarget\x12\x0b\n\x07VERSION\x10\x00\x12\n\n\x06\x43REATE\x10\x01\x42\x0e\n\x0ctarget_union\"\x88\x01\n\nTxnRequest\x12&\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x15.kvstore.etcd.Compare\x12(\n\x07success\x18\x02 \x03(\x0b\x32\x17.kvstore.etcd.RequestOp\x12(\n\x07\x66\x61ilure\x18\x03 \x03(\x0b\x32\x17.kvstore.etcd.RequestOp\"{\n\x0bTxnResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\x12+\n\tresponses\x18\x03 \x03(\x0b\x32\x18.kvstore.etcd.ResponseOp\" \n\x11LeaseGrantRequest\x12\x0b\n\x03TTL\x18\x01 \x01(\x03\"j\n\x12LeaseGrantResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\x12\r\n\x05\x65rror\x18\x04 \x01(\t\" \n\x12LeaseRevokeRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"C\n\x13LeaseRevokeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"_\n\x16LeaseKeepAliveResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\"[\n\x0cWatchRequest\x12:\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32 .kvstore.etcd.WatchCreateRequestH\x00\x42\x0f\n\rrequest_union\"9\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\"\x9c\x01\n\rWatchResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12#\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x13.kvstore.etcd.Event\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"S\n\x14\x41uthenticateResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/etcd/rpc.proto\x12\x0ckvstore.etcd\"I\n\x0eResponseHeader\x12\x12\n\ncluster_id\x18\x01 \x01(\x04\x12\x11\n\tmember_id\x18\x02 \x01(\x04\x12\x10\n\x08revision\x18\x03 \x01(\x03\"d\n\x08KeyValue\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x17\n\x0f\x63reate_revision\x18\x02 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x03 \x01(\x03\x12\r\n\x05value\x18\x05 \x01(\x0c\x12\r\n\x05lease\x18\x06 \x01(\x03\"z\n\x05\x45vent\x12+\n\x04type\x18\x01 \x01(\x0e\x32\x1d.kvstore.etcd.Event.EventType\x12\"\n\x02kv\x18\x02 \x01(\x0b\x32\x16.kvstore.etcd.KeyValue\" \n\tEventType\x12\x07\n\x03PUT\x10\x00\x12\n\n\x06\x44\x45LETE\x10\x01\"\x1b\n\x0cRangeRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\"b\n\rRangeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12#\n\x03kvs\x18\x02 \x03(\x0b\x32\x16.kvstore.etcd.KeyValue\"7\n\nPutRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05lease\x18\x03 \x01(\x03\";\n\x0bPutResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\"|\n\tRequestOp\x12\x33\n\rrequest_range\x18\x01 \x01(\x0b\x32\x1a.kvstore.etcd.RangeRequestH\x00\x12/\n\x0brequest_put\x18\x02 \x01(\x0b\x32\x18.kvstore.etcd.PutRequestH\x00\x42\t\n\x07request\"\x82\x01\n\nResponseOp\x12\x35\n\x0eresponse_range\x18\x01 \x01(\x0b\x32\x1b.kvstore.etcd.RangeResponseH\x00\x12\x31\n\x0cresponse_put\x18\x02 \x01(\x0b\x32\x19.kvstore.etcd.PutResponseH\x00\x42\n\n\x08response\"\x92\x02\n\x07\x43ompare\x12\x33\n\x06result\x18\x01 \x01(\x0e\x32#.kvstore.etcd.Compare.CompareResult\x12\x33\n\x06target\x18\x02 \x01(\x0e\x32#.kvstore.etcd.Compare.CompareTarget\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\x19\n\x0f\x63reate_revision\x18\x05 \x01(\x03H\x00\x12\x16\n\x0cmod_revision\x18\x06 \x01(\x03H\x00\"\x1a\n\rCompareResult\x12\t\n\x05\x45QUAL\x10\x00\"1\n\rCompareTarget\x12\x0b\n\x07VERSION\x10\x00\x12\n\n\x06\x43REATE\x10\x01\x12\x07\n\x03MOD\x10\x02\x42\x0e\n\x0ctarget_union\"\x88\x01\n\nTxnRequest\x12&\n\x07\x63ompare\x18\x01 \x03(\x0b\x32\x15.kvstore.etcd.Compare\x12(\n\x07success\x18\x02 \x03(\x0b\x32\x17.kvstore.etcd.RequestOp\x12(\n\x07\x66\x61ilure\x18\x03 \x03(\x0b\x32\x17.kvstore.etcd.RequestOp\"{\n\x0bTxnResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\x11\n\tsucceeded\x18\x02 \x01(\x08\x12+\n\tresponses\x18\x03 \x03(\x0b\x32\x18.kvstore.etcd.ResponseOp\" \n\x11LeaseGrantRequest\x12\x0b\n\x03TTL\x18\x01 \x01(\x03\"j\n\x12LeaseGrantResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\x12\r\n\x05\x65rror\x18\x04 \x01(\t\" \n\x12LeaseRevokeRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"C\n\x13LeaseRevokeResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\"#\n\x15LeaseKeepAliveRequest\x12\n\n\x02ID\x18\x01 \x01(\x03\"_\n\x16LeaseKeepAliveResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\n\n\x02ID\x18\x02 \x01(\x03\x12\x0b\n\x03TTL\x18\x03 \x01(\x03\"[\n\x0cWatchRequest\x12:\n\x0e\x63reate_request\x18\x01 \x01(\x0b\x32 .kvstore.etcd.WatchCreateRequestH\x00\x42\x0f\n\rrequest_union\"9\n\x12WatchCreateRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x16\n\x0estart_revision\x18\x03 \x01(\x03\"\x9c\x01\n\rWatchResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x10\n\x08\x63\x61nceled\x18\x04 \x01(\x08\x12\x15\n\rcancel_reason\x18\x06 \x01(\t\x12#\n\x06\x65vents\x18\x0b \x03(\x0b\x32\x13.kvstore.etcd.Event\"5\n\x13\x41uthenticateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08password\x18\x02 \x01(\t\"S\n\x14\x41uthenticateResponse\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.kvstore.etcd.ResponseHeader\x12\r\n\x05token\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,35 +52,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESPONSEOP']._serialized_start=715
   _globals['_RESPONSEOP']._serialized_end=845
   _globals['_COMPARE']._serialized_start=848
-  _globals['_COMPARE']._serialized_end=1089
-  _globals['_COMPARE_COMPARERESULT']._serialized_start=1005
-  _globals['_COMPARE_COMPARERESULT']._serialized_end=1031
-  _globals['_COMPARE_COMPARETARGET']._serialized_start=1033
-  _globals['_COMPARE_COMPARETARGET']._serialized_end=1073
-  _globals['_TXNREQUEST']._serialized_start=1092
-  _globals['_TXNREQUEST']._serialized_end=1228
-  _globals['_TXNRESPONSE']._serialized_start=1230
-  _globals['_TXNRESPONSE']._serialized_end=1353
-  _globals['_LEASEGRANTREQUEST']._serialized_start=1355
-  _globals['_LEASEGRANTREQUEST']._serialized_end=1387
-  _globals['_LEASEGRANTRESPONSE']._serialized_start=1389
-  _globals['_LEASEGRANTRESPONSE']._serialized_end=1495
-  _globals['_LEASEREVOKEREQUEST']._serialized_start=1497
-  _globals['_LEASEREVOKEREQUEST']._serialized_end=1529
-  _globals['_LEASEREVOKERESPONSE']._serialized_start=1531
-  _globals['_LEASEREVOKERESPONSE']._serialized_end=1598
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=1600
-  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=1635
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=1637
-  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=1732
-  _globals['_WATCHREQUEST']._serialized_start=1734
-  _globals['_WATCHREQUEST']._serialized_end=1825
-  _globals['_WATCHCREATEREQUEST']._serialized_start=1827
-  _globals['_WATCHCREATEREQUEST']._serialized_end=1884
-  _globals['_WATCHRESPONSE']._serialized_start=1887
-  _globals['_WATCHRESPONSE']._serialized_end=2043
-  _globals['_AUTHENTICATEREQUEST']._serialized_start=2045
-  _globals['_AUTHENTICATEREQUEST']._serialized_end=2098
-  _globals['_AUTHENTICATERESPONSE']._serialized_start=2100
-  _globals['_AUTHENTICATERESPONSE']._serialized_end=2183
+  _globals['_COMPARE']._serialized_end=1122
+  _globals['_COMPARE_COMPARERESULT']._serialized_start=1029
+  _globals['_COMPARE_COMPARERESULT']._serialized_end=1055
+  _globals['_COMPARE_COMPARETARGET']._serialized_start=1057
+  _globals['_COMPARE_COMPARETARGET']._serialized_end=1106
+  _globals['_TXNREQUEST']._serialized_start=1125
+  _globals['_TXNREQUEST']._serialized_end=1261
+  _globals['_TXNRESPONSE']._serialized_start=1263
+  _globals['_TXNRESPONSE']._serialized_end=1386
+  _globals['_LEASEGRANTREQUEST']._serialized_start=1388
+  _globals['_LEASEGRANTREQUEST']._serialized_end=1420
+  _globals['_LEASEGRANTRESPONSE']._serialized_start=1422
+  _globals['_LEASEGRANTRESPONSE']._serialized_end=1528
+  _globals['_LEASEREVOKEREQUEST']._serialized_start=1530
+  _globals['_LEASEREVOKEREQUEST']._serialized_end=1562
+  _globals['_LEASEREVOKERESPONSE']._serialized_start=1564
+  _globals['_LEASEREVOKERESPONSE']._serialized_end=1631
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_start=1633
+  _globals['_LEASEKEEPALIVEREQUEST']._serialized_end=1668
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_start=1670
+  _globals['_LEASEKEEPALIVERESPONSE']._serialized_end=1765
+  _globals['_WATCHREQUEST']._serialized_start=1767
+  _globals['_WATCHREQUEST']._serialized_end=1858
+  _globals['_WATCHCREATEREQUEST']._serialized_start=1860
+  _globals['_WATCHCREATEREQUEST']._serialized_end=1917
+  _globals['_WATCHRESPONSE']._serialized_start=1920
+  _globals['_WATCHRESPONSE']._serialized_end=2076
+  _globals['_AUTHENTICATEREQUEST']._serialized_start=2078
+  _globals['_AUTHENTICATEREQUEST']._serialized_end=2131
+  _globals['_AUTHENTICATERESPONSE']._serialized_start=2133
+  _globals['_AUTHENTICATERESPONSE']._serialized_end=2216
 # @@protoc_insertion_point(module_scope)

@@ -282,19 +282,23 @@ class Compare(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         VERSION: Compare._CompareTarget.ValueType  # 0
         CREATE: Compare._CompareTarget.ValueType  # 1
+        MOD: Compare._CompareTarget.ValueType  # 2
 
     class CompareTarget(_CompareTarget, metaclass=_CompareTargetEnumTypeWrapper): ...
     VERSION: Compare.CompareTarget.ValueType  # 0
     CREATE: Compare.CompareTarget.ValueType  # 1
+    MOD: Compare.CompareTarget.ValueType  # 2
 
     RESULT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     CREATE_REVISION_FIELD_NUMBER: _builtins.int
+    MOD_REVISION_FIELD_NUMBER: _builtins.int
     result: Global___Compare.CompareResult.ValueType
     target: Global___Compare.CompareTarget.ValueType
     key: _builtins.bytes
     create_revision: _builtins.int
+    mod_revision: _builtins.int
     def __init__(
         self,
         *,
@@ -302,12 +306,13 @@ class Compare(_message.Message):
         target: Global___Compare.CompareTarget.ValueType = ...,
         key: _builtins.bytes = ...,
         create_revision: _builtins.int = ...,
+        mod_revision: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "target_union", b"target_union"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "mod_revision", b"mod_revision", "target_union", b"target_union"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "key", b"key", "result", b"result", "target", b"target", "target_union", b"target_union"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_revision", b"create_revision", "key", b"key", "mod_revision", b"mod_revision", "result", b"result", "target", b"target", "target_union", b"target_union"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_target_union: _TypeAlias = _typing.Literal["create_revision"]  # noqa: Y015
+    _WhichOneofReturnType_target_union: _TypeAlias = _typing.Literal["create_revision", "mod_revision"]  # noqa: Y015
     _WhichOneofArgType_target_union: _TypeAlias = _typing.Literal["target_union", b"target_union"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_target_union) -> _WhichOneofReturnType_target_union | None: ...
 

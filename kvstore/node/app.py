@@ -15,7 +15,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvstore.addresses import join_address, split_address
+from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
 from kvstore.config import NodeConfig
@@ -83,13 +83,13 @@ async def _serve(
     def joined(accepted: MasterAccepted) -> None:
         print(
             f"kvstore-node {segment.node} serves {segment.size >> 20} MiB on {address} "
-            f"for the master at {config.master}",
+            f"for the master at {shown_place(config.master)}",
             flush=True,
         )
         parent.tell(name=segment.node, epoch=accepted.epoch)
 
     def waiting(error: KVStoreError) -> None:
-        log.warning("waiting_for_master address=%s reason=%s", config.master, error)
+        log.warning("waiting_for_master address=%s reason=%s", shown_place(config.master), error)
 
     agent = NodeAgent(
         name=segment.node,

@@ -13,6 +13,7 @@ import pytest
 from kvstore.addresses import EtcdPlace
 from kvstore.errors import (
     EtcdUnreachableError,
+    NotLeaderError,
     PermissionDeniedError,
     ProtocolError,
     StartupError,
@@ -103,15 +104,22 @@ def test_a_lease_that_nobody_keeps_ends(etcd: EtcdServer) -> None:
     use(etcd.place("ends"), body)
 
 
-def test_the_base_of_epochs_is_chosen_once(etcd: EtcdServer) -> None:
+def test_each_leader_has_a_higher_epoch_whatever_the_clocks_say(etcd: EtcdServer) -> None:
     async def body(client: Etcd) -> None:
-        now_ms = 1_800_000_000_000
-        before = (await client.look(soon())).revision
-        base = await client.epoch_base(now_ms, soon())
-        assert base == now_ms - before
-        assert await client.epoch_base(now_ms + 5_000, soon()) == base
+        leaders = []
+        epochs = []
+        for now_ms in (5_000, 4_000, 9_000, 9_000):
+            lease = await client.grant(5, soon())
+            leader = await client.campaign(lease.lease_id, "a:1", soon())
+            leaders.append(leader)
+            epochs.append(await client.new_epoch(leader, now_ms, soon()))
+            await client.revoke(lease.lease_id, soon())
+        assert epochs == [5_000, 5_001, 9_000, 9_001]
+        for leader in leaders:
+            with pytest.raises(NotLeaderError):
+                await client.new_epoch(leader, 99_000, soon())
 
-    use(etcd.place("base"), body)
+    use(etcd.place("epochs"), body)
 
 
 def test_nobody_there_is_said_in_time() -> None:
@@ -204,10 +212,12 @@ def test_without_our_certificate_there_is_no_answer(tmp_path: Path) -> None:
 
 def test_a_prefix_that_somebody_else_uses(tmp_path: Path) -> None:
     with running(tmp_path) as server:
-        server.control("put", "kvstore/epoch-base", "hello")
+        server.control("put", "kvstore/epoch", "hello")
 
         async def body(client: Etcd) -> None:
+            lease = await client.grant(5, soon())
+            leader = await client.campaign(lease.lease_id, "a:1", soon())
             with pytest.raises(ProtocolError, match="holds b'hello'"):
-                await client.epoch_base(1, soon())
+                await client.new_epoch(leader, 1, soon())
 
         use(server.place(), body)

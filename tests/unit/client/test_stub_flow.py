@@ -76,7 +76,7 @@ class World:
         answer: Callable[[Step], bytes | Exception],
         *,
         timeout_s: float = 10.0,
-        broken: CarrierBrokenError | None = None,
+        broken: CarrierBrokenError | NotLeaderError | None = None,
     ) -> bytes:
         """Drives a flow; ``answer`` says what comes of each step."""
         flow: Flow = call_flow(self.link, call, self.now + timeout_s, lambda: self.now, broken)
@@ -375,6 +375,14 @@ def test_a_leader_that_steps_down_during_a_call_is_left_for_the_next_one() -> No
 
         assert world.run(call, answer) == b"reply"
         assert world.link.address == "b:2"
+
+
+def test_a_refusal_before_the_flow_is_followed() -> None:
+    world = World("a:1,b:2")
+    world.run(EXISTS, script(b"", b"reply"))
+    tried, answer = joins(world, lambda step: b"")
+    assert world.run(EXISTS, answer, broken=stands_by("c:3")) == b"reply"
+    assert tried == ["c:3"]
 
 
 def test_a_silent_one_of_several_masters_is_left() -> None:

@@ -37,7 +37,7 @@ def leading(now: float = 100.0) -> Role:
     assert role.next(now) == Grant()
     role.granted(7, TTL)
     assert role.next(now) == Campaign(7)
-    role.campaigned(US, 1_000)
+    role.campaigned(US, 1_040)
     assert role.next(now) == Lead(1_040)
     return role
 
@@ -122,7 +122,7 @@ def test_the_slower_one_of_two_gives_its_lease_back() -> None:
     role.next(0.0)
     role.granted(7, TTL)
     role.next(0.0)
-    role.campaigned(OTHER, 1_000)
+    role.campaigned(OTHER, 0)
     assert role.next(0.0) == Revoke(7)
     assert role.next(0.0) == Watch(OTHER.revision)
 
@@ -134,7 +134,7 @@ def test_a_win_that_took_longer_than_the_lease_is_none() -> None:
     role.next(0.0)
     role.granted(7, TTL)
     role.next(0.0)
-    role.campaigned(US, 1_000)
+    role.campaigned(US, 1_040)
     assert role.next(TTL) == Revoke(7) or role.next(TTL) == Look()
     assert not role.leading
 
@@ -153,6 +153,15 @@ def test_an_answer_that_never_came_may_have_made_us_leader() -> None:
     assert role.next(1.2) == Look()
     role.saw(US, 41)
     assert role.next(1.2) == Watch(41)
+
+
+def test_what_has_stopped_by_itself_is_not_revived() -> None:
+    """A process that slept over its time and found the answer to its last request on waking."""
+    role = leading(100.0)
+    role.next(101.0)
+    role.kept(TTL, US)
+    role.stopped()
+    assert role.next(102.9) == StepDown("lease_not_kept")
 
 
 def test_resigning_names_the_lease() -> None:
@@ -257,7 +266,7 @@ class Process:
             case Campaign(lease_id) if heard:
                 leader = etcd.campaign(lease_id, self.name)
                 if leader is not None and answered:
-                    role.campaigned(leader, 1_000)
+                    role.campaigned(leader, 1_000 + leader.revision)
                 else:
                     role.failed(self.now)
             case KeepAlive(lease_id, _) if heard:
