@@ -95,16 +95,23 @@ class Candidate:
                 leader = await etcd.ask(ASK_US, "campaign", lease_id, f"{self.process.name}:1")
                 if leader is None:
                     role.failed(self.clock())
-                else:
-                    role.campaigned(leader, 0)
+                    return
+                epoch = 0
+                if leader.lease_id == lease_id:
+                    least = max(role.epoch + 1, int(self.clock() * 1000))
+                    epoch = await etcd.ask(ASK_US, "new_epoch", leader, least)
+                    if not epoch:
+                        role.failed(self.clock())
+                        return
+                role.campaigned(leader, epoch)
             case KeepAlive(lease_id, keep_by):
                 left_us = int((keep_by - self.clock()) * 1e6)
                 ttl_s = await etcd.ask(left_us, "keep_alive", lease_id)
                 left_us = int((keep_by - self.clock()) * 1e6)
                 seen, _ = await etcd.ask(left_us, "look")
                 role.kept(ttl_s, seen)
-                if self.master is not None:
-                    self.master.leads_until = max(self.master.leads_until, role.until)
+                if self.master is None or not self.master.extend(role.until):
+                    role.stopped()
             case Revoke(lease_id):
                 try:
                     await etcd.ask(ASK_US, "revoke", lease_id)

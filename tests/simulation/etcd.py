@@ -27,6 +27,8 @@ class Store:
         self.leases: dict[int, float] = {}
         """TTL by id."""
         self.next_lease = 1
+        self.epoch = 0
+        """The last that was given out."""
 
 
 class Etcd:
@@ -88,6 +90,14 @@ class Etcd:
             self._changed()
             store.leader = Seen(address, lease_id, store.revision)
         return store.leader
+
+    def _new_epoch(self, leader: Seen, least: int) -> int:
+        """For the leader that is entered still; 0: another one is."""
+        store = self._store
+        if store.leader != leader:
+            return 0
+        store.epoch = max(store.epoch + 1, least)
+        return store.epoch
 
     def _revoke(self, lease_id: int) -> bool:
         store = self._store

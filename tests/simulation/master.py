@@ -67,6 +67,12 @@ class Master:
     def leads(self) -> bool:
         return not self._over and self._clock() < self.leads_until
 
+    def extend(self, until: float) -> bool:
+        """The lease was kept; False: too late, it has stopped by itself."""
+        if not self._over:
+            self.leads_until = max(self.leads_until, until)
+        return not self._over
+
     def cease(self) -> None:
         """As ``MasterService.cease``."""
         if self._over:
