@@ -81,7 +81,8 @@ class Cluster:
         self.options = options
         self.scheduler = Scheduler(options.seed)
         self.random = random = self.scheduler.random
-        self.oracle = Oracle(self.scheduler, waived=options.waived)
+        self._memories: dict[bytes, Memory] = {}
+        self.oracle = Oracle(self.scheduler, self._memories.get, waived=options.waived)
         weather = Weather(
             slow=random.choice((0.0, 0.02)),
             very_slow=random.choice((0.0, 0.003)),
@@ -106,7 +107,6 @@ class Cluster:
         self.nodes: list[Node] = []
         self.clients: dict[str, Client] = {}
         self.workers: list[Worker] = []
-        self._memories: dict[bytes, Memory] = {}
         self._epoch = 0
         self._client_numbers = count(1)
         self._call_ids = count(1)
@@ -241,6 +241,8 @@ class Cluster:
             if not node.process.alive:
                 kept = node.memory.linked and self.random.random() < 0.7
                 node.memory.linked = kept
+                if kept and self.random.random() < 0.3:
+                    self.oracle.rot(node.memory, self.random)
                 self.nodes[index] = self._new_node(node.name, node.memory if kept else None)
         for name, client in list(self.clients.items()):
             if not client.process.alive:

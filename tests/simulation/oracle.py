@@ -21,6 +21,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -31,7 +32,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import Segment
-from kvstore.memory.header import HEADER_BYTES, Header, scan
+from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
 from tests.simulation import inside
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
@@ -86,7 +87,15 @@ class _Call:
 class Oracle:
     """See the module. ``waived``: rules whose violations are counted instead of raised."""
 
-    def __init__(self, scheduler: Scheduler, *, waived: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memories: Callable[[bytes], Memory | None],
+        *,
+        waived: frozenset[str] = frozenset(),
+    ) -> None:
+        """``memories``: the segment of that uuid."""
+        self._memories = memories
         self.clients: dict[str, Watched] = {}
         self.waived = waived
         self.waivers: dict[str, int] = {}
@@ -265,12 +274,51 @@ class Oracle:
                 self._ended.update(v for v in self._history.get(name, ()) if v < version)
                 if version in self._stored:
                     self.count("claimed")
+                    self._is_whole(state, name, version)
                 else:
                     self._history.setdefault(name, []).append(version)
                     self._stored.add(version)
                 self._places[version] = inside.extents_of(state, name)
                 self.note(f"complete {_show(name)} {_v(version)}")
         self._now_complete = complete
+
+    def _is_whole(self, state: MasterState, name: Name, version: Version) -> None:
+        """What memory is believed to hold again, it holds."""
+        for segment, offset in inside.extents_of(state, name):
+            memory = self._memories(segment.offer.uuid)
+            if memory is None or not segment.alive:
+                continue
+            header = unpack(memory.memory[offset : offset + HEADER_BYTES], memory.seed, offset)
+            start = offset + HEADER_BYTES
+            if (
+                header is None
+                or Version(header.epoch, header.counter) != version
+                or xxh3_64_intdigest(memory.memory[start : start + header.payload_size])
+                != header.payload_checksum
+            ):
+                self.broken(
+                    "served_unverified",
+                    f"{_show(name)} {_v(version)} at {segment} {offset} is served, and is bad",
+                    name[1].decode(), _v(version),
+                )  # fmt: skip
+
+    def rot(self, memory: Memory, random: Random) -> None:
+        """A byte of some whole object changes while nobody has the memory."""
+        found = [
+            (offset, header)
+            for offset, header in scan(memory.memory, memory.seed)
+            if header.payload_size and Version(header.epoch, header.counter) in self._stored
+        ]
+        views = [
+            view.promise.version for c in self.clients.values() for view in c.views_on(memory.uuid)
+        ]
+        found = [(o, h) for o, h in found if Version(h.epoch, h.counter) not in views]
+        if found:
+            offset, header = random.choice(found)
+            at = offset + HEADER_BYTES + random.randrange(header.payload_size)
+            memory.memory[at] ^= 1 << random.randrange(8)
+            self.count("rotten")
+            self.note(f"FAULT {memory.node} {header.key.decode()} at {offset} rots")
 
     def _promises(
         self, state: MasterState, now_ms: int, request: calls.Request | None, reply: calls.Reply
