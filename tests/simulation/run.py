@@ -1,4 +1,4 @@
-"""Many seeds, or one: ``make sim``, ``make sim SEEDS=200``, ``python -m tests.simulation --seed 7``.
+"""Many seeds (``make sim``, ``make sim SEEDS=200``), or one: ``--seed 7``.
 
 A failure prints the seed, the options and the story of what it was about: the last events that name
 the key or version concerned, among the faults; and the command that runs to the same step again.
@@ -11,6 +11,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -80,7 +81,8 @@ def run_many(options: Options, seeds: Iterable[int], jobs: int) -> Iterator[Resu
     if jobs == 1:
         yield from map(run_seed, runs)
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         under_way: set[Future[Result]] = set()
         try:
             for run in itertools.chain(runs, itertools.repeat(None)):
