@@ -43,7 +43,7 @@ class Node:
     """What it finds in memory that was left."""
     wipes = True
     fences_unanswered_joins = True
-    """False shows finding 1 of README.md."""
+    """False shows finding 1 of ``tests/README.md``."""
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int,
