@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvstore import calls
-from kvstore.cli.bench import own_master
+from kvstore.bench.ours import own_master
 from kvstore.cli.show import size_text
 from kvstore.errors import StartupError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
