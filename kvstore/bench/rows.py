@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
+from kvstore.bench.session import WARM_PIECE
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -138,5 +139,5 @@ def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:
 
 
 def memory_needed(rows: Sequence[Row]) -> int:
-    """Bytes that a client puts from, and gets into, at most."""
-    return max((max(row.size, 4 * KIB) * row.batch for row in rows if row.size), default=4 * KIB)
+    """Bytes that a client puts from, and gets into, at most; the pool is warmed from them, too."""
+    return max(WARM_PIECE, *(row.size * row.batch for row in rows))

@@ -119,6 +119,7 @@ class Session:
 
     def warm(self) -> None:
         """Write the whole pool through once, so that no row pays for a first touch."""
+        assert len(self.driver.source) >= WARM_PIECE
         pieces = int(self._pool * WARM_PART) // WARM_PIECE
         keys = [f"{self._name}warm{number}" for number in range(pieces)]
         work = self.driver.work(PUT, [[key] for key in keys], WARM_PIECE)
