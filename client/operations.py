@@ -43,6 +43,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import (
+    MATCH_KEYS_MAX,
     NAMESPACES_MAX,
     REPLICAS_MAX,
     Key,
@@ -319,7 +320,7 @@ class Operations:
     ) -> Flow[list[Match]]:
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
-        checked = check_keys(keys, distinct=False)
+        checked = check_keys(keys, distinct=False, keys_max=MATCH_KEYS_MAX)
         spaces = [self._namespace(each) for each in namespaces]
         return (yield from asking.match_prefix(spaces, checked))
 

@@ -130,13 +130,19 @@ class Session:
         self.driver.settle()
 
     def measure(
-        self, op: str, size: int, batch: int, seconds: float, *, start_at: float = 0.0
+        self,
+        op: str,
+        size: int,
+        batch: int,
+        seconds: float,
+        *,
+        prepared: Callable[[], None] = lambda: None,
     ) -> list[float]:
         """Seconds of each call.
 
         Args:
             size: bytes of each object; 0 for what only asks.
-            start_at: ``time.monotonic()`` at which the first call is made, everything prepared.
+            prepared: called when the first call is about to be made.
 
         Raises:
             InternalError: a call returned something else than it should.
@@ -144,12 +150,12 @@ class Session:
         """
         assert batch * size <= len(self.driver.source), "more than the driver was made for"
         if op == MEMCPY:
-            _wait_until(start_at)
+            prepared()
             return time_memcpy(self.driver.source, self.driver.target, size * batch, seconds)
         if op in (EXIST, MATCH):
             keys = (self._chain_keys() if op == MATCH else self._asked_keys())[:batch]
             work = self.driver.work(op, [keys], 0)
-            _wait_until(start_at)
+            prepared()
             return timed(work.call, seconds, CALLS_MAX, work.check)
         if op not in (PUT, *READS):
             raise InvalidArgumentError(f"{op} is nothing that can be measured")
@@ -159,7 +165,7 @@ class Session:
                 f"{batch} objects of {size} bytes need more memory than this store has",
                 advice="Give it more.",
             )
-        return self._move(op, size, batch, room, seconds, start_at)
+        return self._move(op, size, batch, room, seconds, prepared)
 
     def close(self) -> None:
         self.driver.close()
@@ -167,7 +173,13 @@ class Session:
     # --- internal -----------------------------------------------------------------------------
 
     def _move(
-        self, op: str, size: int, batch: int, room: int, seconds: float, start_at: float
+        self,
+        op: str,
+        size: int,
+        batch: int,
+        room: int,
+        seconds: float,
+        prepared: Callable[[], None],
     ) -> list[float]:
         most = OBJECTS_MAX if batch == 1 else BATCHES_MAX if op == PUT else READ_BATCHES_MAX
         count = 1 if op == GET_AGAIN else min(most, room)
@@ -185,13 +197,13 @@ class Session:
                     putting.check(putting.call(done - 1))
                 work = self.driver.work(op, batches, size)
                 self.driver.target[: batch * size] = 1
-                _wait_until(start_at)
+                prepared()
                 samples = timed(work.call, seconds, CALLS_MAX, work.check)
                 if op == GET:
                     self._same_bytes(batch * size)
             else:
                 done = count
-                _wait_until(start_at)
+                prepared()
                 samples = timed(putting.call, seconds, count, putting.check)
                 done = len(samples)
         finally:
@@ -232,9 +244,3 @@ class Session:
         self._make_room(size)
         self._spent -= size
         self._kept += size * 5 // 4  # with what a system adds to each
-
-
-def _wait_until(moment: float) -> None:
-    left = moment - time.monotonic()
-    if left > 0:
-        time.sleep(left)

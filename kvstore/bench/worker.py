@@ -71,20 +71,17 @@ class Worker:
         self._lines = self._socket.makefile("r")
         self._answer(READY_SECONDS)
 
-    def begin(
-        self, op: str, size: int, batch: int, seconds: float, *, start_at: float = 0.0
-    ) -> None:
-        """Have it measure (see ``Session.measure``); ``samples`` waits for what it found."""
+    def prepare(self, op: str, size: int, batch: int, seconds: float) -> None:
+        """Have it prepare a measurement (see ``Session.measure``), up to its first call."""
         assert self._socket is not None, "not ready"
-        question = {
-            "op": op,
-            "size": size,
-            "batch": batch,
-            "seconds": seconds,
-            "start_at": start_at,
-        }
+        question = {"op": op, "size": size, "batch": batch, "seconds": seconds}
         self._patience = seconds + MORE_SECONDS
-        self._socket.sendall(json.dumps(question).encode() + b"\n")
+        self._say(question)
+        self._answer(self._patience)
+
+    def go(self) -> None:
+        """Let the calls begin; ``samples`` waits for the last one."""
+        self._say({})
 
     def samples(self) -> list[float]:
         """Seconds of each call.
@@ -96,8 +93,9 @@ class Worker:
         return found
 
     def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
-        """``begin`` and ``samples``."""
-        self.begin(op, size, batch, seconds)
+        """All of it."""
+        self.prepare(op, size, batch, seconds)
+        self.go()
         return self.samples()
 
     def close(self) -> None:
@@ -119,6 +117,13 @@ class Worker:
             return self._listener.accept()[0]
         except BlockingIOError:
             return None
+
+    def _say(self, what: dict[str, Any]) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.sendall(json.dumps(what).encode() + b"\n")
+        except OSError:
+            raise self._child.error("ended") from None
 
     def _answer(self, seconds: float) -> dict[str, Any]:
         assert self._socket is not None
@@ -178,15 +183,19 @@ def main(path: str, text: str) -> None:
                 if settings["warm"]:
                     work.warm()
                 _say(lines, {"ready": True})
-                for line in lines:
-                    _say(lines, _measure(work, json.loads(line)))
+                while line := lines.readline():
+                    _say(lines, _measure(work, json.loads(line), lines))
             finally:
                 work.close()
 
 
-def _measure(work: Session, question: dict[str, Any]) -> dict[str, Any]:
+def _measure(work: Session, question: dict[str, Any], lines: Any) -> dict[str, Any]:
+    def prepared() -> None:
+        _say(lines, {"prepared": True})
+        lines.readline()
+
     try:
-        return {"samples": work.measure(**question)}
+        return {"samples": work.measure(**question, prepared=prepared)}
     except Exception as error:  # noqa: BLE001 - the parent ends everything, and says why
         return {"error": f"{type(error).__name__}: {error}"}
 
