@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
+from kvstore.bench.growth_results import Growth
 from kvstore.bench.results import Measured
 
 MET, MISSED, GOAL = "#3b7a57", "#c0503c", "#202020"
@@ -53,3 +57,43 @@ def draw_comparison(measured: Measured, path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
+
+
+def draw_growth(growth: Growth, path: Path) -> None:
+    """Three panels: throughput by clients, time per call by objects, match by blocks."""
+    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
+    clients, master, chains = figure.subplots(1, 3)
+    for work in dict.fromkeys(each.work for each in growth.clients):
+        some = [each for each in growth.clients if each.work == work]
+        parts = [each.per_second / some[0].per_second for each in some]
+        clients.plot([each.clients for each in some], parts, marker="o", label=work)
+    _panel(clients, "Total throughput", "clients at once", "times that of one client")
+    clients.set_ylim(bottom=0)
+    for name in growth.master[0].call_us if growth.master else ():
+        times = [each.call_us[name] for each in growth.master]
+        master.plot([each.objects for each in growth.master], times, marker="o", label=name)
+    _panel(master, "A master with many objects", "objects", "one call, µs")
+    blocks = [each.blocks for each in growth.chains]
+    chains.plot(blocks, [each.call_us for each in growth.chains], marker="o", label="call")
+    chains.plot(blocks, [each.search_us for each in growth.chains], marker="o", label="search")
+    _panel(chains, "match_prefix, all blocks there", "blocks of the chain", "µs")
+    clients.set_xticks(sorted({each.clients for each in growth.clients}))
+    for axes in (master, chains):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_ylim(1, 10 ** math.ceil(math.log10(max(10.0, axes.get_ylim()[1]))))
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+
+
+def _panel(axes: Axes, title: str, across: str, up: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(across, fontsize=9)
+    axes.set_ylabel(up, fontsize=9)
+    axes.grid(color="#e0e0e0", linewidth=0.6)
+    if axes.lines:
+        axes.legend(fontsize=8, frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -35,7 +35,7 @@ OBJECTS_MAX = 2_000
 BATCHES_MAX = 100
 READ_BATCHES_MAX = 20
 """What is read was put before, and takes turns."""
-CALLS_MAX = 20_000
+CALLS_MAX = 200_000
 CALLS_MIN = 3
 
 

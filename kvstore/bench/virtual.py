@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,9 @@ PROBE_PAUSE_S: Final = 0.0005
 CALL_SECONDS: Final = 60.0
 READY_SECONDS: Final = 60.0
 HOST: Final = "bench"
+LOAD: Final = "bench-load"
+WAIT_MS: Final = 30_000
+"""For room: leases end first."""
 MIX: Final = "mix"
 EVICT: Final = "evict"
 
@@ -65,15 +69,21 @@ def ask(stub: MasterStub, request: calls.Request) -> calls.Reply:
     return stub.call(request, time.monotonic() + CALL_SECONDS)
 
 
+def putting(
+    keys: Sequence[Key], parent: Key | None = None, size: int = OBJECT_BYTES
+) -> calls.PutStart:
+    """The start of a put of objects of one chain."""
+    return calls.PutStart(
+        namespace=NAMESPACE, keys=keys, sizes=[size] * len(keys), parent=parent, chain=True,
+        replicas=1, overwrite=False, wait_ms=WAIT_MS, host=HOST,
+    )  # fmt: skip
+
+
 def put(
     stub: MasterStub, keys: Sequence[Key], parent: Key | None = None, size: int = OBJECT_BYTES
 ) -> None:
     """Objects of one chain, without their bytes: the master does not know the difference."""
-    request = calls.PutStart(
-        namespace=NAMESPACE, keys=keys, sizes=[size] * len(keys), parent=parent, chain=True,
-        replicas=1, overwrite=False, wait_ms=10_000, host=HOST,
-    )  # fmt: skip
-    grants = ask(stub, request)
+    grants = ask(stub, putting(keys, parent, size))
     assert isinstance(grants, calls.Grants)
     assert len(grants.tokens) == len(keys), "some of these objects were there already"
     ended = ask(stub, calls.PutEnd(grants.epoch, grants.tokens))
@@ -122,7 +132,8 @@ def resident(pid: int) -> int:
 def mix_forever(address: str, first: int) -> None:
     """Batches of 64 new objects, as one step of an engine puts them, matches of whole chains, and
     the removal of what was put. Chains 0 and 1 are there."""
-    with virtual_node(address, 1 << 20, name="bench-load"), stub_of(address) as stub:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # its node leaves
+    with virtual_node(address, 1 << 20, name=LOAD), stub_of(address) as stub:
         number = first
         while True:
             keys = chain(number, STEP_BLOCKS)

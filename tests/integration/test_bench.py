@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench import mooncake
+from kvstore.bench import growth_chains, growth_clients, growth_master, mooncake
 from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
 from kvstore.bench.ours import own_store
 from kvstore.bench.rows import MODES, SHM, TCP, chosen
 from kvstore.bench.side_by_side import Plan, compare
 from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
 from kvstore.demo.processes import ChildError, Children
+from kvstore.limits import BATCH_KEYS_MAX
 
 GIB = 1 << 30
 POOL = 256 << 20
@@ -128,3 +129,50 @@ def test_a_page_and_a_picture_are_drawn_again(tmp_path: Path) -> None:
     assert "9.00" in (out / "mooncake.md").read_text()
     assert json.loads((out / "mooncake.json").read_text())["rows"][0]["met"] is True
     assert (out / "mooncake.png").read_bytes().startswith(b"\x89PNG")
+
+
+@roomy
+def test_clients_at_once() -> None:
+    found = growth_clients.measure((1, 2), 1, 0.05, lambda what, steps: None)
+    assert [(each.work, each.clients) for each in found] == [
+        (kind.title, count) for kind in growth_clients.KINDS for count in (1, 2)
+    ]
+    for each in found:
+        assert each.per_second > 0
+        assert 0 < each.slowest_part <= 1
+
+
+def test_a_master_as_it_fills() -> None:
+    done = 0
+
+    def progress(what: str, steps: int) -> None:
+        nonlocal done
+        done += steps
+
+    sizes = (1_024, 4_096)
+    found = growth_master.measure(sizes, 0.02, progress)
+    assert done == growth_master.steps(sizes)
+    for size, each in zip(sizes, found, strict=True):
+        assert each.objects >= size
+        assert all(eviction.evicted >= size // 4 for eviction in each.evictions)
+        assert min(each.call_us.values()) > 0
+        assert each.longest_step_us > 0
+
+
+def test_chains_beyond_one_call() -> None:
+    sizes = (16, 2 * BATCH_KEYS_MAX)
+    found = growth_chains.measure(sizes, 0.02, lambda what, steps: None)
+    assert [(each.blocks, each.requests) for each in found] == [(16, 1), (2 * BATCH_KEYS_MAX, 2)]
+    assert found[1].call_us > found[0].call_us
+
+
+def test_a_page_of_growth(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "kvstore.bench.growth", "--parts", "chains", "--quick",
+        "--out", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "131,072" in (tmp_path / "growth.md").read_text()
+    assert len(json.loads((tmp_path / "growth.json").read_text())["chains"]) == 8
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
