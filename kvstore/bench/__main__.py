@@ -11,7 +11,15 @@ from kvstore.bench import mooncake, report
 from kvstore.bench.machine import machine, today
 from kvstore.bench.results import Measured
 from kvstore.bench.rows import ROWS, Row, chosen
-from kvstore.bench.show import bar, ended_by_signals, exit_with, out_option, output, write_page
+from kvstore.bench.show import (
+    bar,
+    ended_by_signals,
+    exit_with,
+    out_option,
+    output,
+    redraw_option,
+    write_page,
+)
 from kvstore.bench.side_by_side import Plan, compare, steps
 
 PACKAGES = (mooncake.PACKAGE, "numpy", "grpcio", "xxhash")
@@ -48,10 +56,7 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
     "--quick", is_flag=True, help="One short round: whether it works, not how fast it is."
 )
 @out_option
-@click.option(
-    "--redraw", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="Measure nothing: page and picture of this JSON file.",
-)  # fmt: skip
+@redraw_option
 def main(
     rounds: int, seconds: float, rows: list[Row], quick: bool, out: Path | None, redraw: Path | None
 ) -> None:

@@ -11,7 +11,15 @@ import click
 from kvstore.bench import growth_chains, growth_clients, growth_master, growth_report
 from kvstore.bench.growth_results import Growth
 from kvstore.bench.machine import machine, today
-from kvstore.bench.show import bar, ended_by_signals, exit_with, out_option, output, write_page
+from kvstore.bench.show import (
+    bar,
+    ended_by_signals,
+    exit_with,
+    out_option,
+    output,
+    redraw_option,
+    write_page,
+)
 
 PACKAGES = ("numpy", "grpcio")
 NAME = "growth"
@@ -47,10 +55,7 @@ def _parts(context: click.Context, parameter: click.Parameter, value: str) -> li
               help="Per measurement.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Short and small: whether it works.")
 @out_option
-@click.option(
-    "--redraw", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="Measure nothing: page and picture of this JSON file.",
-)  # fmt: skip
+@redraw_option
 def main(
     parts: list[str],
     objects: tuple[int, ...],

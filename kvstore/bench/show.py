@@ -22,6 +22,10 @@ out_option = click.option(
     help="Write a page, its numbers and a picture there.",
 )  # fmt: skip
 
+redraw_option = click.option(
+    "--redraw", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+    help="Measure nothing: page and picture of this JSON file.",
+)  # fmt: skip
 
 PAGE_COLUMNS = 150
 
