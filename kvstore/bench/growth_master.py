@@ -20,6 +20,7 @@ from kvstore.bench import virtual
 from kvstore.bench.ours import LEASE_MS, own_master
 from kvstore.bench.session import median_us, timed
 from kvstore.bench.virtual import CHAIN_BLOCKS, NAMESPACE, STEP_BLOCKS, Pauses, ask, chain
+from kvstore.errors import KVStoreError
 from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 
@@ -36,6 +37,8 @@ LOAD_SECONDS: Final = 1.0
 """For the load to start up, which is nothing to measure."""
 GONE_SECONDS: Final = 60.0
 CHUNK_CHAINS: Final = 64
+BIG_BLOCKS: Final = 16
+"""What an object takes the room of, at least, where many make room for few."""
 BIG_FIRST: Final = 1 << 40
 """Numbers of chains that are put to evict others begin here, far from all others."""
 
@@ -202,30 +205,36 @@ class _Step:
         )
 
     def _evict_at_once(self, blocks: int) -> Eviction:
-        """The worst case: one object as large as all of those."""
+        """The worst case: one call that needs the room of all of those."""
         before = self._counters()["evicted_objects"]
-        size = blocks * extent_bytes(virtual.OBJECT_BYTES) - HEADER_BYTES
-        key = Key(f"big-{self.chains}".encode())
-        took: list[float] = []
+        count = min(CHAIN_BLOCKS, blocks // BIG_BLOCKS)
+        keys = chain(BIG_FIRST + (1 << 39) + self.chains, count)
+        size = blocks // len(keys) * extent_bytes(virtual.OBJECT_BYTES) - HEADER_BYTES
+        ended: list[float | KVStoreError] = []
 
         def put_big() -> None:
             with virtual.stub_of(self.address) as stub:
                 start = time.perf_counter()
-                virtual.put(stub, [key], size=size)
-                took.append(time.perf_counter() - start)
+                try:
+                    virtual.put(stub, keys, size=size)
+                except KVStoreError as error:
+                    ended.append(error)
+                else:
+                    ended.append(time.perf_counter() - start)
 
         thread = threading.Thread(target=put_big)
         thread.start()
         found = virtual.pauses(self.stub, chain(0)[0], lambda _: not thread.is_alive())
         thread.join()
-        ask(self.stub, calls.Remove(NAMESPACE, [key]))
-        evicted = self._counters()["evicted_objects"] - before
-        [seconds] = took
+        [outcome] = ended
+        if isinstance(outcome, KVStoreError):
+            raise outcome
+        ask(self.stub, calls.Remove(NAMESPACE, keys))
         return Eviction(
-            how="one object as large as all of them",
-            evicted=evicted,
-            seconds=round(seconds, 3),
-            put_us=round(seconds * 1e6, 1),
+            how=f"{len(keys):,} objects in one call, as large as all of those",
+            evicted=self._counters()["evicted_objects"] - before,
+            seconds=round(outcome, 3),
+            put_us=round(outcome * 1e6, 1),
             pauses=found,
         )
 

@@ -99,15 +99,15 @@ def put_chain(stub: MasterStub, keys: Sequence[Key]) -> None:
 
 
 def pauses(stub: MasterStub, key: Key, until: Callable[[float], bool]) -> Pauses:
-    """Ask for one key again and again, and note how long each answer took.
+    """Ask for one key again and again, at least once, and note how long each answer took.
 
     Args:
         until: is told for how many seconds this has gone on; True ends it.
     """
     request = calls.Exists(NAMESPACE, [key])
-    samples = []
+    samples: list[float] = []
     begun = time.monotonic()
-    while not until(time.monotonic() - begun):
+    while not samples or not until(time.monotonic() - begun):
         start = time.perf_counter()
         ask(stub, request)
         samples.append(time.perf_counter() - start)
