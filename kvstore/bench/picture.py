@@ -15,7 +15,7 @@ from kvstore.bench.results import Measured
 MET, MISSED, GOAL = "#3b7a57", "#c0503c", "#202020"
 DPI = 130
 ROW_INCHES = 0.29
-TICKS = (0.5, 1, 2, 4, 8, 16, 32, 64, 128)
+TICKS = tuple(2.0**power for power in range(-6, 8))
 
 
 def draw_comparison(measured: Measured, path: Path) -> None:
@@ -28,7 +28,7 @@ def draw_comparison(measured: Measured, path: Path) -> None:
         ratio = each.ratio
         colour = MET if each.met else MISSED
         axes.barh(at, ratio.median - 1, left=1, height=0.62, color=colour, alpha=0.85)
-        axes.plot([ratio.smallest, ratio.largest], [at, at], color="#808080", linewidth=1.4)
+        axes.plot([ratio.smallest, ratio.largest], [at, at], color="#505050", linewidth=1.4)
         axes.plot([each.row.goal] * 2, [at - 0.42, at + 0.42], color=GOAL, linewidth=2.2)
         part = each.memcpy_part
         copied = f", {part.median:.0%} of memcpy, goal {each.row.memcpy_goal:.0%}" if part else ""

@@ -2,10 +2,10 @@
 
 A round begins with new processes: each system's master and storage process, and for each way to
 move bytes a client of each. The pools are written through. Then the rows follow each other, and in
-each row one system is measured straight after the other, so that a ratio compares what happened
-within a second or two. Who is first alternates from row to row and from round to round. The system
-that is not measured has nothing to do; how much processor time its processes take meanwhile is
-measured, too.
+each row one system is measured straight after the other, each twice (A, B, B, A), so that a ratio
+compares what happened within a few seconds. Who is A alternates from row to row and from round to
+round. The system that is not measured has nothing to do; how much processor time its processes take
+meanwhile is measured, too.
 """
 
 from __future__ import annotations
@@ -116,15 +116,21 @@ def _round(
 def _measure(
     row: Row, comparison: Comparison, workers: dict[str, Worker], plan: Plan, ours_first: bool
 ) -> None:
+    """One row of one round: A, B, B, A, so that a machine that slows down slows both."""
     order = (OURS, MOONCAKE) if ours_first else (MOONCAKE, OURS)
-    for system in order:
+    samples: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
+    copies: list[float] = []
+    seconds = plan.seconds / 2
+    for system in (*order, *reversed(order)):
         worker = workers[system]
         op = row.op if system == OURS else row.their_op
-        samples = worker.measure(op, row.size, row.batch, plan.seconds)
-        comparison.add(system, median_us(samples))
+        samples[system] += worker.measure(op, row.size, row.batch, seconds)
         if system == OURS and row.memcpy_goal:
-            copies = worker.measure(MEMCPY, row.size, row.batch, plan.seconds)
-            comparison.memcpy_us.append(median_us(copies))
+            copies += worker.measure(MEMCPY, row.size, row.batch, seconds)
+    for system, some in samples.items():
+        comparison.add(system, median_us(some))
+    if copies:
+        comparison.memcpy_us.append(median_us(copies))
 
 
 def _note_idle(idle: dict[str, list[float]], pids: dict[str, tuple[int, ...]]) -> None:
