@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.calls import SegmentInfo
+from kvstore.native.kinds import ReadRow, WriteRow
 
 PIECE_BYTES = 256 << 10
 """Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""
@@ -53,6 +54,9 @@ class Transport(Protocol):
     """Moves bytes between this process and segments of nodes."""
 
     name: str
+    maps: bool
+    """Whether the segments that it reaches are in this address space: then ``memory``, ``view`` and
+    ``watch`` show them."""
 
     def reaches(self, segment: SegmentInfo) -> bool:
         """Whether this transport can serve that segment from here. Cheap after the first time."""
@@ -76,6 +80,45 @@ class Transport(Protocol):
 
         Raises:
             As ``read``; see ``settled`` above.
+        """
+        ...
+
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
+        """Read whole objects in one go: per row its descriptor, or ``STALE`` or ``CORRUPT``. None:
+        this transport cannot, here and now; move by move it can.
+
+        Args:
+            rows: each with buffers.
+            verify: payloads, too, and not only headers.
+
+        Raises:
+            As ``read``.
+        """
+        ...
+
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
+        """Write whole objects in one go: each wiped, then its payload, then its header. False: this
+        transport cannot, and nothing was written.
+
+        Raises:
+            As ``write``.
+        """
+        ...
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """All of a segment that is reached, writable, where it ``maps``. Stays as ``view`` does.
+
+        Raises:
+            SegmentGoneError: it was unmounted or mounted anew, or is not in this address space.
         """
         ...
 

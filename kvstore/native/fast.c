@@ -1,0 +1,376 @@
+/* The steps of the hot path that Python is too slow for. Everything here has a twin in Python, named
+ * beside it, which is used where this module was not built; tests/unit/test_native.py compares them.
+ *
+ * Nothing here decides: what is refused, retried or waited for is said by the callers. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/sendfile.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include "xxh3.h"
+
+#include "rows.h"
+#include "sockets.h"
+#include "tcp.h"
+
+static void *run_batch(void *argument) {
+    Batch *batch = argument;
+    while (!atomic_load(&batch->ended)) {
+        size_t index = atomic_fetch_add(&batch->next, 1);
+        if (index >= batch->row_count)
+            break;
+        Row *row = &batch->rows[index];
+        int ended = batch->write ? write_row(batch, row) : read_row(batch, row);
+        if (ended)
+            atomic_store(&batch->ended, ended);
+    }
+    return NULL;
+}
+
+static void run_threads(Batch *batch, int threads) {
+    pthread_t started[THREADS_MAX];
+    int count = 0;
+    if (threads > 1) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        while (count < threads - 1 && !pthread_create(&started[count], NULL, run_batch, batch))
+            count++;
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+    }
+    run_batch(batch);
+    while (count)
+        pthread_join(started[--count], NULL);
+}
+
+static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
+    if (!PyList_CheckExact(rows)) {
+        PyErr_SetString(PyExc_TypeError, "rows come in a list");
+        return -1;
+    }
+    if (batch->memory.len < SUPERBLOCK_BYTES || (uintptr_t)batch->memory.buf % 8 ||
+        batch->name_size > NAMESPACE_MAX) {
+        PyErr_SetString(PyExc_ValueError, "not a segment, or too long a namespace");
+        return -1;
+    }
+    uint64_t total = 0;
+    batch->room = (uint64_t)batch->memory.len;
+    int ended = take_rows(batch, rows, &total);
+    if (ended)
+        return ended;
+    threads = threads > THREADS_MAX ? THREADS_MAX : threads;
+    if (threads > (Py_ssize_t)batch->row_count)
+        threads = (Py_ssize_t)batch->row_count;
+    if (threads > (Py_ssize_t)(total / THREAD_BYTES))
+        threads = (Py_ssize_t)(total / THREAD_BYTES);
+    if (total >= UNLOCKED_BYTES) {
+        Py_BEGIN_ALLOW_THREADS
+        run_threads(batch, (int)threads);
+        Py_END_ALLOW_THREADS
+    } else {
+        run_batch(batch);
+    }
+    return atomic_load(&batch->ended);
+}
+
+PyDoc_STRVAR(read_objects_doc,
+"read_objects(memory, generation, seed, namespace, rows, verify, deadline, threads)\n"
+"See kvstore.native.kinds.Fast.");
+
+static PyObject *read_objects(PyObject *self, PyObject *args) {
+    Batch batch = {.write = 0};
+    unsigned long long generation, seed;
+    double deadline;
+    PyObject *rows, *results = NULL;
+    Py_ssize_t threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*KKs#Opdn", &batch.memory, &generation, &seed, &batch.name,
+                          &batch.name_size, &rows, &batch.verify, &deadline, &threads))
+        return NULL;
+    batch.generation = generation;
+    batch.seed = seed;
+    batch.deadline_ns = as_ns(deadline);
+    int ended = start_batch(&batch, rows, threads);
+    if (ended > 0)
+        results = PyLong_FromLong(ended);
+    else if (!ended)
+        results = outcomes(&batch);
+    release_batch(&batch);
+    return results;
+}
+
+PyDoc_STRVAR(write_objects_doc,
+"write_objects(memory, generation, seed, namespace, rows, deadline, threads)\n"
+"See kvstore.native.kinds.Fast.");
+
+static PyObject *write_objects(PyObject *self, PyObject *args) {
+    Batch batch = {.write = 1};
+    unsigned long long generation, seed;
+    double deadline;
+    PyObject *rows;
+    Py_ssize_t threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*KKs#Odn", &batch.memory, &generation, &seed, &batch.name,
+                          &batch.name_size, &rows, &deadline, &threads))
+        return NULL;
+    batch.generation = generation;
+    batch.seed = seed;
+    batch.deadline_ns = as_ns(deadline);
+    int ended = start_batch(&batch, rows, threads);
+    release_batch(&batch);
+    return ended < 0 ? NULL : PyLong_FromLong(ended);
+}
+
+/* --- keys -------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(pack_keys_doc, "pack_keys(keys)\nSee kvstore.native.kinds.Fast.");
+
+/* twin: kvstore.wire.packed.pack_keys */
+static PyObject *pack_keys(PyObject *self, PyObject *keys) {
+    (void)self;
+    PyObject *items = PySequence_Fast(keys, "keys are a sequence");
+    if (!items)
+        return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(items), stride = -1, total = 0;
+    PyObject **all = PySequence_Fast_ITEMS(items), *result = NULL;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        Py_ssize_t size = PyBytes_CheckExact(all[index]) ? PyBytes_GET_SIZE(all[index]) : 0;
+        if (size < 1 || size > KEY_MAX || (stride >= 0 && size != stride))
+            goto irregular;
+        stride = size;
+        total += size;
+    }
+    if (!count)
+        goto irregular;
+    PyObject *data = PyBytes_FromStringAndSize(NULL, total);
+    if (data) {
+        char *at = PyBytes_AS_STRING(data);
+        for (Py_ssize_t index = 0; index < count; index++, at += stride)
+            memcpy(at, PyBytes_AS_STRING(all[index]), (size_t)stride);
+        result = Py_BuildValue("Nn", data, stride);
+    }
+    Py_DECREF(items);
+    return result;
+irregular:
+    Py_DECREF(items);
+    Py_RETURN_NONE;
+}
+
+static Py_ssize_t slot_of(PyTypeObject *type, const char *name) {
+    PyObject *descriptor = PyObject_GetAttrString((PyObject *)type, name);
+    if (!descriptor)
+        return -1;
+    Py_ssize_t at = -1;
+    if (Py_TYPE(descriptor) == &PyMemberDescr_Type)
+        at = ((PyMemberDescrObject *)descriptor)->d_member->offset;
+    else
+        PyErr_Format(PyExc_TypeError, "%s.%s is no slot", type->tp_name, name);
+    Py_DECREF(descriptor);
+    return at;
+}
+
+#define SLOT(object, at) (*(PyObject **)((char *)(object) + (at)))
+
+static int is_true_attribute(PyObject *object, const char *name) {
+    PyObject *value = PyObject_GetAttrString(object, name);
+    int truth = value ? PyObject_IsTrue(value) : -1;
+    Py_XDECREF(value);
+    return truth;
+}
+
+PyDoc_STRVAR(presence_doc, "presence(shards, mask, data, stride, record, segment)\n"
+                           "See kvstore.native.kinds.Fast.");
+
+/* twin: kvstore.master.state.records.NamespaceTable.presence */
+static PyObject *presence(PyObject *self, PyObject *args) {
+    PyObject *shards;
+    PyTypeObject *record_type, *segment_type;
+    Py_ssize_t mask, stride;
+    Py_buffer data;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!ny*nO!O!", &PyList_Type, &shards, &mask, &data, &stride, &PyType_Type,
+                          &record_type, &PyType_Type, &segment_type))
+        return NULL;
+    PyObject *result = NULL;
+    Py_ssize_t segment_at, writer_at, alive_at;
+    if ((segment_at = slot_of(record_type, "segment")) < 0 ||
+        (writer_at = slot_of(record_type, "writer")) < 0 ||
+        (alive_at = slot_of(segment_type, "alive")) < 0)
+        goto done;
+    if (stride < 1 || mask < 0 || mask >= PyList_GET_SIZE(shards)) {
+        PyErr_SetString(PyExc_ValueError, "no stride, or a mask for more shards");
+        goto done;
+    }
+    Py_ssize_t count = data.len / stride;
+    result = PyBytes_FromStringAndSize(NULL, count);
+    char *out = result ? PyBytes_AS_STRING(result) : NULL;
+    for (Py_ssize_t index = 0; result && index < count; index++) {
+        PyObject *key = PyBytes_FromStringAndSize((char *)data.buf + index * stride, stride);
+        Py_hash_t hash = key ? PyObject_Hash(key) : -1;
+        PyObject *shard = PyList_GET_ITEM(shards, (size_t)hash & (size_t)mask);
+        PyObject *record = key && PyDict_CheckExact(shard)
+            ? _PyDict_GetItem_KnownHash(shard, key, hash) : NULL;
+        Py_XDECREF(key);
+        int state = 0;
+        if (record && Py_TYPE(record) == record_type) {
+            PyObject *segment = SLOT(record, segment_at);
+            int complete = 0;
+            if (segment && segment != Py_None)
+                complete = Py_TYPE(segment) == segment_type && SLOT(segment, alive_at) == Py_True
+                    ? 1 : is_true_attribute(record, "complete");
+            if (complete > 0)
+                state = 1;
+            else if (!complete) {
+                int writer = SLOT(record, writer_at) ? PyObject_IsTrue(SLOT(record, writer_at)) : 0;
+                state = writer > 0 ? 2 : 0;
+            }
+        }
+        if (PyErr_Occurred())
+            Py_CLEAR(result);
+        else
+            out[index] = (char)state;
+    }
+done:
+    PyBuffer_Release(&data);
+    return result;
+}
+
+/* --- the lane ----------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(exchange_doc, "exchange(fd, request, call_id, spin, deadline, length_max)\n"
+                           "See kvstore.native.kinds.Fast.");
+
+/* twin: kvstore.client.stub._LaneConnection.exchange */
+static PyObject *exchange(PyObject *self, PyObject *args) {
+    int fd;
+    Py_buffer request;
+    unsigned long long call_id, length_max;
+    double spin, deadline;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iy*KddK", &fd, &request, &call_id, &spin, &deadline, &length_max))
+        return NULL;
+    int64_t deadline_ns = as_ns(deadline), spin_until = 0;
+    char head[LANE_BUFFER];
+    size_t sent = 0, received = 0;
+    int status, number = 0, sending = 1;
+    PyObject *payload = NULL;
+    if (recv(fd, head, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
+        PyBuffer_Release(&request); /* its end, or the reply to a call that was given up */
+        return Py_BuildValue("iiiO", UNASKED, 0, 0, Py_None);
+    }
+    do { /* a signal's handler runs between two attempts, and may raise */
+        Py_BEGIN_ALLOW_THREADS
+        status = ANSWERED;
+        if (sending)
+            status = send_all(fd, request.buf, (size_t)request.len, &sent, deadline_ns);
+        if (!status) {
+            if (sending && spin > 0)
+                spin_until = now_ns() + (int64_t)(spin * 1e9);
+            sending = 0;
+            status = receive_some(fd, head, sizeof head, LANE_HEAD, &received, &spin_until, deadline_ns);
+        }
+        if (status == NOT_SENT || status == BROKEN)
+            number = errno;
+        Py_END_ALLOW_THREADS
+        if (status == SIGNALLED && PyErr_CheckSignals()) {
+            PyBuffer_Release(&request);
+            return NULL;
+        }
+    } while (status == SIGNALLED);
+    PyBuffer_Release(&request);
+    if (status)
+        return Py_BuildValue("iiiO", status, number, 0, Py_None);
+    uint64_t length = load32((uint8_t *)head) + (uint64_t)4;
+    int kind = (uint8_t)head[12];
+    if (length > length_max + 4 || length < LANE_HEAD || head[13] || received > length)
+        return Py_BuildValue("iiiO", GARBLED, 0, 0, Py_None);
+    size_t size = (size_t)length - LANE_HEAD, have = received - LANE_HEAD;
+    if (!(payload = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size)))
+        return NULL;
+    char *into = PyBytes_AS_STRING(payload);
+    memcpy(into, head + LANE_HEAD, have);
+    while (have < size) {
+        int64_t asleep = 0; /* it has begun to come: no use in polling */
+        Py_BEGIN_ALLOW_THREADS
+        status = receive_some(fd, into, size, size, &have, &asleep, deadline_ns);
+        number = status == BROKEN ? errno : 0;
+        Py_END_ALLOW_THREADS
+        if (status == SIGNALLED && PyErr_CheckSignals()) {
+            Py_DECREF(payload);
+            return NULL;
+        }
+        if (status && status != SIGNALLED) {
+            Py_DECREF(payload);
+            return Py_BuildValue("iiiO", status, number, 0, Py_None);
+        }
+    }
+    uint64_t answered = load64((uint8_t *)head + 4);
+    if (answered != call_id)
+        status = GARBLED;
+    else
+        status = ANSWERED;
+    return Py_BuildValue("iiiN", status, spin_until != 0, kind, payload);
+}
+
+/* --- the module -------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(data, seed=0)\nSee kvstore.native.kinds.Fast.");
+
+static PyObject *xxh3_64(PyObject *self, PyObject *args) {
+    Py_buffer data;
+    unsigned long long seed = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*|K", &data, &seed))
+        return NULL;
+    uint64_t hash;
+    if (data.len >= UNLOCKED_BYTES) {
+        Py_BEGIN_ALLOW_THREADS
+        hash = xxh3(data.buf, (size_t)data.len, seed);
+        Py_END_ALLOW_THREADS
+    } else {
+        hash = xxh3(data.buf, (size_t)data.len, seed);
+    }
+    PyBuffer_Release(&data);
+    return PyLong_FromUnsignedLongLong(hash);
+}
+
+static PyMethodDef METHODS[] = {
+    {"exchange", exchange, METH_VARARGS, exchange_doc},
+    {"pack_keys", pack_keys, METH_O, pack_keys_doc},
+    {"presence", presence, METH_VARARGS, presence_doc},
+    {"read_objects", read_objects, METH_VARARGS, read_objects_doc},
+    {"write_objects", write_objects, METH_VARARGS, write_objects_doc},
+    {"serve", serve, METH_VARARGS, serve_doc},
+    {"tcp_read", tcp_read, METH_VARARGS, tcp_read_doc},
+    {"tcp_write", tcp_write, METH_VARARGS, tcp_write_doc},
+    {"xxh3_64", xxh3_64, METH_VARARGS, xxh3_64_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "kvstore.native.fast",
+    .m_doc = "Steps of the hot path, compiled. Use kvstore.native.",
+    .m_size = 0,
+    .m_methods = METHODS,
+};
+
+PyMODINIT_FUNC PyInit_fast(void) {
+    const char *wanted = getenv("KVSTORE_NATIVE");
+    if (wanted && !strcmp(wanted, "0")) {
+        PyErr_SetString(PyExc_ImportError, "KVSTORE_NATIVE=0");
+        return NULL;
+    }
+    xxh3_choose();
+    return PyModule_Create(&MODULE);
+}
