@@ -47,6 +47,7 @@ from kvstore.errors import (
 )
 from kvstore.keys import packed_keys
 from kvstore.limits import (
+    MATCH_KEYS_MAX,
     NAMESPACES_MAX,
     REPLICAS_MAX,
     Key,
@@ -339,7 +340,7 @@ class Operations:
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
         spaces = [self._namespace(each) for each in namespaces]
-        return (yield from asking.match_prefix(spaces, packed_keys(keys)))
+        return (yield from asking.match_prefix(spaces, packed_keys(keys, MATCH_KEYS_MAX)))
 
     def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         return asking.exists(self._namespace(namespace), packed_keys(keys))
