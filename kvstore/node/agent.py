@@ -159,6 +159,7 @@ class NodeAgent:
                 seed=segment.seed,
                 generation=segment.generation,
                 fresh=self._fresh,
+                mark=segment.mark,
             )
             join = NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
             accepted = await self._answer_to(link, join)
@@ -273,9 +274,10 @@ class NodeAgent:
                     pass
                 case MasterClaimed():
                     answers.release()
-                case MasterWipe(order, uuid, offsets, epochs, counters):
+                case MasterWipe(order, uuid, offsets, epochs, counters, mark):
                     if uuid == self._segment.uuid:
                         self._segment.wipe(offsets, epochs, counters)
+                        self._segment.keep_mark(mark)
                     await self._send(link, NodeWiped(order))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore import calls
-from kvstore.calls import MasterWipe
+from kvstore.calls import NO_MARK, MasterWipe, Version
 from kvstore.master.state.effects import Answer, Effect, Send
 from kvstore.master.state.records import Name, Remains, Segment
 from kvstore.memory.header import extent_bytes
@@ -42,6 +42,8 @@ class Grave:
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
+    mark: Version = NO_MARK
+    """To be kept by the node, when the headers are wiped."""
     released: bool = False
     """Its bytes are not its own any more: free in the allocator, or in quarantine."""
 
@@ -52,7 +54,7 @@ class Grave:
 
     def order_message(self) -> MasterWipe:
         uuid = self.segment.offer.uuid
-        return MasterWipe(self.order, uuid, self.offsets, self.epochs, self.counters)
+        return MasterWipe(self.order, uuid, self.offsets, self.epochs, self.counters, self.mark)
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +120,19 @@ class Graveyard:
             self._unclean.setdefault(grave.segment, {})[grave.order] = grave
             effects += _send(grave)
         return effects
+
+    def keep_mark(self, segment: Segment, mark: Version) -> list[Effect]:
+        """Order it kept, after all that was ordered before."""
+        self._next_order += 1
+        grave = Grave(self._next_order, segment, 0, [], mark=mark, ended=True, released=True)
+        self._unwiped[grave.order] = grave
+        self._unclean.setdefault(segment, {})[grave.order] = grave
+        return _send(grave)
+
+    def unmarked(self) -> list[Grave]:
+        """Orders to keep a mark that were not done yet."""
+        unclean = (grave for graves in self._unclean.values() for grave in graves.values())
+        return [grave for grave in unclean if grave.mark != NO_MARK]
 
     def unclean(self, segments: Iterable[Segment]) -> list[Grave]:
         """Orders that must be done before anybody writes in free bytes of these segments."""

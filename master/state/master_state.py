@@ -31,6 +31,7 @@ from kvstore.errors import (
     KVStoreError,
     NoSpaceError,
     ProtocolError,
+    UnavailableError,
     ValueTooLargeError,
 )
 from kvstore.limits import REPLICAS_MAX, Key, Namespace
@@ -124,6 +125,15 @@ class MasterState:
         self._tombstones = Tombstones()
         self._absent_since: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and how many tombstones there were then."""
+        self._mark = calls.NO_MARK
+        """The newest that any memory keeps: what has an older one was away when something was
+        removed."""
+        self._found_mark = calls.NO_MARK
+        """The newest of a master before us."""
+        self._outdated: set[bytes] = set()
+        """Memory (uuid) that was believed until it was found to be outdated."""
+        self._in_doubt = True
+        """Whether some memory may have gone away, or stayed away, since the last mark was made."""
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """Background work: a segment and how far its candidates were seen; None: it is dead."""
         self._swept_breaks = self.forest.breaks
@@ -334,8 +344,29 @@ class MasterState:
     def _earlier(self, names: Sequence[Name]) -> list[Grave]:
         """What else may hold these objects: earlier versions, removals of them (this one may be the
         same, sent again), memory that has not yet told what it holds."""
+        return [*self._graves.of_objects(names), *self._elsewhere()]
+
+    def _check_remembered(self) -> None:
+        """Raises UnavailableError: memory that may hold what is to be removed is away, and nobody
+        is there who would remember that if we died."""
+        if self._absent_since and not self.pool.segments:
+            raise UnavailableError(
+                "no node is there, and those that were may come back with what they hold",
+                advice="Try again when one has joined.",
+            )
+
+    def _elsewhere(self) -> list[Grave]:
+        """What a removal must wait for, because other memory may hold what is removed: that which
+        has not told yet what it holds; and that others know that the rest is outdated."""
+        if self._in_doubt:
+            self._in_doubt = False
+            number = self._mark.counter + 1 if self._mark.epoch == self.epoch else 1
+            self._mark = Version(self.epoch, number)
+            for segment in self.pool.segments.values():
+                if segment.whole:
+                    self.effects += self._graves.keep_mark(segment, self._mark)
         untold = [held for _, held in self._inventories.values()]
-        return [*self._graves.of_objects(names), *untold]
+        return [*untold, *self._graves.unmarked()]
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         capacity_max = self.pool.capacity_max
@@ -585,6 +616,7 @@ class MasterState:
     # --- removing -----------------------------------------------------------------------------
 
     def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
+        self._check_remembered()
         removed = bytearray(len(request.keys))
         gone: list[Remains] = []
         steps_max = self.forest.steps + HIDE_STEPS
@@ -600,6 +632,7 @@ class MasterState:
         return self._bury(now_ms, gone, calls.Removed(bytes(removed)), earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
+        self._check_remembered()
         if request.namespace:
             table = self.forest.table(request.namespace)
             tables = [] if table is None else [table]
@@ -617,8 +650,7 @@ class MasterState:
         remaining = sum(table.objects for table in tables)
         reply = calls.Cleared(len(gone), remaining)
         self._tombstones.add(request.namespace, None, self._present)
-        untold = [held for _, held in self._inventories.values()]
-        earlier = [*self._graves.of_namespace(request.namespace), *untold]
+        earlier = [*self._graves.of_namespace(request.namespace), *self._elsewhere()]
         return self._bury(now_ms, gone, reply, earlier)
 
     @property
@@ -666,11 +698,27 @@ class MasterState:
     def node_joined(self, now_ms: int, session: int, join: calls.NodeJoin) -> calls.MasterAccepted:
         """First message on a node's stream; errors as ``Membership.join``, and then no session."""
         accepted = self.membership.join(now_ms, session, join)
+        if not join.resume_epoch:
+            self._found(session, max(offer.mark for offer in join.segments))
         self._after_membership()
         for segment_id in accepted.segment_ids:
             self.effects += self._graves.send_again(self.pool.segments[segment_id])
         self._room_made = True
         return accepted
+
+    def _found(self, session: int, mark: Version) -> None:
+        """A node that joins has kept a mark of a master before us. Whoever joined before with an
+        older one must join again, and is not believed then."""
+        if mark.epoch >= self.epoch or mark <= self._found_mark:
+            return
+        self._found_mark = mark
+        self._mark = max(self._mark, mark)
+        for node in list(self.membership.nodes.values()):
+            segments = self.membership.segments[node.name]
+            older = [s for s in segments if s.offer.mark < mark and not s.offer.fresh]
+            if older and node.session != session:
+                self._outdated.update(segment.offer.uuid for segment in older)
+                self.membership.declare_dead(node, "outdated")
 
     def node_said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
         """Any later message. What comes on a session that is over is ignored."""
@@ -704,6 +752,7 @@ class MasterState:
         members = self.membership
         self.effects += members.effects
         for segment in members.lost:
+            self._in_doubt = True
             self.pool.unmount(segment)
             self._sweeps.append((segment, None))
             absent_since = self._tombstones.made
@@ -719,11 +768,21 @@ class MasterState:
         for segment in members.mounted:
             self.pool.mount(segment)
             absent_since = self._absent_since.pop(segment.offer.uuid, 0)
-            if not segment.whole:
+            if segment.whole:
+                self._up_to_date(segment)
+            else:
                 inventory = Inventory(segment, segment.node.heard_ms, absent_since)
+                inventory.outdated = (
+                    segment.offer.uuid in self._outdated or segment.offer.mark < self._found_mark
+                )
                 self._inventories[segment] = inventory, self._graves.hold(segment)
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()
+
+    def _up_to_date(self, segment: Segment) -> None:
+        """Whatever was removed by now it does not hold."""
+        if segment.offer.mark < self._mark:
+            self.effects += self._graves.keep_mark(segment, self._mark)
 
     # --- inventories --------------------------------------------------------------------------
 
@@ -746,6 +805,8 @@ class MasterState:
                 if inventory.free_gaps():
                     segment.whole = self._room_made = True
                     del self._inventories[segment]
+                    self._outdated.discard(segment.offer.uuid)
+                    self._up_to_date(segment)
                     self.effects += self._graves.let_go(held)
                     fields = {"claimed": inventory.claimed, "refused": inventory.refused}
                     self._effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
@@ -795,6 +856,7 @@ class MasterState:
             version > self._present
             or (version.epoch == self.epoch and self._pending.get(version.counter) is not None)
             or parent == key
+            or inventory.outdated
             or self._tombstones.forbids(claim.name, version, inventory.absent_since)
             or not inventory.take(offset, size)
         ):

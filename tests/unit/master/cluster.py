@@ -69,6 +69,9 @@ class Cluster:
         self.notices: list[str] = []
         for name, blocks in nodes.items():
             self.join(name, blocks)
+        self.remove_later("?")  # so that all know that nothing was removed without them
+        self.wipe()
+        self.answers.clear()
 
     # --- nodes --------------------------------------------------------------------------------
 
