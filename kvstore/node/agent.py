@@ -42,8 +42,9 @@ from kvstore.wire.node_stream import NodeStream
 
 log = logging.getLogger("kvstore.node")
 
-BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Pauses between attempts to reach a master; the last one is repeated."""
+BACKOFF_S: Final = (0.05, 0.1, 0.2)
+"""Pauses between attempts to reach a master; the last one is repeated. A master that was started
+again waits for us that long (``JOINING_MS``), and a little longer."""
 
 JOIN_TIMEOUT_S: Final = 5.0
 LEAVE_TIMEOUT_S: Final = 1.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvstore import calls
 from kvstore.calls import NO_MARK, MasterWipe, Version
 from kvstore.master.state.effects import Answer, Effect, Send
-from kvstore.master.state.records import Name, Remains, Segment
+from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
@@ -75,6 +75,8 @@ class Graveyard:
         self._unwiped_of: dict[Name, list[Grave]] = {}
         self._unclean: dict[Segment, dict[int, Grave]] = {}
         """Released orders not done yet, by segment and number."""
+        self._mourned: deque[tuple[Version, Grave]] = deque()
+        """Segments that died within the last lease, each with the newest version then."""
         self._next_order = 0
 
     def of_objects(self, names: Iterable[Name]) -> list[Grave]:
@@ -107,9 +109,9 @@ class Graveyard:
         removal = _Removal(ticket, reply)
         graves = self._dig(gone, free_at_ms)
         self._by_end.extend(graves)
-        for grave in (*graves, *earlier):
+        for grave in dict.fromkeys((*graves, *earlier)):
             grave.removals.append(removal)
-        removal.orders = len(graves) + len(earlier)
+            removal.orders += 1
         return [effect for grave in graves for effect in _send(grave)], removal.orders > 0
 
     def clean(self, gone: Iterable[Remains]) -> list[Effect]:
@@ -120,6 +122,25 @@ class Graveyard:
             self._unclean.setdefault(grave.segment, {})[grave.order] = grave
             effects += _send(grave)
         return effects
+
+    def mourn(self, segment: Segment, newest: Version, until_ms: int) -> None:
+        """It died, and until then somebody may read there what he has a lease on. ``until_ms`` must
+        not be earlier than in any call before."""
+        self._next_order += 1
+        grave = Grave(self._next_order, segment, until_ms, [])
+        self._unwiped[grave.order] = grave
+        self._mourned.append((newest, grave))
+
+    def mourned(self, record: ObjectRecord | None) -> list[Grave]:
+        """Segments on which somebody may read an earlier version of this object, or what was known
+        of it and is not any more."""
+        if not self._mourned:
+            return []
+        if record is None or not record.complete:
+            return [grave for _, grave in self._mourned]
+        version = record.epoch, record.counter
+        on = {segment for segment, _ in record.extents()}
+        return [g for newest, g in self._mourned if version > newest or g.segment in on]
 
     def keep_mark(self, segment: Segment, mark: Version) -> list[Effect]:
         """Order it kept, after all that was ordered before."""
@@ -173,8 +194,9 @@ class Graveyard:
         """Removals that waited for it wait for the wipings of its segment now, if there are any."""
         wipings = self.unclean((held.segment,))
         for removal in held.removals:
-            removal.orders += len(wipings) - 1
-            for grave in wipings:
+            further = [grave for grave in wipings if removal not in grave.removals]
+            removal.orders += len(further) - 1
+            for grave in further:
                 grave.removals.append(removal)
         return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
 
@@ -223,8 +245,18 @@ class Graveyard:
             grave.free()
         return ([] if grave.segment.alive else self.wiped(grave.order)), True
 
+    def end_mourning(self, now_ms: int) -> list[Effect]:
+        """Nobody reads any more on segments that died long ago."""
+        effects: list[Effect] = []
+        while self._mourned and self._mourned[0][1].free_at_ms <= now_ms:
+            effects += self.wiped(self._mourned.popleft()[1].order)
+        return effects
+
     def next_end_ms(self) -> int | None:
-        return self._by_end[0].free_at_ms if self._by_end else None
+        ends = [self._by_end[0].free_at_ms] if self._by_end else []
+        if self._mourned:
+            ends.append(self._mourned[0][1].free_at_ms)
+        return min(ends, default=None)
 
     def ranges(self) -> Iterator[tuple[Segment, int, int]]:
         """All extents that are not free, as (segment, offset, length)."""

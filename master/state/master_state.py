@@ -66,6 +66,12 @@ SWEEP_STEPS = 2_000
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
 
+JOINING_MS = 600
+"""Nodes that were with the master before have joined by then: they try several times a second."""
+
+ASKING_MAX = 4_096
+"""Questions that wait for inventories; further ones are answered at once."""
+
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
 
@@ -77,6 +83,8 @@ class MasterRules:
     put_deadline_ms: int = 30_000
     quarantine_ms: int = 20_000
     put_wait_max_ms: int = 30_000
+    gather_ms: int = 0
+    """After the start: what would be a miss waits so long for nodes to tell what they hold."""
     pending_puts_max: int = 65_536
     waiting_puts_max: int = 256
     beat_ms: int = 500
@@ -137,6 +145,9 @@ class MasterState:
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """Background work: a segment and how far its candidates were seen; None: it is dead."""
         self._swept_breaks = self.forest.breaks
+        self._gathering = rules.gather_ms > 0
+        self._asking: deque[tuple[int, calls.MatchPrefix | calls.Lookup | calls.Exists]] = deque()
+        """Questions that wait for inventories, with their tickets."""
         self._graves_due = False
         """Whether more removed bytes may be free now than one tick frees."""
         self._next_token = 0
@@ -151,6 +162,41 @@ class MasterState:
         return effects
 
     # --- getting ------------------------------------------------------------------------------
+
+    def find(
+        self, now_ms: int, request: calls.MatchPrefix | calls.Lookup | calls.Exists
+    ) -> calls.Matched | calls.Found | calls.Existing | Later:
+        """Answers at once, but for what would be a miss while a new master hears what is there."""
+        reply = self._find(now_ms, request)
+        if not (self._gathering and self._gathers(now_ms) and _misses(request, reply)):
+            return reply
+        if len(self._asking) == ASKING_MAX:
+            return reply
+        ticket = self._ticket()
+        self._asking.append((ticket, request))
+        return Later(ticket)
+
+    def _find(
+        self, now_ms: int, request: calls.MatchPrefix | calls.Lookup | calls.Exists
+    ) -> calls.Matched | calls.Found | calls.Existing:
+        match request:
+            case calls.MatchPrefix():
+                return self.match_prefix(now_ms, request)
+            case calls.Lookup():
+                return self.lookup(now_ms, request)
+            case calls.Exists():
+                return self.exists(now_ms, request)
+
+    def _gathers(self, now_ms: int) -> bool:
+        """Whether it is worth waiting for what nodes have to tell."""
+        age_ms = now_ms - self.started_ms
+        joining = age_ms < JOINING_MS and not any(
+            s.offer.fresh for s in self.pool.segments.values()
+        )
+        self._gathering = age_ms < self.rules.gather_ms and (
+            age_ms < JOINING_MS or bool(self._inventories)
+        )
+        return self._gathering and (joining or bool(self._inventories))
 
     def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
         lease_until_ms = now_ms + self.rules.lease_ms
@@ -256,6 +302,7 @@ class MasterState:
         outcomes = bytearray(len(request.tokens))
         replaced: list[Remains] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
+        mourned: list[Grave] = []
         for index, token in enumerate(request.tokens):
             outcomes[index] = PutOutcome.REFUSED
             put = self._granted(now_ms, request.epoch, token)
@@ -267,6 +314,8 @@ class MasterState:
                 self._abandon(put, now_ms)
                 continue
             ended.append((put, alive))
+            if put.overwrite:
+                mourned += self._graves.mourned(put.record)
             outcomes[index] = PutOutcome.STORED
         for put, alive in ended:
             replaced += self._store(put, put.record, alive, put.size, now_ms)
@@ -275,7 +324,7 @@ class MasterState:
         reply = calls.PutEnded(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
-            return self._replace(now_ms, replaced, overwriting, reply)
+            return self._replace(now_ms, replaced, overwriting, reply, mourned)
         return reply
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
@@ -315,6 +364,7 @@ class MasterState:
         namespace, parent = request.namespace, request.parent
         above = None if parent is None else self.forest.ensure(namespace, parent)
         record = self.forest.ensure(namespace, request.key)
+        mourned = self._graves.mourned(record) if request.overwrite else []
         self._adopt(now_ms, record, above)
         self._pending.pop(request.token)
         kept = extent_bytes(request.size)
@@ -329,17 +379,22 @@ class MasterState:
         put.record = record
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
-            return self._replace(now_ms, replaced, overwriting, reply)
+            return self._replace(now_ms, replaced, overwriting, reply, mourned)
         return reply
 
     def _replace(
-        self, now_ms: int, replaced: list[Remains], puts: Sequence[PendingPut], reply: AnyReply
+        self,
+        now_ms: int,
+        replaced: list[Remains],
+        puts: Sequence[PendingPut],
+        reply: AnyReply,
+        mourned: Sequence[Grave],
     ) -> AnyReply | Later:
         """Answer with ``reply`` once nothing older of what these puts have written is left."""
         names = [(put.record.namespace, put.record.key) for put in puts if put.record is not None]
         for put, (namespace, key) in zip(puts, names, strict=True):
             self._tombstones.add(namespace, key, Version(self.epoch, put.token - 1))
-        return self._bury(now_ms, replaced, reply, self._earlier(names))
+        return self._bury(now_ms, replaced, reply, [*self._earlier(names), *mourned])
 
     def _earlier(self, names: Sequence[Name]) -> list[Grave]:
         """What else may hold these objects: earlier versions, removals of them (this one may be the
@@ -619,16 +674,18 @@ class MasterState:
         self._check_remembered()
         removed = bytearray(len(request.keys))
         gone: list[Remains] = []
+        mourned: list[Grave] = []
         steps_max = self.forest.steps + HIDE_STEPS
         for index, key in enumerate(request.keys):
             record = self.forest.get(request.namespace, key)
+            mourned += self._graves.mourned(record)
             if record is not None and record.segment is not None:
                 removed[index] = record.complete
                 gone.append(Remains.of(record))
                 self.pool.hide(record, steps_max)
             self._tombstones.add(request.namespace, key, self._present)
         self.counters["removed_objects"] += len(gone)
-        earlier = self._earlier([(request.namespace, key) for key in request.keys])
+        earlier = [*self._earlier([(request.namespace, key) for key in request.keys]), *mourned]
         return self._bury(now_ms, gone, calls.Removed(bytes(removed)), earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
@@ -651,6 +708,7 @@ class MasterState:
         reply = calls.Cleared(len(gone), remaining)
         self._tombstones.add(request.namespace, None, self._present)
         earlier = [*self._graves.of_namespace(request.namespace), *self._elsewhere()]
+        earlier += self._graves.mourned(None)
         return self._bury(now_ms, gone, reply, earlier)
 
     @property
@@ -675,6 +733,10 @@ class MasterState:
                 self._waiting.remove(waiting)
                 self._room_made = True  # the next in the queue may want less
                 return
+        for asking in self._asking:
+            if asking[0] == ticket:
+                self._asking.remove(asking)
+                return
 
     # --- segments and nodes -------------------------------------------------------------------
 
@@ -691,7 +753,7 @@ class MasterState:
                 self.membership.reported(now_ms, segment.node)
                 self.counters["reported_failures"] += 1
         self.membership.bury_dead(now_ms)
-        self._after_membership()
+        self._after_membership(now_ms)
         states = [self.membership.state_of(n, now_ms) for n in self.membership.nodes.values()]
         return calls.Reported(states.count(liveness.SUSPECT))
 
@@ -700,7 +762,7 @@ class MasterState:
         accepted = self.membership.join(now_ms, session, join)
         if not join.resume_epoch:
             self._found(session, max(offer.mark for offer in join.segments))
-        self._after_membership()
+        self._after_membership(now_ms)
         for segment_id in accepted.segment_ids:
             self.effects += self._graves.send_again(self.pool.segments[segment_id])
         self._room_made = True
@@ -740,15 +802,16 @@ class MasterState:
                 self._take_claims(node, index, message)
             case calls.NodeLeave():
                 self.membership.leave(node)
-                self._after_membership()
+                self._after_membership(now_ms, left=True)
             case calls.NodeJoin():
                 raise ProtocolError("a node joins once per stream")
 
     def node_stream_broken(self, session: int) -> None:
         self.membership.stream_broken(session)
-        self._after_membership()
+        self._after_membership(0)  # nobody dies of that
 
-    def _after_membership(self) -> None:
+    def _after_membership(self, now_ms: int, *, left: bool = False) -> None:
+        """``left``: a node has said so, and serves nobody any more."""
         members = self.membership
         self.effects += members.effects
         for segment in members.lost:
@@ -765,6 +828,8 @@ class MasterState:
             if len(self._absent_since) > GONE_MAX:
                 del self._absent_since[next(iter(self._absent_since))]
             self.effects += self._graves.segment_died(segment)
+            if not left:
+                self._graves.mourn(segment, self._present, now_ms + self.rules.lease_ms)
         for segment in members.mounted:
             self.pool.mount(segment)
             absent_since = self._absent_since.pop(segment.offer.uuid, 0)
@@ -806,6 +871,7 @@ class MasterState:
                     segment.whole = self._room_made = True
                     del self._inventories[segment]
                     self._outdated.discard(segment.offer.uuid)
+                    self._gathers(now_ms)
                     self._up_to_date(segment)
                     self.effects += self._graves.let_go(held)
                     fields = {"claimed": inventory.claimed, "refused": inventory.refused}
@@ -904,7 +970,7 @@ class MasterState:
     def tick(self, now_ms: int) -> None:
         """Do all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
         self.membership.bury_dead(now_ms)
-        self._after_membership()
+        self._after_membership(now_ms)
         expired = list(islice(self._pending.pop_expired(now_ms), PUTS_PER_TICK))
         for put in expired:
             self._abandon(put, now_ms)
@@ -918,7 +984,17 @@ class MasterState:
             self._room_made = True
         self.effects += self._graves.clean(over)
         self._free_graves(now_ms)
+        if self._asking:
+            self._answer_asking(now_ms)
         self._try_waiting(now_ms)
+
+    def _answer_asking(self, now_ms: int) -> None:
+        """A few of those that need not wait any more."""
+        if self._gathers(now_ms):
+            return
+        for _ in range(min(SERVED_PER_STEP, len(self._asking))):
+            ticket, request = self._asking.popleft()
+            self._effect(Answer(ticket, self._find(now_ms, request)))
 
     def next_tick_ms(self, now_ms: int) -> int | None:
         """When ``tick`` has something to do next; None: not before another call."""
@@ -942,6 +1018,7 @@ class MasterState:
         return (
             bool(self._sweeps)
             or any(inventory.has_work for inventory, _ in self._inventories.values())
+            or (bool(self._asking) and not self._gathering)
             or bool(self.pool.unsettled)
             or self._graves_due
             or self._swept_breaks != self.forest.breaks
@@ -957,6 +1034,9 @@ class MasterState:
             self._free_graves(now_ms)
             return
         if self._inventories and self._claim_more(now_ms):
+            return
+        if self._asking and not self._gathering:
+            self._answer_asking(now_ms)
             return
         if self.pool.unsettled:
             self.pool.settle_more(SWEEP_STEPS)
@@ -979,6 +1059,7 @@ class MasterState:
             self._sweeps[0] = (segment, further)
 
     def _free_graves(self, now_ms: int) -> None:
+        self.effects += self._graves.end_mourning(now_ms)
         effects, self._graves_due = self._graves.end_next(now_ms)
         self.effects += effects
         self._room_made |= self._graves_due
@@ -1080,6 +1161,19 @@ class MasterState:
         assert {id(s) for s in mounted} == {id(s) for s in self.pool.segments.values()}
         assert {s for s in mounted if not s.whole} == self._inventories.keys()
         assert len(self._waiting) <= self.rules.waiting_puts_max
+
+
+def _misses(
+    request: calls.MatchPrefix | calls.Lookup | calls.Exists,
+    reply: calls.Matched | calls.Found | calls.Existing,
+) -> bool:
+    match reply:
+        case calls.Matched(matches=matches):
+            return any(match.matched < len(request.keys) for match in matches)
+        case calls.Found(placements=placements):
+            return 0 in placements.replicas
+        case calls.Existing(presence=presence):
+            return 0 in presence
 
 
 def _asked_bytes(request: calls.PutStart | calls.Allocate) -> int:

@@ -358,6 +358,8 @@ class Cluster:
         self._settle()
         if not isinstance(result, Later):
             return result
+        if result.ticket not in self.answers:  # somebody may still read on a node that died
+            self.after(self.rules.lease_ms)
         answer = self.answers.pop(result.ticket)
         assert not isinstance(answer, KVStoreError)
         return answer
