@@ -44,6 +44,8 @@ class Grave:
     """Whether the last possible lease has ended."""
     mark: Version = NO_MARK
     """To be kept by the node, when the headers are wiped."""
+    ahead: bool = False
+    """Evicted ahead of need."""
     released: bool = False
     """Its bytes are not its own any more: free in the allocator, or in quarantine."""
 
@@ -155,6 +157,14 @@ class Graveyard:
         unclean = (grave for graves in self._unclean.values() for grave in graves.values())
         return [grave for grave in unclean if grave.mark != NO_MARK]
 
+    def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:
+        """Order headers wiped, and free their extents when that is done; they are counted in their
+        segments' ``wiping_bytes``."""
+        graves = self._dig(gone, 0)
+        for grave in graves:
+            grave.ended = grave.ahead = True
+        return [effect for grave in graves for effect in _send(grave)]
+
     def unclean(self, segments: Iterable[Segment]) -> list[Grave]:
         """Orders that must be done before anybody writes in free bytes of these segments."""
         if not self._unclean:
@@ -213,6 +223,8 @@ class Graveyard:
                 del self._unclean[grave.segment]
         elif grave.ended:
             grave.free()
+        if grave.ahead:
+            grave.segment.wiping_bytes -= sum(grave.lengths)
         for name in grave.names:
             graves = self._unwiped_of[name]
             graves.remove(grave)

@@ -63,6 +63,9 @@ background work forgets the rest."""
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
 
+EVICTIONS_AHEAD = 64
+"""In one slice of background work: 1 to 2 ms."""
+
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
 
@@ -142,6 +145,8 @@ class MasterState:
         """Memory (uuid) that was believed until it was found to be outdated."""
         self._in_doubt = True
         """Whether some memory may have gone away, or stayed away, since the last mark was made."""
+        self._pressed: dict[Segment, None] = {}
+        """Full segments with less free than should be."""
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """Background work: a segment and how far its candidates were seen; None: it is dead."""
         self._swept_breaks = self.forest.breaks
@@ -552,8 +557,16 @@ class MasterState:
             sizes, replicas=replicas, usable=usable, near=near, host=host, now_ms=now_ms
         )
         if self.pool.evicted:
+            for remains in self.pool.evicted:
+                for segment, _ in remains.extents:
+                    segment.pressed = True
             self.effects += self._graves.clean(self.pool.evicted)
             self.pool.evicted.clear()
+        for segment in usable:
+            if segment.pressed:
+                free = segment.allocator.free_bytes + segment.wiping_bytes
+                if free < segment.reserve_bytes // 2:
+                    self._pressed[segment] = None
         return taken
 
     def _new_put(
@@ -1017,6 +1030,7 @@ class MasterState:
         """Whether ``work`` should be called soon, between other calls."""
         return (
             bool(self._sweeps)
+            or bool(self._pressed)
             or any(inventory.has_work for inventory, _ in self._inventories.values())
             or (bool(self._asking) and not self._gathering)
             or bool(self.pool.unsettled)
@@ -1038,6 +1052,9 @@ class MasterState:
         if self._asking and not self._gathering:
             self._answer_asking(now_ms)
             return
+        if self._pressed:
+            self._evict_ahead(now_ms)
+            return
         if self.pool.unsettled:
             self.pool.settle_more(SWEEP_STEPS)
             return
@@ -1057,6 +1074,16 @@ class MasterState:
             self._sweeps.popleft()
         else:
             self._sweeps[0] = (segment, further)
+
+    def _evict_ahead(self, now_ms: int) -> None:
+        segment = next(iter(self._pressed))
+        evicted: list[Remains] = []
+        goes_on = False
+        if segment.alive and segment.usable(now_ms):
+            evicted, goes_on = self.pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
+        if not goes_on:
+            del self._pressed[segment]
+        self.effects += self._graves.clean_ahead(evicted)
 
     def _free_graves(self, now_ms: int) -> None:
         self.effects += self._graves.end_mourning(now_ms)

@@ -16,6 +16,7 @@ from tests.integration.cluster import (
     SHORT,
     Cluster,
     Node,
+    Server,
     children_of,
     flags_of,
     is_running,
@@ -56,10 +57,15 @@ def kill_master(cluster: Cluster) -> None:
     cluster.master_server.kill()
 
 
+def says(server: Server, event: str) -> None:
+    """Waits until it has logged that."""
+    until(lambda: event in server.errors)
+
+
 def restarted(cluster: Cluster, node: Node, **settings: str) -> Node:
     """The same node, started again, once the master knows all that it holds."""
     again = cluster.node(name=node.name, **settings)
-    until(lambda: "inventory_told" in again.errors)
+    says(again, "inventory_told")
     return again
 
 
@@ -238,7 +244,7 @@ def test_bytes_that_changed_while_the_node_was_down_are_never_returned(cluster: 
         raw = memoryview(file.read())
     superblock = layout.unpack_superblock(raw)
     assert superblock is not None
-    bad = set()
+    bad: set[str] = set()
     for offset, header in layout.scan(raw, superblock.seed):
         if header.key.decode() in KEYS[:20]:
             in_payload = len(bad) % 2
@@ -257,18 +263,18 @@ def test_memory_that_is_no_use_is_refused_or_discarded(cluster: Cluster, damage:
     node = cluster.nodes[0]
     node.kill()
     settings = {"master": cluster.address, "name": node.name, "memory": "32MiB"}
-    says = "the checksum of its superblock is wrong"
+    why = "the checksum of its superblock is wrong"
     if damage == "size":
         settings["memory"] = "16MiB"
-        says = "it has 32 MiB, and 16 MiB were asked for"
+        why = "it has 32 MiB, and 16 MiB were asked for"
     elif damage == "superblock":
         flip(node.entry, 40)
     else:
         flip(node.entry, 24)
-        says = "its format is version"
+        why = "its format is version"
     refused = cluster.launch(NODE, settings)
     assert refused.wait() == 1
-    assert says in refused.errors
+    assert why in refused.errors
     assert "--discard" in refused.errors
     assert node.entry.exists(), "nothing was thrown away"
     flags = [*flags_of(settings), "--discard"]
@@ -297,13 +303,13 @@ def test_everything_is_killed_and_started_again(cluster: Cluster, order: str) ->
     if order == "nodes first":
         started = [cluster.launch_node(name=node.name) for node in nodes]
         for node in started:
-            until(lambda node=node: "waiting_for_master" in node.errors)
+            says(node, "waiting_for_master")
         cluster.master()
     else:
         cluster.master()
         started = [cluster.launch_node(name=node.name) for node in nodes]
     for node in started:
-        until(lambda node=node: "inventory_told" in node.errors)
+        says(node, "inventory_told")
     check(cluster)
 
 
@@ -319,7 +325,7 @@ def test_a_rolling_upgrade_loses_nothing(tmp_path: Path) -> None:
         server.name = name
         servers.append(server)
         cluster.ready(server)
-        until(lambda: "resumed=False" in server.errors)
+        says(server, "resumed=False")
         return server
 
     names = [f"rolling-{os.getpid()}-{number}" for number in range(2)]
@@ -331,7 +337,7 @@ def test_a_rolling_upgrade_loses_nothing(tmp_path: Path) -> None:
             assert nodes[index].terminate() == 0
             assert nodes[index].entry.exists()
             nodes[index] = start(name)
-            until(lambda index=index: "inventory_told" in nodes[index].errors)
+            says(nodes[index], "inventory_told")
             check(cluster)
         assert cluster.master_server is not None
         assert cluster.master_server.terminate() == 0

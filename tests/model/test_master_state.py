@@ -1090,11 +1090,11 @@ class MasterMachine(RuleBasedStateMachine):
                 case Send(session, message):
                     if isinstance(message, calls.MasterWipe):
                         node = sessions[session]
-                        items = self._of_order(node, message)
-                        if items and all(item in self.unwiped for item in items):
+                        ordered = self._of_order(node, message)
+                        if ordered and all(item in self.unwiped for item in ordered):
                             node.orders.append(message)
                         else:  # evicted, or given up, or a mark: it is done at once
-                            assert not any(item in self.unwiped for item in items)
+                            assert not any(item in self.unwiped for item in ordered)
                             self._hear(node, calls.NodeWiped(message.order))
                             node.heard_ms = self.now_ms
                     else:
