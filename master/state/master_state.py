@@ -65,6 +65,7 @@ SWEEP_STEPS = 2_000
 
 _MISS = ObjectRecord(Namespace(""), Key(b""))
 """In place of what is not there; never changed."""
+
 EVICTIONS_AHEAD = 64
 """In one slice of background work: 1 to 2 ms."""
 
