@@ -299,17 +299,19 @@ class MasterState:
         return self._grant_or_wait(now_ms, request)
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
-        outcomes = bytearray(len(request.tokens))
+        outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
         replaced: list[Remains] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
         mourned: list[Grave] = []
-        for index, token in enumerate(request.tokens):
-            outcomes[index] = PutOutcome.REFUSED
-            put = self._granted(now_ms, request.epoch, token)
-            if put is None or put.record is None:
+        pending = self._pending
+        for index, token in enumerate(request.tokens if request.epoch == self.epoch else ()):
+            put = pending.get(token)
+            if put is None or now_ms > put.deadline_ms or put.record is None:
                 continue
-            self._pending.pop(token)
-            alive = [extent for extent in put.extents if extent[0].alive]
+            pending.pop(token)
+            alive = put.extents
+            if len(alive) > 1 or not alive[0][0].alive:
+                alive = [extent for extent in put.extents if extent[0].alive]
             if not alive:
                 self._abandon(put, now_ms)
                 continue
@@ -319,8 +321,11 @@ class MasterState:
             outcomes[index] = PutOutcome.STORED
         for put, alive in ended:
             replaced += self._store(put, put.record, alive, put.size, now_ms)
+        self._count_stored(len(ended), sum(put.size for put, _ in ended))
         for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
-            self._settle(put.record)
+            if put.record is not None and not put.record.children:
+                self.pool.settle(put.record)
+        self._room_made |= bool(ended)  # they can be evicted
         reply = calls.PutEnded(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
@@ -372,6 +377,7 @@ class MasterState:
             tails = [(segment, offset + kept) for segment, offset in alive]
             self.pool.free(tails, put.length - kept)
         replaced = self._store(put, record, alive, request.size, now_ms)
+        self._count_stored(1, request.size)
         # Its owner has it mapped, and can renew the lease only when this reply is there.
         record.lease_until_ms = max(record.lease_until_ms, now_ms + self.rules.lease_ms)
         self._settle(record)
@@ -479,12 +485,16 @@ class MasterState:
         lease_until_ms = now_ms + self.rules.lease_ms
         outcomes = bytearray(len(keys))
         granted: list[int] = []
-        for index, key in enumerate(keys):
-            found = None if table is None else table.get(key)
+        known: list[ObjectRecord | None] = [None if table is None else table.get(k) for k in keys]
+        for index, found in enumerate(known):
+            if found is None:
+                outcomes[index] = PutOutcome.WRITE
+                granted.append(index)
+                continue
             outcome = outcomes[index] = self._outcome_of(found, request.overwrite)
             if outcome is PutOutcome.WRITE:
                 granted.append(index)
-            elif outcome is PutOutcome.FOUND and found is not None:
+            elif outcome is PutOutcome.FOUND:
                 found.last_used_ms = now_ms
                 found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
         if not granted:
@@ -502,6 +512,9 @@ class MasterState:
             return taken
         puts: list[PendingPut] = []
         record: ObjectRecord | None = None
+        table = self.forest.ensure_table(request.namespace)
+        deadline_ms, token = now_ms + self.rules.put_deadline_ms, self._next_token
+        self._next_token += len(granted)
         for extents, index, size in zip(taken, granted, sizes, strict=True):
             parent_key = keys[index - 1] if request.chain and index else request.parent
             if parent_key is None:
@@ -509,11 +522,18 @@ class MasterState:
             elif record is not None and record.key is parent_key:
                 above = record
             else:
-                above = self.forest.ensure(request.namespace, parent_key)
-            record = self.forest.ensure(request.namespace, keys[index])
-            put = self._new_put(now_ms, record, extents, size)
-            put.overwrite = request.overwrite
+                above = table.get(parent_key) or table.add(parent_key)
+            found = known[index]
+            record = table.add(keys[index]) if found is None else found
+            token += 1
+            put = PendingPut(
+                token, record, extents, extent_bytes(size), size, deadline_ms, request.overwrite
+            )
+            record.writer = token
+            self._pending.add(put)
             puts.append(put)
+            if found is None and above is None:
+                continue  # a new root
             try:
                 self._adopt(now_ms, record, above)
             except InvalidArgumentError:
@@ -630,9 +650,11 @@ class MasterState:
             self.pool.strip(record)
         record.writer = 0
         self.pool.store(record, extents, size, (self.epoch, put.token), now_ms)
-        self.counters["stored_objects"] += 1
-        self.counters["stored_bytes"] += size
         return replaced
+
+    def _count_stored(self, objects: int, size: int) -> None:
+        self.counters["stored_objects"] += objects
+        self.counters["stored_bytes"] += size
 
     def _settle(self, record: ObjectRecord | None) -> None:
         if record is not None and not record.children:
