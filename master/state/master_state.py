@@ -523,7 +523,7 @@ class MasterState:
                 above = record
             else:
                 above = table.get(parent_key) or table.add(parent_key)
-            found = known[index]
+            found = table.get(keys[index])  # making room may have forgotten what was known of it
             record = table.add(keys[index]) if found is None else found
             token += 1
             put = PendingPut(
