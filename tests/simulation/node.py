@@ -42,8 +42,6 @@ class Node:
     verifies = True
     """What it finds in memory that was left."""
     wipes = True
-    fences_unanswered_joins = True
-    """False shows finding 1 of ``tests/README.md``."""
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int,
@@ -107,7 +105,7 @@ class Node:
             except (BrokenStreamError, TimedOutError) as error:
                 self._turn += 1
                 self._oracle.note(f"{self.name} session ended: {type(error).__name__}")
-            if self._unanswered and self.fences_unanswered_joins:
+            if self._unanswered:
                 self._fresh = self._unanswered = False
                 self._fence()
             lasted_us = self.process.scheduler.now_us - started_us

@@ -234,19 +234,3 @@ def test_finds_a_missing_fence() -> None:
         "old_epoch_write",
         within_steps=10**6,
     )
-
-
-class Trusting(Node):
-    """Takes a join that was not answered for one that was not accepted."""
-
-    fences_unanswered_joins = False
-
-
-def test_finds_an_unanswered_join_that_was_accepted() -> None:
-    faults = ("kill_node", "isolate_node")
-    found(
-        Options(seed=0, new_node=Trusting, faults=faults),
-        "late_write",
-        "old_epoch_write",
-        within_steps=10**6,
-    )
