@@ -235,15 +235,18 @@ class MasterState:
 
     def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
         table = self.forest.table(request.namespace)
-        records: list[ObjectRecord | None] = [None] * len(request.keys)
-        if table is not None:
-            lease_until_ms = now_ms + self.rules.lease_ms
-            for index, key in enumerate(request.keys):
-                record = table.get(key)
-                if record is not None and record.complete:
-                    record.last_used_ms = now_ms
-                    record.lease_until_ms = lease_until_ms
-                    records[index] = record
+        records: list[ObjectRecord | None]
+        records = [None] * len(request.keys) if table is None else table.get_many(request.keys)
+        lease_until_ms = now_ms + self.rules.lease_ms
+        for index, record in enumerate(records):
+            if record is None:
+                continue
+            segment = record.segment
+            if segment is not None and (segment.alive or record.complete):
+                record.last_used_ms = now_ms
+                record.lease_until_ms = lease_until_ms
+            else:
+                records[index] = None
         return calls.Found(self.epoch, self.rules.lease_ms, self.placements(records, now_ms))
 
     def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
@@ -485,7 +488,7 @@ class MasterState:
         lease_until_ms = now_ms + self.rules.lease_ms
         outcomes = bytearray(len(keys))
         granted: list[int] = []
-        known: list[ObjectRecord | None] = [None if table is None else table.get(k) for k in keys]
+        known = [None] * len(keys) if table is None else table.get_many(keys)
         for index, found in enumerate(known):
             if found is None:
                 outcomes[index] = PutOutcome.WRITE
@@ -1152,8 +1155,9 @@ class MasterState:
 
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
         """Columns of where these are, all complete or None; replicas of suspect nodes come last."""
-        found = [record for record in records if record is not None]
-        if any(record.more for record in found):
+        rows = [_MISS if record is None else record for record in records]
+        found = [record for record in rows if record is not _MISS]
+        if any([record.more for record in found]):  # noqa: C419  # a third of the time
             extents = [self._extents_to_read(record, now_ms) for record in found]
             flat = [extent for of_record in extents for extent in of_record]
             segments = [segment.segment_id for segment, _ in flat]
@@ -1163,8 +1167,7 @@ class MasterState:
         else:
             segments = [r.segment.segment_id for r in found if r.segment is not None]
             offsets = [record.offset for record in found]
-            replicas = [0 if record is None else 1 for record in records]
-        rows = found if len(found) == len(records) else [_MISS if r is None else r for r in records]
+            replicas = [0 if record is _MISS else 1 for record in rows]
         return Placements(
             sizes=[record.size for record in rows],
             epochs=[record.epoch for record in rows],
