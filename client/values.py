@@ -106,7 +106,7 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     if type(buffers) is np.ndarray and buffers.dtype == np.uint8 and buffers.ndim == 1:
         flags = buffers.flags
         if flags.c_contiguous and flags.writeable and buffers.size:
-            return [memoryview(buffers)], ""  # what engines and benchmarks have: no detours
+            return [memoryview(buffers)], ""  # type: ignore[arg-type]  # no detours
     views: list[memoryview] = []
     dtypes: set[str] = set()
     several = isinstance(buffers, list | tuple)
