@@ -7,18 +7,28 @@ import logging
 import re
 import signal
 import socket
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
 from kvstore.config import NodeConfig, join_address, split_address
 from kvstore.errors import KVStoreError, NodeNameTakenError
 from kvstore.host import address_towards, host_id
-from kvstore.memory.segment import Segment, free_node_name
+from kvstore.memory import numa
+from kvstore.memory.segment import MemoryOptions, Segment, free_node_name
 from kvstore.node.agent import NodeAgent
 from kvstore.transport.tcp_server import DataServer
 
@@ -40,6 +50,9 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with ExitStack() as stack:
+            if config.numa_node >= 0:
+                numa.check_node(config.numa_node)
+                numa.run_on(config.numa_node)  # before there are threads: they inherit it
             segment = _create_segment(config, quiet=parent_fd is not None)
             stack.callback(segment.close)
             server = DataServer(
@@ -102,28 +115,45 @@ async def _serve(
 
 
 def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
-    base = config.name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
-    name = config.name or free_node_name(base or "node")
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
+        TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     hidden = quiet or not console.is_terminal
+    started = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("reserving memory", total=config.memory)
+        segment = _create_named(
+            config, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    log.info(
+        "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
+        segment.node,
+        segment.size,
+        time.monotonic() - started,
+        segment.huge_bytes(),
+        config.numa_node,
+        segment.locked,
+    )
+    return segment
 
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
 
-        while True:
-            try:
-                return Segment.create(name, config.memory, node=name, progress=progress)
-            except NodeNameTakenError:
-                again = name if config.name else free_node_name(base or "node")
-                if again == name:
-                    raise
-                name = again  # somebody was faster
+def _create_named(config: NodeConfig, progress: Callable[[int, int], None]) -> Segment:
+    """By the name that was given, or by one that nobody has."""
+    options = MemoryOptions(
+        huge_pages=config.huge_pages, numa_node=config.numa_node, lock=config.lock_memory
+    )
+    base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
+    tried = ""
+    while True:
+        name = config.name or free_node_name(base)
+        try:
+            return Segment.create(name, config.memory, progress=progress, options=options)
+        except NodeNameTakenError:
+            if name == tried or config.name:
+                raise
+            tried = name  # somebody was faster
 
 
 def _advertised(config: NodeConfig, port: int) -> str:
