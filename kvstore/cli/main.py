@@ -33,6 +33,7 @@ from rich.table import Table
 from kvstore._version import __version__
 from kvstore.calls import ClusterStatus, ObjectRow
 from kvstore.cli.bench import bench
+from kvstore.cli.doctor import doctor
 from kvstore.cli.options import (
     CONTEXT,
     NOT_THERE,
@@ -381,6 +382,7 @@ def version(context: click.Context, as_json: bool) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(doctor)
 
 
 # --- what is shown -----------------------------------------------------------------------------
