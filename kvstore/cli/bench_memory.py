@@ -4,7 +4,8 @@ The ways take turns, one round to warm up and several that count, so that a busy
 all of them; each cell is a median. A way that this host does not offer is left out, and why is
 said. Per way and round:
 
-* *start*: a segment is reserved, as a node does when it starts;
+* *start*: a segment is reserved, as a node does when it starts, of memory that was used otherwise
+  before (which the kernel may have to move, to make huge pages of it), and then once more at once;
 * *map*: the page tables of another mapping are filled, as in a client when it first meets the node;
 * *first touch*: 64 MiB are read from a mapping whose page tables are still empty;
 * *read*, *write*: 64 MiB in pieces of 4 KiB at random places, which shows what misses of the TLB
@@ -68,6 +69,7 @@ WAYS = (
 
 COLUMNS = {
     "start_ms_per_gib": "start ms/GiB",
+    "again_ms_per_gib": "again ms/GiB",
     "map_ms_per_gib": "map ms/GiB",
     "first_touch_gb_per_s": "first touch GB/s",
     "first_touch_faults": "faults",
@@ -127,17 +129,20 @@ def medians(samples: list[dict[str, float]]) -> dict[str, float]:
 
 def measure(options: MemoryOptions, size: int) -> dict[str, float]:
     """One round of one way."""
-    row: dict[str, float] = {}
-    name = f"bench-{os.getpid()}"
-    start = time.perf_counter()
-    segment = Segment.create(name, size, options=options)
-    row["start_ms_per_gib"] = _per_gib(start, segment.size)
+    first, start_ms = _started(options, size)
+    first.close()
+    segment, again_ms = _started(options, size)
     try:
-        row |= _raw(segment)
+        row = {"start_ms_per_gib": start_ms, "again_ms_per_gib": again_ms} | _raw(segment)
     finally:
         segment.close()
-    row |= _stored(options, size)
-    return row
+    return row | _stored(options, size)
+
+
+def _started(options: MemoryOptions, size: int) -> tuple[Segment, float]:
+    start = time.perf_counter()
+    segment = Segment.create(f"bench-{os.getpid()}", size, options=options)
+    return segment, _per_gib(start, segment.size)
 
 
 def _raw(segment: Segment) -> dict[str, float]:
