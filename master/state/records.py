@@ -11,7 +11,7 @@ what is dropped is gone at once. That is why a record has its namespace's name, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.calls import SegmentOffer
 from kvstore.limits import Key, Namespace
@@ -42,6 +42,7 @@ class Segment:
         "offer",
         "segment_id",
         "usable_at_ms",
+        "whole",
     )
 
     def __init__(
@@ -56,13 +57,19 @@ class Segment:
         self.node = node
         self.offer = offer
         self.alive = True
-        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size)
+        self.whole = offer.fresh
+        """Whether all that it held before it was mounted is known; else its inventory comes."""
+        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size, empty=offer.fresh)
         self.candidates = candidates
         """The objects that could be evicted from here: leaves whose first replica is here."""
         self.usable_at_ms = usable_at_ms
         """No allocation before: what was promised before it was mounted may still hold."""
         self.allocated_until_ms = 0
         """Owners of allocations may write until then, which no fence stops: they have it mapped."""
+
+    def usable(self, now_ms: int) -> bool:
+        """Whether extents of it may be given out."""
+        return self.whole and self.usable_at_ms <= now_ms
 
     @property
     def capacity(self) -> int:
@@ -75,6 +82,8 @@ class Segment:
 
 Extent = tuple[Segment, int]
 """Segment and offset; the length follows from the object's size."""
+
+Name = tuple[Namespace, Key]
 
 
 class ObjectRecord:
@@ -146,6 +155,22 @@ class ObjectRecord:
 
     def __repr__(self) -> str:
         return f"<ObjectRecord {self.namespace}/{self.key!r}>"
+
+
+class Remains(NamedTuple):
+    """What is left of an object that was taken out of the forest, or never came into it."""
+
+    name: Name | None
+    """None: nobody has told."""
+    size: int
+    epoch: int
+    counter: int
+    extents: list[Extent]
+
+    @classmethod
+    def of(cls, record: ObjectRecord) -> Remains:
+        name = record.namespace, record.key
+        return cls(name, record.size, record.epoch, record.counter, record.extents())
 
 
 class NamespaceTable:
