@@ -140,7 +140,7 @@ def _put_once(
                 continue
             transfer = writes.setdefault(segment_id, Transfer(segment, [], True, deadline))
             version = (grants.epoch, token)
-            _write_object(
+            write_object(
                 transfer.moves, items[index], options.namespace, above, version, segment, offset
             )
     errors = (yield list(writes.values())) if writes else []
@@ -182,7 +182,7 @@ def _put_once(
     return outcomes
 
 
-def _write_object(
+def write_object(
     moves: list[Move],
     item: Item,
     namespace: Namespace,

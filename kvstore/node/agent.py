@@ -33,7 +33,13 @@ from kvstore.calls import (
     NodeWiped,
     SegmentOffer,
 )
-from kvstore.errors import KVStoreError, ProtocolError, SegmentGoneError, UnavailableError
+from kvstore.errors import (
+    DrainedError,
+    KVStoreError,
+    ProtocolError,
+    SegmentGoneError,
+    UnavailableError,
+)
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.memory.segment import Segment
 from kvstore.node import inventory
@@ -101,7 +107,7 @@ class NodeAgent:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until ``stop``.
+        """Until ``stop``, or until the master says that the node was drained.
 
         Raises:
             NodeNameTakenError, ProtocolError, InvalidArgumentError: the master refused the first
@@ -117,6 +123,9 @@ class NodeAgent:
                 self._epoch = 0
                 await asyncio.to_thread(self._fence)
                 continue
+            except DrainedError:
+                log.info("node_drained node=%s", self._name)
+                return
             except KVStoreError as error:
                 if not isinstance(error, UnavailableError) and self._fresh:
                     raise
