@@ -18,9 +18,9 @@ from xxhash import xxh3_64
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
-from kvstore.client.putting import Item, revoke, write_object
+from kvstore.client.objects import ObjectWrites
+from kvstore.client.putting import revoke
 from kvstore.client.steps import Context, Flow, Transfer, ask, describe, unreachable
-from kvstore.client.values import Encoded
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Hasher, Move
@@ -185,31 +185,31 @@ def _write(
     deadline: float,
 ) -> Flow[list[_Copy]]:
     """Write and end them; returns those that are where they were to go."""
-    transfers: dict[int, Transfer] = {}
+    transfers: dict[tuple[int, Namespace], ObjectWrites] = {}
     for copy in copies:
         assert copy.header is not None
-        item = Item(copy.key, Encoded(copy.header.descriptor, memoryview(copy.data)))
+        parent, descriptor = copy.header.parent or b"", copy.header.descriptor
+        views = [memoryview(copy.data)] if copy.size else []
         for segment_id, offset in copy.targets:
-            if segment_id not in segments:
-                continue
-            transfer = transfers.setdefault(
-                segment_id, Transfer(segments[segment_id], [], True, deadline)
-            )
-            write_object(
-                transfer.moves, item, copy.namespace, copy.header.parent, (epoch, copy.token),
-                transfer.segment, offset,
-            )  # fmt: skip
+            if segment_id in segments:
+                place = segment_id, copy.namespace
+                if place not in transfers:
+                    segment = segments[segment_id]
+                    transfers[place] = ObjectWrites(segment, copy.namespace, deadline)
+                transfers[place].rows.append((
+                    offset, copy.size, epoch, copy.token, copy.key, views, parent, descriptor,
+                ))  # fmt: skip
     errors = (yield list(transfers.values())) if transfers else []
     assert isinstance(errors, list)
     lost: dict[int, bool] = {}  # segments that failed; whether their moves are settled
-    for (segment_id, transfer), error in zip(transfers.items(), errors, strict=True):
+    for ((segment_id, _), transfer), error in zip(transfers.items(), errors, strict=True):
         if error is not None:
-            lost[segment_id] = bool(error.fields.get("settled"))
+            lost[segment_id] = bool(error.fields.get("settled")) and lost.get(segment_id, True)
             yield from unreachable(context, transfer.segment, error)
     written = []
     for copy in copies:
         on = {segment_id for segment_id, _ in copy.targets}
-        if on <= transfers.keys() and not on & lost.keys():
+        if on <= segments.keys() and not on & lost.keys():
             written.append(copy)
         else:
             settled = all(lost.get(segment_id, True) for segment_id in on)

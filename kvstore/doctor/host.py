@@ -234,8 +234,8 @@ def left_overs() -> list[Finding]:
                 size += entry.stat().st_blocks * 512
     if left:
         advice = (
-            "A node started again under the name after 'kvstore.' takes its entry over. Otherwise: "
-            f"rm {' '.join(left)}"
+            "A node started again as it was (name, --memory) serves what its memory holds. "
+            f"Otherwise: rm {' '.join(left)}"
         )
         what = f"{len(left)} of dead nodes hold {size_text(size)}"
         return [warning(subject, what, advice)]

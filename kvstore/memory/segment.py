@@ -27,6 +27,7 @@ from typing import Final, Literal
 
 from kvstore.errors import (
     ConfigError,
+    LeftOverMemoryError,
     NodeNameTakenError,
     SharedMemoryTooSmallError,
     StartupError,
@@ -70,7 +71,7 @@ class Segment:
     """A pool of memory, owned by this process.
 
     Life cycle: ``create``, then serve, then ``close``. After a crash the entry in ``/dev/shm``
-    stays until a segment of the same name is created.
+    stays: ``attach`` makes it a segment again, ``create`` throws it away.
 
     Threads: all methods may be called from any thread; ``close`` once nobody uses the memory.
     """
@@ -78,7 +79,7 @@ class Segment:
     def __init__(
         self, *, path: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock, locked: bool
     ) -> None:
-        """Internal: use ``create``. Takes over ``fd`` and ``mapped``."""
+        """Internal: use ``create`` or ``attach``. Takes over ``fd`` and ``mapped``."""
         self.path: Final = path
         self.shm_name: Final = os.path.basename(path)
         """Entry in ``/dev/shm``, or in a hugetlbfs."""
@@ -93,6 +94,8 @@ class Segment:
         """What a data server asks for; kept out of the shared memory."""
         self.memory: Final = memoryview(mapped)
         """All of the segment, writable. Valid until ``close``; slices keep the mapping alive."""
+        self.attached = False
+        """Whether a process of before has filled it."""
         self._mapped: mmap.mmap | None = mapped
         self._fd = fd
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
@@ -141,8 +144,7 @@ class Segment:
         shm_name = SHM_PREFIX + name
         directory = _directory_for(options)
         _reclaim_elsewhere(shm_name, directory)
-        step = SIZE_STEP if directory == SHM_DIRECTORY else os.statvfs(directory).f_bsize
-        size -= size % step
+        size -= size % _step_of(directory)
         path = f"{directory}/{shm_name}"
         fd = _open_locked(path)
         try:
@@ -165,6 +167,58 @@ class Segment:
             _unlink(path)
             os.close(fd)
             raise
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        size: int,
+        *,
+        node: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        options: MemoryOptions | None = None,
+    ) -> Segment | None:
+        """The segment ``/dev/shm/kvstore.<name>`` that a process of before has left, with what it
+        holds; None: there is none. Arguments as ``create``.
+
+        Its generation grows, so nobody of before writes there any more.
+
+        Raises:
+            LeftOverMemoryError: it is of another size, node or format, its superblock is damaged,
+                or it is of another kind of pages; it is left as it is.
+            NodeNameTakenError: a live process, or another user, owns it.
+            ConfigError, StartupError: as ``create``.
+        """
+        options = options or MemoryOptions()
+        node = name if node is None else node
+        _check_name(name)
+        if options.numa_node >= 0:
+            numa.check_node(options.numa_node)
+        wanted = _directory_for(options)
+        for directory in sorted(directories(), key=lambda each: each != wanted):
+            path = f"{directory}/{SHM_PREFIX}{name}"
+            fd = _open_left(path)
+            if fd < 0:
+                continue
+            try:
+                superblock = _left_superblock(fd, path, node, size - size % _step_of(wanted))
+                if superblock is None:
+                    os.close(fd)
+                    continue
+                if directory != wanted:
+                    raise _of_no_use(path, f"memory of {wanted} was asked for")
+                mapped = mmap.mmap(fd, superblock.size)
+                locked = _take(fd, mapped, directory, options, progress, is_left=True)
+                if options.huge_pages == "transparent" and not pages.huge_bytes(mapped):
+                    raise _of_no_use(path, "it has small pages")
+                segment = cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
+            except BaseException:
+                os.close(fd)
+                raise
+            segment.attached = True
+            segment.bump_generation()
+            return segment
+        return None
 
     @property
     def fd(self) -> int:
@@ -216,7 +270,8 @@ class Segment:
         the memory is returned to the system when the last of them, and the last client, is gone.
 
         Args:
-            unlink: remove the entry in ``/dev/shm``. Without, another process may take it over.
+            unlink: remove the entry in ``/dev/shm``. Without, another process may ``attach`` it,
+                and nobody writes there before.
         """
         with self._closing:
             if self._fd < 0:
@@ -224,6 +279,8 @@ class Segment:
             if unlink:
                 self._words[layout.GENERATION_OFFSET // 8] = 0
                 _unlink(self.path)
+            else:
+                self.bump_generation()
             self._words.release()
             _release(self.memory, self._mapped)
             self._mapped = None
@@ -368,6 +425,11 @@ def _directory_for(options: MemoryOptions) -> str:
     )
 
 
+def _step_of(directory: str) -> int:
+    """What sizes of segments there are multiples of."""
+    return SIZE_STEP if directory == SHM_DIRECTORY else os.statvfs(directory).f_bsize
+
+
 def _reclaim_elsewhere(shm_name: str, directory: str) -> None:
     """Remove what a killed owner of this name left where we do not look for room now."""
     for other in directories():
@@ -409,6 +471,53 @@ def _open_locked(path: str) -> int:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _open_left(path: str) -> int:
+    """A locked descriptor of what a process of before has left; -1: nothing."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return -1
+    except OSError as error:
+        raise _name_taken(path, "another user") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same_file(fd, path) and os.fstat(fd).st_size:
+            return fd
+    except BlockingIOError as error:
+        os.close(fd)
+        raise _name_taken(path, "a running process") from error
+    os.close(fd)
+    return -1
+
+
+def _left_superblock(fd: int, path: str, node: str, size: int) -> layout.Superblock | None:
+    """Of memory that can be used as the segment of that node and size; None: it was killed before
+    it wrote one."""
+    raw = os.pread(fd, layout.SUPERBLOCK_BYTES, 0)
+    superblock = layout.unpack_superblock(raw)
+    if superblock is None:
+        why = layout.why_no_superblock(raw)
+        if not why:
+            return None
+    elif superblock.size != os.fstat(fd).st_size:
+        why = f"it has {os.fstat(fd).st_size} bytes, and its superblock says {superblock.size}"
+    elif superblock.size != size:
+        why = f"it has {superblock.size >> 20} MiB, and {size >> 20} MiB were asked for"
+    elif superblock.node != node:
+        why = f"it belongs to the node {superblock.node}"
+    else:
+        return superblock
+    raise _of_no_use(path, why)
+
+
+def _of_no_use(path: str, why: str) -> LeftOverMemoryError:
+    return LeftOverMemoryError(
+        f"{path} was left by another process and cannot be used: {why}",
+        advice="Start with what it was started with, or throw away what it holds: --discard.",
+        path=path,
+    )
 
 
 def _name_taken(path: str, owner: str) -> NodeNameTakenError:
@@ -484,9 +593,11 @@ def _take(
     directory: str,
     options: MemoryOptions,
     progress: Callable[[int, int], None] | None,
+    *,
+    is_left: bool = False,
 ) -> bool:
     """Allocate and map every page now, as wished, so that no later touch can fail (SIGBUS) or be
-    slow; whether all of it is locked."""
+    slow; whether all of it is locked. ``is_left``: what it holds stays."""
     size = len(mapped)
     if options.numa_node >= 0:
         _bind(mapped, options.numa_node)
@@ -497,7 +608,7 @@ def _take(
     def take(start: int) -> int:
         length = min(RESERVE_BYTES, size - start)
         try:
-            if not populate(mapped, start, length, POPULATE_WRITE):
+            if not populate(mapped, start, length, POPULATE_WRITE) and not is_left:
                 os.posix_fallocate(fd, start, length)
                 mapped[start : start + length] = bytes(length)
         except OSError as error:
@@ -508,12 +619,13 @@ def _take(
         return length
 
     done = 0
+    insists = options.huge_pages == "transparent" and not is_left
     threads = options.threads or min(len(os.sched_getaffinity(0)), RESERVE_THREADS_MAX)
     with contextlib.closing(
         _in_threads(take, range(0, size, RESERVE_BYTES), threads)
     ) as taken:  # closed, because it ends its threads then, whatever ``progress`` raises
         for length in taken:
-            if not done and options.huge_pages == "transparent" and not pages.huge_bytes(mapped):
+            if not done and insists and not pages.huge_bytes(mapped):
                 raise _no_transparent()
             done += length
             if progress is not None:

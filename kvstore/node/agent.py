@@ -92,12 +92,18 @@ class NodeAgent:
         self._waiting = waiting
         self._epoch = 0
         """Of the master that we can resume with; 0: join anew."""
-        self._fresh = True
+        self._fresh = not segment.attached
         """Nobody was ever given an extent of our segment."""
+        self._unverified = segment.attached
+        """Its bytes may have changed while nobody served it."""
+        self._known = False
+        """Some master has accepted us."""
         self._untold = False
         """The master that we have joined does not know all that our memory holds."""
         self._unanswered = False
         """A join was sent, and whether a master has accepted it, and grants, is not known."""
+        self.drained = False
+        """Whether ``run`` ended because what the node held is elsewhere now."""
         self._stopping = asyncio.Event()
         self._sending = asyncio.Lock()
         """A stream takes one message at a time: beats, answers and the goodbye share it."""
@@ -125,9 +131,10 @@ class NodeAgent:
                 continue
             except DrainedError:
                 log.info("node_drained node=%s", self._name)
+                self.drained = True
                 return
             except KVStoreError as error:
-                if not isinstance(error, UnavailableError) and self._fresh:
+                if not isinstance(error, UnavailableError) and not self._known:
                     raise
                 if failures == 0:
                     self._waiting(error)
@@ -172,6 +179,7 @@ class NodeAgent:
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             self._fresh = False
+            self._known = True
             log.info("node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed)
             if not resumed:
                 self._untold = not offer.fresh
@@ -242,17 +250,24 @@ class NodeAgent:
             started = time.monotonic()
             found = await asyncio.to_thread(inventory.take, self._segment)
             rows = inventory.ROWS_PER_MESSAGE
+            told = 0
             for start in range(0, max(1, len(found)), rows):
                 chunk = found[start : start + rows]
                 last = start + rows >= len(found)
+                if self._unverified:
+                    chunk = await asyncio.to_thread(inventory.verified, self._segment, chunk)
+                told += len(chunk)
                 await answers.acquire()
                 await self._send(link, inventory.claims(0, chunk, first=not start, last=last))
             for _ in range(CLAIMS_UNANSWERED_MAX):
                 await answers.acquire()
-            self._untold = False
-            took_s = time.monotonic() - started
+            self._untold = self._unverified = False
             log.info(
-                "inventory_told node=%s objects=%d seconds=%.2f", self._name, len(found), took_s
+                "inventory_told node=%s objects=%d corrupt=%d seconds=%.2f",
+                self._name,
+                told,
+                len(found) - told,
+                time.monotonic() - started,
             )
         await asyncio.Event().wait()
 

@@ -25,7 +25,7 @@ from rich.progress import (
 from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
 from kvstore.config import NodeConfig, join_address, split_address
-from kvstore.errors import KVStoreError, NodeNameTakenError
+from kvstore.errors import KVStoreError, LeftOverMemoryError, NodeNameTakenError
 from kvstore.host import address_towards, host_id
 from kvstore.memory import numa
 from kvstore.memory.segment import MemoryOptions, Segment, free_node_name
@@ -34,13 +34,19 @@ from kvstore.transport.tcp_server import DataServer
 
 log = logging.getLogger("kvstore.node")
 
+NAME_WAIT_S: Final = 2.0
+"""How long a node waits for the process of before to end that has its name."""
+
 EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
-def run(config: NodeConfig, parent_fd: int | None = None) -> int:
+def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool = False) -> int:
     """Serve until SIGTERM or SIGINT, or until the parent is gone; the exit status.
 
-    ``parent_fd``: the child's end of a ``kvstore.children`` pair; told once the node has joined.
+    Args:
+        config: of the node.
+        parent_fd: the child's end of a ``kvstore.children`` pair; told once the node has joined.
+        keep_orphaned: leave the memory to the next node of this name if the parent is killed.
 
     Raises:
         KVStoreError: it could not start; nothing is left behind.
@@ -53,8 +59,14 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before there are threads: they inherit it
-            segment = _create_segment(config, quiet=parent_fd is not None)
-            stack.callback(segment.close)
+            segment = _mount(config, is_child=parent_fd is not None)
+            drained = False
+
+            def close() -> None:
+                keep = config.keep or (keep_orphaned and parent.killed)
+                segment.close(unlink=drained or not keep)
+
+            stack.callback(close)
             server = DataServer(
                 [segment], config.host, config.port, connections_max=config.connections_max
             )
@@ -62,7 +74,7 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
             stack.callback(server.stop)
             # Last in, first out: nothing interrupts the clean-up that follows.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-            asyncio.run(_serve(config, segment, server, parent))
+            drained = asyncio.run(_serve(config, segment, server, parent))
         return 0
     except KeyboardInterrupt:
         return 0
@@ -77,7 +89,8 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
 
 async def _serve(
     config: NodeConfig, segment: Segment, server: DataServer, parent: ParentLink
-) -> None:
+) -> bool:
+    """Until it is told to stop; whether that was because it was drained."""
     address = _advertised(config, server.port)
 
     def joined(accepted: MasterAccepted) -> None:
@@ -112,20 +125,24 @@ async def _serve(
         if parent.fd is not None:
             loop.remove_reader(parent.fd)
     log.info("node_stopped node=%s", segment.node)
+    return agent.drained
 
 
-def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
+def _mount(config: NodeConfig, *, is_child: bool) -> Segment:
+    """The memory that was left under our name, or new memory."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
         TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    hidden = quiet or not console.is_terminal
+    hidden = is_child or not console.is_terminal
     started = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("reserving memory", total=config.memory)
-        segment = _create_named(
-            config, lambda done, total: bar.update(task, completed=done, total=total)
+        segment = _named(
+            config,
+            lambda done, total: bar.update(task, completed=done, total=total),
+            is_child=is_child,
         )
     log.info(
         "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
@@ -139,21 +156,51 @@ def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
     return segment
 
 
-def _create_named(config: NodeConfig, progress: Callable[[int, int], None]) -> Segment:
+def _named(config: NodeConfig, progress: Callable[[int, int], None], *, is_child: bool) -> Segment:
     """By the name that was given, or by one that nobody has."""
     options = MemoryOptions(
         huge_pages=config.huge_pages, numa_node=config.numa_node, lock=config.lock_memory
     )
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
-    tried = ""
+    name = config.name or free_node_name(base)
+    patience = time.monotonic() + NAME_WAIT_S
     while True:
-        name = config.name or free_node_name(base)
         try:
-            return Segment.create(name, config.memory, progress=progress, options=options)
+            segment = None
+            if not config.discard:
+                segment = _left(name, config, options, progress, is_child=is_child)
+            return segment or Segment.create(
+                name, config.memory, progress=progress, options=options
+            )
         except NodeNameTakenError:
-            if name == tried or config.name:
-                raise
-            tried = name  # somebody was faster
+            again = config.name or free_node_name(base)
+            if again == name:
+                if time.monotonic() >= patience:
+                    raise
+                time.sleep(0.05)  # its process may be ending
+            name = again  # somebody was faster
+
+
+def _left(
+    name: str,
+    config: NodeConfig,
+    options: MemoryOptions,
+    progress: Callable[[int, int], None],
+    *,
+    is_child: bool,
+) -> Segment | None:
+    """What was left under this name, if it is of use. A child has no user who could be asked what
+    to do with what is not."""
+    try:
+        segment = Segment.attach(name, config.memory, progress=progress, options=options)
+    except LeftOverMemoryError as error:
+        if not is_child:
+            raise
+        log.warning("left_over_memory_discarded node=%s reason=%s", name, error.message)
+        return None
+    if segment is not None:
+        log.info("memory_attached node=%s bytes=%d", name, segment.size)
+    return segment
 
 
 def _advertised(config: NodeConfig, port: int) -> str:

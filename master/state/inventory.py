@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from sortedcontainers import SortedDict
-
 from kvstore.calls import NodeClaims, Version
 from kvstore.errors import ProtocolError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key
@@ -53,7 +51,8 @@ class Inventory:
         self._waiting: deque[NodeClaims] = deque()
         self._at = 0
         """Rows of the first of those that were dealt with."""
-        self._ranges: SortedDict[int, int] = SortedDict()  # offset -> length
+        self._taken = bytearray(segment.allocator.end // EXTENT_ALIGN)
+        """One byte for each place where an extent may start: 1 where one lies."""
         self._freed_until = segment.allocator.start
         self._last_seen = False
 
@@ -106,47 +105,39 @@ class Inventory:
 
     def take(self, offset: int, size: int) -> bool:
         """Whether an object of ``size`` bytes can be at ``offset``; then no other can."""
-        allocator, ranges = self.segment.allocator, self._ranges
-        length = extent_bytes(size)
-        stop = offset + length
+        allocator, taken = self.segment.allocator, self._taken
+        stop = offset + extent_bytes(size)
         if offset % EXTENT_ALIGN or offset < allocator.start or stop > allocator.end:
             return False
-        at = ranges.bisect_right(offset)
-        if at and sum(ranges.peekitem(at - 1)) > offset:
+        first, behind = offset // EXTENT_ALIGN, stop // EXTENT_ALIGN
+        if taken.find(1, first, behind) >= 0:
             return False
-        if at < len(ranges) and ranges.peekitem(at)[0] < stop:
-            return False
-        ranges[offset] = length
+        taken[first:behind] = b"\1" * (behind - first)
         return True
 
-    def give_back(self, offset: int) -> None:
+    def give_back(self, offset: int, size: int) -> None:
         """What ``take`` has just taken."""
-        del self._ranges[offset]
+        first, count = offset // EXTENT_ALIGN, extent_bytes(size) // EXTENT_ALIGN
+        self._taken[first : first + count] = bytes(count)
 
     def free_gaps(self) -> bool:
         """Free some of what nobody claimed, once all is claimed; whether that was the rest."""
         allocator = self.segment.allocator
-        passed = list(islice(self._ranges.irange(self._freed_until), GAPS_PER_STEP))
-        for offset in passed:
-            if offset > self._freed_until:
-                allocator.free(self._freed_until, offset - self._freed_until)
-            self._freed_until = offset + self._ranges[offset]
-        if len(passed) == GAPS_PER_STEP:
-            return False
-        if self._freed_until < allocator.end:
-            allocator.free(self._freed_until, allocator.end - self._freed_until)
-            self._freed_until = allocator.end
-        return True
+        for offset, length in islice(self.gaps(), GAPS_PER_STEP):
+            allocator.free(offset, length)
+            self._freed_until = offset + length
+        return next(self.gaps(), None) is None
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """What is neither claimed nor free, as (offset, length)."""
-        reached = self._freed_until
-        for offset in self._ranges.irange(reached):
-            if offset > reached:
-                yield reached, offset - reached
-            reached = offset + self._ranges[offset]
-        if reached < self.segment.allocator.end:
-            yield reached, self.segment.allocator.end - reached
+        taken = self._taken
+        end = self.segment.allocator.end // EXTENT_ALIGN
+        at = taken.find(0, self._freed_until // EXTENT_ALIGN)
+        while at >= 0:
+            behind = taken.find(1, at)
+            behind = end if behind < 0 else behind
+            yield at * EXTENT_ALIGN, (behind - at) * EXTENT_ALIGN
+            at = taken.find(0, behind)
 
 
 class Tombstones:

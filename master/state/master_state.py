@@ -24,7 +24,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvstore import calls
-from kvstore.calls import NO_PLACEMENTS, DrainStep, Placements, Presence, PutOutcome, Version
+from kvstore.calls import NO_PLACEMENTS, DrainStep, Placements, PutOutcome, Version
 from kvstore.errors import (
     BusyError,
     InvalidArgumentError,
@@ -61,6 +61,9 @@ background work forgets the rest."""
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
+
+_MISS = ObjectRecord(Namespace(""), Key(b""))
+"""In place of what is not there; never changed."""
 
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
@@ -187,15 +190,7 @@ class MasterState:
         table = self.forest.table(request.namespace)
         if table is None:
             return calls.Existing(bytes(len(request.keys)))
-        presence = bytearray(len(request.keys))
-        for index, key in enumerate(request.keys):
-            record = table.get(key)
-            if record is not None:
-                if record.complete:
-                    presence[index] = Presence.COMPLETE
-                elif record.writer:
-                    presence[index] = Presence.BEING_WRITTEN
-        return calls.Existing(bytes(presence))
+        return calls.Existing(table.presence(request.keys))
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         rules = self.rules
@@ -830,7 +825,7 @@ class MasterState:
             return None
         if record is not None and known == version:
             if len(record.more) + 1 >= REPLICAS_MAX:
-                inventory.give_back(offset)
+                inventory.give_back(offset, size)
                 return None
             self.pool.add_replica(record, extent)
         elif record is not None and known is not None:
@@ -847,7 +842,7 @@ class MasterState:
                 self._adopt(now_ms, record, above)
             except InvalidArgumentError:  # they form a ring
                 self.pool.settle(record)
-                inventory.give_back(offset)
+                inventory.give_back(offset, size)
                 return None
             self.pool.store(record, [extent], size, version, used_ms)
         # The master before may have leased it until then.
@@ -1114,10 +1109,11 @@ class MasterState:
             segments = [r.segment.segment_id for r in found if r.segment is not None]
             offsets = [record.offset for record in found]
             replicas = [0 if record is None else 1 for record in records]
+        rows = found if len(found) == len(records) else [_MISS if r is None else r for r in records]
         return Placements(
-            sizes=[0 if record is None else record.size for record in records],
-            epochs=[0 if record is None else record.epoch for record in records],
-            counters=[0 if record is None else record.counter for record in records],
+            sizes=[record.size for record in rows],
+            epochs=[record.epoch for record in rows],
+            counters=[record.counter for record in rows],
             replicas=replicas,
             segments=segments,
             offsets=offsets,

@@ -10,13 +10,15 @@ what is dropped is gone at once. That is why a record has its namespace's name, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kvstore.calls import SegmentOffer
+from kvstore.calls import Presence, SegmentOffer
+from kvstore.keys import PackedKeys
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
-from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
+from kvstore.native import fast
 
 if TYPE_CHECKING:
     from kvstore.master.state.eviction import EvictionPolicy
@@ -59,7 +61,7 @@ class Segment:
         self.alive = True
         self.whole = offer.fresh
         """Whether all that it held before it was mounted is known; else its inventory comes."""
-        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size, empty=offer.fresh)
+        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
         self.candidates = candidates
         """The objects that could be evicted from here: leaves whose first replica is here."""
         self.usable_at_ms = usable_at_ms
@@ -194,6 +196,23 @@ class NamespaceTable:
 
     def get(self, key: Key) -> ObjectRecord | None:
         return self.shards[hash(key) & self._mask].get(key)
+
+    def presence(self, keys: Sequence[Key]) -> bytes:
+        """One ``Presence`` per key."""
+        if fast is not None and isinstance(keys, PackedKeys):
+            return fast.presence(
+                cast("list[dict[bytes, object]]", self.shards), self._mask,
+                keys.data, keys.stride, ObjectRecord, Segment,
+            )  # fmt: skip
+        presence = bytearray(len(keys))
+        for index, key in enumerate(keys):
+            record = self.get(key)
+            if record is not None:
+                if record.complete:
+                    presence[index] = Presence.COMPLETE
+                elif record.writer:
+                    presence[index] = Presence.BEING_WRITTEN
+        return bytes(presence)
 
     def add(self, key: Key) -> ObjectRecord:
         record = self.shards[hash(key) & self._mask][key] = ObjectRecord(self.name, key)

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.calls import PutOutcome
-from tests.integration.cluster import ROOT, SHORT, Cluster, Node, until
+from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, Node, until
 
 KIB, MIB = 1 << 10, 1 << 20
 TRANSPORTS = (("shm",), ("tcp",))
@@ -144,6 +144,21 @@ def test_nobody_who_reads_notices(store: Cluster) -> None:
     assert (done.told["left"], done.told["corrupt"], done.told["has_left"]) == (0, 0, True)
     assert store.state_of(old) == "gone"
     all_right(store, keys)
+
+
+def test_a_node_that_keeps_its_memory_leaves_none_when_it_was_drained(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, settings=SHORT)
+    try:
+        cluster.master()
+        command = ["--keep", "--memory", "16MiB", "--name", f"keeps-{os.getpid()}"]
+        node = Node(NODE, [*command, "--master", cluster.address], log=tmp_path / "node.log")
+        node.name = command[-1]
+        node.line("serves")
+        assert drain(cluster, node).code == 0
+        has_left(node)
+        node.close()
+    finally:
+        cluster.close()
 
 
 def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.calls import PutOutcome
-from tests.integration.cluster import NODE, ROOT, Cluster, Node, Server, unique_name
+from tests.integration.cluster import NODE, ROOT, Cluster, Node, Server, unique_name, until
 
 MIB = 1 << 20
 MEMORY = 32 * MIB
@@ -227,24 +227,34 @@ def test_reserved_huge_pages_reach_node_and_clients(hugetlb: Path, store: Cluste
     assert not path.exists()
 
 
-def test_a_killed_node_leaves_reserved_pages_that_the_next_one_gets(
+def test_a_killed_node_leaves_reserved_pages_with_what_they_hold(
     hugetlb: Path, store: Cluster
 ) -> None:
     name = unique_name()
     first = store.node(huge_pages="reserved", name=name)
     path = hugetlb / first.entry.name
+    client = store.client(timeout_ms=30_000)
+    assert client.put("kept", LARGE) is PutOutcome.STORED
     first.kill()
     left = path.stat().st_ino
     second = store.node(huge_pages="reserved", name=name)
-    assert path.stat().st_ino != left
+    assert path.stat().st_ino == left
+    until(lambda: client.get("kept") == LARGE)
     with_another_name = {"name": name, "memory": "8MiB", "master": store.address}
     again = store.launch(NODE, with_another_name)
     assert again.wait() == 1
     assert f"{path} belongs to a running process" in again.errors
     second.kill()
-    third = store.node(name=name)  # of /dev/shm: what was left elsewhere goes all the same
-    assert not path.exists()
-    assert third.entry.exists()
+    other = store.launch(NODE, {"name": name, "memory": "32MiB", "master": store.address})
+    assert other.wait() == 1
+    assert "memory of /dev/shm was asked for" in other.errors
+    assert path.exists()
+    command = [sys.executable, "-m", NODE, "--name", name, "--master", store.address, "--discard"]
+    with subprocess.Popen([*command, "--memory", "8MiB"], stdout=subprocess.PIPE) as third:
+        assert third.stdout is not None
+        assert b"serves" in third.stdout.readline()
+        assert not path.exists(), "what was left elsewhere goes all the same"
+        third.terminate()
 
 
 def test_too_few_reserved_pages_are_told(hugetlb: Path, store: Cluster, tmp_path: Path) -> None:
