@@ -258,8 +258,10 @@ def test_a_killed_node_leaves_reserved_pages_with_what_they_hold(
 
 
 def test_too_few_reserved_pages_are_told(hugetlb: Path, store: Cluster, tmp_path: Path) -> None:
-    says = ("not enough huge pages", "It needs 64 of 2048 KiB", "vm.nr_hugepages")
-    assert refused(store, tmp_path, [], *says, huge_pages="reserved", memory="128MiB") == 1
+    free = int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
+    says = ("not enough huge pages", f"It needs {free + 1} of 2048 KiB", "vm.nr_hugepages")
+    memory = f"{2 * (free + 1)}MiB"
+    assert refused(store, tmp_path, [], *says, huge_pages="reserved", memory=memory) == 1
     assert list(hugetlb.iterdir()) == []
 
 
