@@ -252,7 +252,9 @@ class MasterState:
             if not alive:
                 self._abandon(put, now_ms)
                 continue
-            if put.moves is not None and not self._still_moves(put):
+            if put.moves is not None and (
+                not self._still_moves(put) or any(put.record is other.record for other, _ in ended)
+            ):
                 outdated.append(put)
                 continue
             ended.append((put, alive))
