@@ -1,4 +1,4 @@
-"""What each way to take memory gains: ``python -m kvstore.cli.bench_memory``.
+"""What each way to take memory gains: ``python -m kvstore.bench.memory``.
 
 The ways take turns, one round to warm up and several that count, so that a busy machine is busy for
 all of them; each cell is a median. A way that this host does not offer is left out, and why is
@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvstore.bench.ours import own_master
 from kvstore.children import Child
-from kvstore.cli.bench import own_master
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
