@@ -57,7 +57,8 @@ def doctor(
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
     checks = list(_checks(client, master, node, transfer_engine=transfer_engine))
-    found = list(run_all(checks, max(client.timeout_ms / 1000, IMPORTS_TIMEOUT_S) + 1))
+    limit_s = max(3 * client.timeout_ms / 1000, (3 if transfer_engine else 1) * IMPORTS_TIMEOUT_S)
+    found = list(run_all(checks, limit_s + 1))
     if as_json or outer["as_json"]:
         for finding in found:
             print_json(finding._asdict())
