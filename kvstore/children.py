@@ -110,11 +110,17 @@ class Child:
             self._process.wait()
 
 
-def start_node(*, master: str, memory: int, host: str = "127.0.0.1", name: str = "") -> Child:
-    """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is what it is called."""
+def start_node(
+    *, master: str, memory: int, host: str = "127.0.0.1", name: str = "", **settings: str
+) -> Child:
+    """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is what it is called.
+
+    ``settings``: other fields of ``NodeConfig``.
+    """
+    flags = [text for key, value in settings.items() for text in (_flag(key), value)]
     return Child.start(
         "kvstore.cli.node", "--master", master, "--memory", str(memory), "--host", host,
-        "--name", name,
+        "--name", name, *flags,
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 
@@ -125,6 +131,10 @@ def start_master(*, memory: int) -> Child:
         "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
+
+
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
 def _start_timeout_s(memory: int) -> float:

@@ -120,8 +120,9 @@ def wipes(draw: st.DrawFn) -> calls.MasterWipe:
     )
 
 
+ENGINE = st.none() | st.builds(calls.EngineAddress, NAME, U64, NAME, NAME)
 SEGMENT_INFO = st.builds(
-    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64
+    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64, ENGINE
 )
 SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME)
 NODE_STATUS = st.builds(
@@ -139,6 +140,7 @@ OFFER = st.builds(
     U64,
     U64,
     FLAGS,
+    ENGINE,
 )
 
 REQUESTS: dict[type, st.SearchStrategy[Any]] = {

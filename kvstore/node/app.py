@@ -20,6 +20,8 @@ from kvstore.errors import KVStoreError, NodeNameTakenError
 from kvstore.host import address_towards, host_id
 from kvstore.memory.segment import Segment, free_node_name
 from kvstore.node.agent import NodeAgent
+from kvstore.transport.mooncake.engine import EngineSettings
+from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 
 log = logging.getLogger("kvstore.node")
@@ -47,9 +49,12 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
             )
             server.start()
             stack.callback(server.stop)
+            engine = _start_engine(config, segment)
+            if engine is not None:
+                stack.callback(engine.close)
             # Last in, first out: nothing interrupts the clean-up that follows.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-            asyncio.run(_serve(config, segment, server, parent))
+            asyncio.run(_serve(config, segment, server, engine, parent))
         return 0
     except KeyboardInterrupt:
         return 0
@@ -63,7 +68,11 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
 
 
 async def _serve(
-    config: NodeConfig, segment: Segment, server: DataServer, parent: ParentLink
+    config: NodeConfig,
+    segment: Segment,
+    server: DataServer,
+    engine: EngineServer | None,
+    parent: ParentLink,
 ) -> None:
     address = _advertised(config, server.port)
 
@@ -85,6 +94,7 @@ async def _serve(
         segment=segment,
         server=server,
         address=address,
+        engine=engine,
         joined=joined,
         waiting=waiting,
     )
@@ -124,6 +134,14 @@ def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
                 if again == name:
                     raise
                 name = again  # somebody was faster
+
+
+def _start_engine(config: NodeConfig, segment: Segment) -> EngineServer | None:
+    if not config.protocol:
+        return None
+    settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
+    host, _ = split_address(_advertised(config, 0), default_port=0)
+    return EngineServer(segment, settings, host)
 
 
 def _advertised(config: NodeConfig, port: int) -> str:

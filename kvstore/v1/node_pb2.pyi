@@ -137,6 +137,7 @@ class SegmentOffer(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -148,6 +149,8 @@ class SegmentOffer(_message.Message):
     generation: _builtins.int
     fresh: _builtins.bool
     """Nobody has ever been given an extent of it."""
+    @_builtins.property
+    def engine(self) -> _common_pb2.TransferEngine: ...
     def __init__(
         self,
         *,
@@ -159,10 +162,11 @@ class SegmentOffer(_message.Message):
         seed: _builtins.int = ...,
         generation: _builtins.int = ...,
         fresh: _builtins.bool = ...,
+        engine: _common_pb2.TransferEngine | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fresh", b"fresh", "generation", b"generation", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

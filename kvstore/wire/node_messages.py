@@ -15,7 +15,9 @@ from kvstore.v1 import node_pb2
 from kvstore.wire.messages import SIZE_BYTES_MAX, UNENCODABLE
 from kvstore.wire.packed import (
     pack_column,
+    pack_engine,
     unpack_column,
+    unpack_engine,
     unpack_number,
     unpack_shm_name,
     unpack_sixteen,
@@ -53,7 +55,8 @@ def _packed(message: NodeMessage) -> node_pb2.NodeMessage:
             m.join.resume_epoch = message.resume_epoch
             m.join.SetInParent()
             for offer in message.segments:
-                m.join.segments.add(**offer._asdict())
+                m.join.segments.add(**offer._replace(engine=None)._asdict())
+                pack_engine(m.join.segments[-1], offer.engine)
     return m
 
 
@@ -96,6 +99,7 @@ def _node_join(m: node_pb2.NodeJoin) -> calls.NodeJoin:
                 offer.seed,
                 offer.generation,
                 offer.fresh,
+                unpack_engine(offer),
             )
             for offer in m.segments
         ],
