@@ -483,8 +483,8 @@ class NodeConfig(Config):
     )
     protocol: EngineProtocol = Field(
         default="",
-        description="Also serve the memory by Mooncake's transfer engine (pip install kvstore[mooncake]), over "
-        "this protocol; empty: without it.",
+        description="Also serve the memory by Mooncake's transfer engine (pip install "
+        "kvstore[mooncake]), over this protocol; empty: without it.",
     )
     device_name: Devices = Field(
         default="",
@@ -575,8 +575,8 @@ class ClientConfig(Config):
     )
     protocol: EngineProtocol = Field(
         default="",
-        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) where the node has "
-        "it, too, over this protocol; empty: without it.",
+        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) "
+        "where the node has it, too, over this protocol; empty: without it.",
     )
     device_name: Devices = Field(
         default="",
@@ -627,8 +627,8 @@ class ConnectorConfig(Config):
     )
     protocol: EngineProtocol = Field(
         default="",
-        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) where the node has "
-        "it, too, over this protocol; empty: without it.",
+        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) "
+        "where the node has it, too, over this protocol; empty: without it.",
     )
     device_name: Devices = Field(
         default="",

@@ -12,6 +12,13 @@ from typing import NoReturn
 import pytest
 
 from kvstore.transport.mooncake import probe
+from kvstore.transport.mooncake.engine import EngineSettings
+
+
+ENGINE = EngineSettings(
+    os.environ.get("MOONCAKE_TEST_PROTOCOL", "tcp"), os.environ.get("MOONCAKE_TEST_DEVICE", "")
+)
+"""What the tests of the transfer engine run on: a machine with a card says rdma."""
 
 
 def need_program(name: str, package: str) -> str:

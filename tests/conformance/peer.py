@@ -18,9 +18,9 @@ from pathlib import Path
 from kvstore.calls import EngineAddress, SegmentInfo
 from kvstore.host import host_id
 from kvstore.memory.segment import SHM_DIRECTORY, Segment
-from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
+from tests.programs import ENGINE
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +57,10 @@ class Peer:
             generation=reply["generation"],
             engine=EngineAddress(*reply["engine"]) if reply["engine"] else None,
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def counters(self) -> dict[str, int]:
         counters: dict[str, int] = json.loads(self._say("counters"))
@@ -101,7 +105,7 @@ def main() -> None:
     server.start()
     engine = None
     if metadata_server:
-        settings = EngineSettings("tcp", metadata_server=metadata_server)
+        settings = ENGINE._replace(metadata_server=metadata_server)
         engine = EngineServer(segment, settings, "127.0.0.1")
     for line in sys.stdin:
         match line.strip():

@@ -29,13 +29,12 @@ from kvstore.errors import (
 )
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.base import PIECE_BYTES, Move, Transport
-from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_protocol import RANGES_MAX
 from tests.conformance.peer import Peer
-from tests.programs import engine_or_skip_reason, need_engine
+from tests.programs import ENGINE, engine_or_skip_reason, need_engine
 
 MIB = 1 << 20
 SEGMENT_BYTES = 64 * MIB
@@ -45,15 +44,15 @@ LARGE_BYTES = 48 * MIB
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "shm": ShmTransport,
     "tcp": TcpTransport,
-    "mooncake": lambda: MooncakeTransport(EngineSettings("tcp")),
+    "mooncake": lambda: MooncakeTransport(ENGINE),
 }
-ENGINE = P2P if engine_or_skip_reason() is None else ""
+METADATA = P2P if engine_or_skip_reason() is None else ""
 
 
 @pytest.fixture(scope="module")
 def shared_peer() -> Iterator[Peer]:
     """One node for all tests that leave it as it was."""
-    peer = Peer(f"conformance-{os.getpid()}", SEGMENT_BYTES, engine=ENGINE)
+    peer = Peer(f"conformance-{os.getpid()}", SEGMENT_BYTES, engine=METADATA)
     yield peer
     peer.close()
 
@@ -61,7 +60,7 @@ def shared_peer() -> Iterator[Peer]:
 @pytest.fixture
 def peer() -> Iterator[Peer]:
     """A node of the test's own, to be maltreated."""
-    peer = Peer(f"victim-{os.getpid()}", SEGMENT_BYTES, engine=ENGINE)
+    peer = Peer(f"victim-{os.getpid()}", SEGMENT_BYTES, engine=METADATA)
     yield peer
     peer.close()
 

@@ -24,14 +24,8 @@ from kvstore.transport.mooncake.waves import waves
 from kvstore.transport.pieces import deadline_exceeded, feed
 
 UNDER_WAY_MAX: Final = 2
-RANGE_BYTES_MAX: Final = 1 << 20
-"""Neighbours are moved as one range up to here: each range costs the engine 70 us over tcp."""
-
 RANGES_MAX: Final = 512
 """In one batch."""
-
-INLINE_BYTES_MAX: Final = 256 << 10
-"""A single range up to here is moved in the caller's thread: handing over costs as much again."""
 
 DIRECT_BYTES_MIN: Final = 16 << 10
 """Copying less costs no more than asking whether it is registered."""
@@ -65,12 +59,12 @@ class _Batch:
         self.moving: Future[bool] | None = None
 
     def add(self, ours: int, theirs: int, length: int) -> None:
+        """Neighbours become one range: each costs the engine 70 us over tcp."""
         self.bytes += length
         if (
             self.lengths
             and self.ours[-1] + self.lengths[-1] == ours
             and self.theirs[-1] + self.lengths[-1] == theirs
-            and self.lengths[-1] + length <= RANGE_BYTES_MAX
         ):
             self.lengths[-1] += length
             return
@@ -125,7 +119,7 @@ class Call:
                     if self._is_write and move.prepare is not None:
                         move.prepare()
                     self._add(move)
-                self._submit()
+                self._submit(is_last=True)
                 while self._under_way:
                     self._finish()
         except BaseException:
@@ -175,7 +169,9 @@ class Call:
                 if self._under_way:
                     self._finish()
 
-    def _submit(self) -> None:
+    def _submit(self, *, is_last: bool = False) -> None:
+        """Let the batch at hand be moved. What is the last of its wave and one range, with nothing
+        else under way, is moved in this thread: handing over takes as long as a small range."""
         batch, self._batch = self._batch, _Batch()
         if not batch.lengths:
             return
@@ -186,8 +182,8 @@ class Call:
         ours, theirs, lengths = batch.ours, batch.theirs, batch.lengths
         self._under_way.append(batch)
         if (
-            len(lengths) == 1
-            and lengths[0] <= INLINE_BYTES_MAX
+            is_last
+            and len(lengths) == 1
             and len(self._under_way) == 1
             and self._peer in station.used_at  # opening a peer may take long
         ):

@@ -14,6 +14,7 @@ What is true of the engine (0.3.13.post1), and shapes all that is built on it; e
   failed is replaced.
 * ``initialize`` aborts the process (``LOG(FATAL)``) for a kind of metadata server that it was not
   built with, and waits 5 s for an etcd that is not there: both are looked at before.
+* Asked for rdma where there is no card it takes tcp, and says nothing: so cards are looked for.
 * Over tcp a peer is sent no byte beside registered memory, and a write is acknowledged when it has
   been applied; whether *our* memory is registered is not checked there, and is over RDMA.
 """
@@ -53,6 +54,7 @@ DEBIAN_PACKAGES: Final = {
     "libcurl.so.4": "libcurl4",
 }
 
+CARDS: Final = Path("/sys/class/infiniband")
 METADATA_TIMEOUT_S: Final = 2.0
 
 _ENVIRONMENT: Final = {
@@ -104,6 +106,7 @@ class Engine:
         self.settings: Final = settings
         with _making:
             engine = _load(settings)
+            _check_cards(settings)
             _check_metadata_server(settings.metadata_server)
             before = {sock_port for sock_port, _ in _listening()}
             name = host if settings.metadata_server == P2P else _unique_name(host)
@@ -168,7 +171,7 @@ class Engine:
     def transfer_one(
         self, peer: str, ours: int, theirs: int, length: int, deadline: float, *, is_write: bool
     ) -> bool:
-        """``transfer`` of a single small range, in the caller's thread.
+        """``transfer`` of a single range, in the caller's thread.
 
         Raises:
             DeadlineExceededError: the transfer goes on.
@@ -280,6 +283,30 @@ def _silence() -> None:
         glog = next(line.split()[-1] for line in maps if "/libglog" in line)
         level = ctypes.c_int32.in_dll(ctypes.CDLL(glog), "_ZN3fLI17FLAGS_minloglevelE")
         level.value = _LOGGED_FATAL
+
+
+def cards() -> list[str]:
+    """The names of this host's RDMA cards."""
+    try:
+        return sorted(each.name for each in CARDS.iterdir())
+    except OSError:
+        return []
+
+
+def _check_cards(settings: EngineSettings) -> None:
+    if settings.protocol != "rdma":
+        return
+    there = cards()
+    missing = [each for each in settings.device_name.split(",") if each and each not in there]
+    if missing or not there:
+        raise TransferEngineError(
+            f"this host has no RDMA card {', '.join(missing)}".rstrip(),
+            advice=f"There are: {', '.join(there)}."
+            if there
+            else "Load the card's driver, pass /dev/infiniband into the container, or use tcp.",
+            protocol=settings.protocol,
+            device_name=settings.device_name,
+        )
 
 
 def _check_metadata_server(server: str) -> None:

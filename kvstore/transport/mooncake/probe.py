@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from kvstore.errors import TransferEngineError
-from kvstore.transport.mooncake.engine import PACKAGE, built_with, find_package, import_engine
+from kvstore.transport.mooncake.engine import (
+    PACKAGE,
+    built_with,
+    cards,
+    find_package,
+    import_engine,
+)
 
-CARDS: Final = Path("/sys/class/infiniband")
 VERBS: Final = Path("/dev/infiniband")
 
 _PROTOCOLS: Final = {"tcp": "TcpTransport", "rdma": "RdmaTransport"}
@@ -63,11 +68,8 @@ def _version() -> str:
 
 
 def _devices() -> Finding:
-    try:
-        cards = sorted(each.name for each in CARDS.iterdir())
-    except OSError:
-        cards = []
-    if not cards:
+    there = cards()
+    if not there:
         return Finding(
             "devices", False, "no RDMA card", "Use protocol tcp, or load the card's driver."
         )
@@ -77,7 +79,7 @@ def _devices() -> Finding:
         return Finding(
             "devices",
             False,
-            f"{', '.join(cards)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
+            f"{', '.join(there)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
             "Join the group of /dev/infiniband, and pass it into the container.",
         )
-    return Finding("devices", True, ", ".join(cards))
+    return Finding("devices", True, ", ".join(there))

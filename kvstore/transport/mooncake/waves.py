@@ -38,8 +38,9 @@ def _are_apart(objects: Sequence[Sequence[Move]]) -> bool:
     """Whether no two ranges overlap, but for the first and the last of one object."""
     ranges = []
     for number, each in enumerate(objects):
+        is_whole = bool(each) and each[-1].prepare is not None
         for index, move in enumerate(each):
-            is_edge = index in (0, len(each) - 1)
+            is_edge = is_whole and index in (0, len(each) - 1)
             ranges.append((move.offset, move.offset + len(move.buffer), number, is_edge))
     ranges.sort()
     end, owner, owner_is_edge = -1, -1, False
