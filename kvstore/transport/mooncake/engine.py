@@ -72,8 +72,11 @@ _ENVIRONMENT: Final = {
 _LOGGED_FATAL: Final = 3
 _POLL_S: Final = 200e-6
 _NAP_S: Final = 50e-6
+_LARGE_BYTES: Final = 1 << 20
 _UNCERTAIN: Final = 0.7
-"""Share of the time that a batch is likely to take for which we sleep before we poll."""
+_NAP_S_MAX: Final = 0.01
+"""Before we let it poll for a large batch, we sleep for so much of the time that it is likely to
+take, by what large batches took lately. Small ones take as long as their ranges are many."""
 
 _making = threading.Lock()
 _protocol_of_process = ""
@@ -160,12 +163,13 @@ class Engine:
             return False
         started = monotonic()
         total = sum(lengths)
-        likely_s = total / self._bytes_per_s
-        if likely_s > _POLL_S:
-            sleep(likely_s * _UNCERTAIN)
+        is_large = total >= _LARGE_BYTES
+        if is_large:
+            sleep(min(total / self._bytes_per_s * _UNCERTAIN, _NAP_S_MAX))
         if engine.get_batch_transfer_status([batch]):
             return False
-        self._bytes_per_s += (total / (monotonic() - started) - self._bytes_per_s) / 8
+        if is_large:
+            self._bytes_per_s += (total / (monotonic() - started) - self._bytes_per_s) / 8
         return True
 
     def transfer_one(
@@ -190,6 +194,20 @@ class Engine:
             if now >= nap_at:
                 sleep(_NAP_S)
         return bool(status == 1)
+
+    def transfer_sync(
+        self,
+        peer: str,
+        ours: Sequence[int],
+        theirs: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        is_write: bool,
+    ) -> bool:
+        """``transfer`` by the call that its users know, which polls all the time: to compare."""
+        engine = self._engine
+        sync = engine.batch_transfer_sync_write if is_write else engine.batch_transfer_sync_read
+        return not sync(peer, ours, theirs, lengths)
 
     def close(self) -> None:
         """End every transfer, connection and thread. Idempotent. Holds the GIL for a moment."""
