@@ -31,9 +31,10 @@ from kvstore.client.getting import locate
 from kvstore.client.steps import Transfer
 from kvstore.config import ClientConfig
 from kvstore.errors import InternalError
+from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.transport.base import Move
-from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of
+from kvstore.transport.mooncake.engine import Engine, EngineSettings
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 WORK: Final = ((1 << 20, 1), (1 << 20, 16), (1 << 20, 64), (4 << 20, 16), (64 << 10, 64))
 """Bytes of an object, and how many at once."""
 
-NAMESPACE: Final = "kvstore-bench-engine"
+NAMESPACE: Final = Namespace("kvstore-bench-engine")
 OPS: Final = ("write", "read", "put", "get")
 ROUNDS_MIN: Final = 5
 
@@ -86,7 +87,7 @@ class _Measurement:
         self._client = client
         self._engine = engine
         self._size, self._batch = size, batch
-        self._keys = [f"{size}-{number}".encode() for number in range(batch)]
+        self._keys = [Key(f"{size}-{number}".encode()) for number in range(batch)]
         random = np.random.default_rng(0)
         self._source = random.integers(0, 255, size * batch, dtype=np.uint8)
         self._target = np.zeros_like(self._source)
@@ -95,7 +96,7 @@ class _Measurement:
     def run(self, seconds: float, registered: bool) -> Iterator[EngineRow]:
         both = self._source, self._target
         for memory in both:
-            self._engine.register(address_of(memoryview(memory)), memory.nbytes)
+            self._engine.register(memory.ctypes.data, memory.nbytes)
             if registered:
                 self._client.register(memory)
         end = time.perf_counter() + len(OPS) * seconds
@@ -104,7 +105,7 @@ class _Measurement:
             for op, times in zip(OPS, self._round(), strict=True):
                 self._times[op].append(times)
         for memory in both:
-            self._engine.unregister(address_of(memoryview(memory)))
+            self._engine.unregister(memory.ctypes.data)
             if registered:
                 self._client.unregister(memory)
         for op, pairs in self._times.items():
@@ -141,7 +142,7 @@ class _Measurement:
 
     def _move(self, places: list[Replica], *, is_write: bool) -> None:
         memory = self._source if is_write else self._target
-        start = address_of(memoryview(memory))
+        start = memory.ctypes.data
         ours = [start + number * self._size for number in range(self._batch)]
         segment: SegmentInfo = places[0].segment
         assert segment.engine is not None

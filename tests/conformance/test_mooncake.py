@@ -28,6 +28,7 @@ from kvstore.transport.base import Move
 from kvstore.transport.mooncake import engine as engines
 from kvstore.transport.mooncake import server, transport
 from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of
+from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import ROOT, Peer
 from tests.conformance.test_transports import At, empty, noise, soon
@@ -80,6 +81,7 @@ import time
 from kvstore.calls import EngineAddress, SegmentInfo
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.engine import EngineSettings
+from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 mover = MooncakeTransport(EngineSettings("tcp", metadata_server={url!r}))
 info = {info}
@@ -469,6 +471,7 @@ def take_all_chunks(mover: MooncakeTransport) -> list[int]:
     return [buffer.free.get_nowait() for _ in range(buffer.free.qsize())]
 
 
-def station_buffer(mover: MooncakeTransport):  # type: ignore[no-untyped-def]
+def station_buffer(mover: MooncakeTransport) -> Buffer:
     assert mover._station is not None
+    assert mover._station.buffer is not None
     return mover._station.buffer
