@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvstore import calls
 from kvstore.client.steps import Context, Flow, Transfer, ask, learn
 from kvstore.limits import Key, Namespace
@@ -32,7 +34,9 @@ def exists(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
     if not keys:
         return []
     existing = yield from ask(calls.Exists(namespace, keys), calls.Existing)
-    return [presence == calls.Presence.COMPLETE for presence in existing.presence]
+    presences = np.frombuffer(bytes(existing.presence), np.uint8)
+    there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
+    return there
 
 
 def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:

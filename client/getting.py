@@ -14,19 +14,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64
 
 from kvstore import calls
-from kvstore.calls import SegmentInfo
-from kvstore.client.placements import Placed, Replica
-from kvstore.client.steps import Context, Flow, Transfer, ask, learn, unreachable
+from kvstore.client.objects import ObjectReads
+from kvstore.client.placements import Placed
+from kvstore.client.steps import Ask, Context, Flow, ask, describe, unreachable
 from kvstore.client.values import Bytes1D, check_dtype
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import HEADER_BYTES, Header, unpack
-from kvstore.transport.base import Move
+from kvstore.native.kinds import STALE
 
 log = logging.getLogger("kvstore.client")
 
@@ -43,40 +42,58 @@ class Target:
     """Caller's memory, filled in order; None: memory is made once the size is known."""
     dtype: str = ""
     """What the caller's memory expects; "": raw bytes."""
-    header: Header | None = None
+    descriptor: bytes | None = None
     """Of what was read; None: a miss."""
+    placed: Placed | None = None
+    """Where it was read."""
     data: Bytes1D | None = None
     """What was read, where the memory was made here."""
+    room: Bytes1D | None = None
+    """That memory."""
     wrong: int = 0
     """Reads that brought other bytes."""
+
+    def make_room(self, size: int) -> list[memoryview]:
+        """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
+        if self.views is not None:
+            if len(self.views) == 1 and len(self.views[0]) == size:
+                return self.views
+            return _exactly(self.views, size, self.key)
+        self.room = np.empty(size, np.uint8)
+        return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
 
 
 def locate(
     context: Context, namespace: Namespace, keys: Sequence[Key], *, fresh: bool = False
 ) -> Flow[list[Placed | None]]:
     """Where these objects are, leased; from the cache where the lease lives, unless ``fresh``."""
+    remembered = context.placements
     placed: list[Placed | None]
-    if fresh:
+    if fresh or not len(remembered):
         placed = [None] * len(keys)
+        missing: Sequence[int] = range(len(keys))
+        wanted = keys
     else:
-        placed = [context.placements.get(namespace, key) for key in keys]
-    missing = [index for index, known in enumerate(placed) if known is None]
-    if not missing:
-        return placed
+        placed = [remembered.get(namespace, key) for key in keys]
+        missing = [index for index, known in enumerate(placed) if known is None]
+        if not missing:
+            return placed
+        wanted = [keys[index] for index in missing]
     asked = context.clock()
-    wanted = [keys[index] for index in missing]
-    found = yield from ask(calls.Lookup(namespace, wanted), calls.Found)
+    found = yield Ask(calls.Lookup(namespace, wanted))
+    assert isinstance(found, calls.Found)
     until = asked + found.lease_ms / 1000 - context.lease_margin_s
-    rows = yield from learn(context, found.epoch, found.placements, until)
+    known = yield from describe(context, found.epoch, found.placements.segments)
+    rows = context.segments.rows(known, found.placements, until)
     for index, row in zip(missing, rows, strict=True):
-        placed[index] = row
         if row is not None:
-            context.placements.remember(namespace, keys[index], row)
+            placed[index] = row
+            remembered.remember(namespace, keys[index], row)
     return placed
 
 
 def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Flow[None]:
-    """Read every target that is there; sets ``header`` of those, and ``data``.
+    """Read every target that is there; sets ``descriptor`` of those, and ``data``.
 
     Raises:
         BufferMismatchError: caller's memory is too small (nothing was read into it) or of another
@@ -84,41 +101,44 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         MasterUnreachableError, DeadlineExceededError
     """
     todo = list(targets)
-    failed: list[_Read] = []
+    rotten: list[Key] = []
     fresh = False
     for attempt in range(ATTEMPTS):
         placed = yield from locate(context, namespace, [target.key for target in todo], fresh=fresh)
-        reads: list[_Read] = []
+        groups: dict[int, _Group] = {}
         for target, known in zip(todo, placed, strict=True):
             if known is not None:
                 # Replicas on nodes that failed are listed last, so the first is right; one whose
                 # bytes were wrong is only avoided by counting on.
-                replica = known.replicas[target.wrong % len(known.replicas)]
-                reads.append(_Read(context, target, known, replica))
-        if not reads:
+                replicas = known.replicas
+                segment, offset = replicas[target.wrong % len(replicas)]
+                group = groups.get(id(segment))
+                if group is None:
+                    reads = ObjectReads(segment, namespace, verify=context.verify_payload)
+                    group = groups[id(segment)] = _Group(reads, [])
+                group.reads.add(known, offset, target.key, target.make_room(known.size))
+                group.targets.append((target, known))
+        if not groups:
             return
-        transfers = _by_segment(reads)
         if not attempt:
             failover = context.clock() + context.failover_s
-            for transfer, its_reads in transfers:
-                if all(read.has_alternative for read in its_reads):
-                    transfer.deadline = failover
-        errors = yield [transfer for transfer, _ in transfers]
+            for reads, its_targets in groups.values():
+                if all(len(known.replicas) > 1 for _, known in its_targets):
+                    reads.deadline = failover
+        errors = yield [group.reads for group in groups.values()]
         assert isinstance(errors, list)
-        failed = []
-        for (transfer, its_reads), error in zip(transfers, errors, strict=True):
+        todo, rotten = [], []
+        for group, error in zip(groups.values(), errors, strict=True):
             if error is None:
-                failed += [read for read in its_reads if not read.finish(context, namespace)]
+                todo += _finish(context, group, rotten)
             else:
-                yield from unreachable(context, transfer.segment, error)
-                failed += its_reads
-        todo = [read.target for read in failed]
+                yield from unreachable(context, group.reads.segment, error)
+                todo += [target for target, _ in group.targets]
         if not todo:
             return
         for target in todo:
             context.placements.forget(namespace, target.key)
         fresh = True
-    rotten = [read.target.key for read in failed if read.corrupt]
     if rotten:
         # Every replica that we were offered is bad: a miss for everybody, so that it is put anew.
         context.count("corrupt_objects", len(rotten))
@@ -126,122 +146,62 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         yield from ask(calls.Remove(namespace, rotten), calls.Removed)
 
 
-class _Read:
-    """One object's moves, and the checks of what came."""
+class _Group(NamedTuple):
+    """What is read from one segment."""
 
-    __slots__ = (
-        "_buffer",
-        "_hasher",
-        "_head",
-        "_placed",
-        "_replica",
-        "corrupt",
-        "moves",
-        "target",
-    )
+    reads: ObjectReads
+    targets: list[tuple[Target, Placed]]
+    """Of each row."""
 
-    def __init__(self, context: Context, target: Target, placed: Placed, replica: Replica) -> None:
-        self.target = target
-        self.corrupt = False
-        self._placed = placed
-        self._replica = replica
-        self._head = bytearray(HEADER_BYTES)
-        self._hasher = xxh3_64() if context.verify_payload else None
-        self._buffer: Bytes1D | None = None
-        size = placed.size
-        payload = replica.offset + HEADER_BYTES
-        if target.views is None:
-            self._buffer = np.empty(size, np.uint8)
-            views = [memoryview(self._buffer)]  # type: ignore[arg-type]
-        else:
-            views = _exactly(target, size)
-        self.moves = [Move(replica.offset, memoryview(self._head))]
-        for view in views:
-            self.moves.append(Move(payload, view, self._hasher))
-            payload += len(view)
 
-    @property
-    def segment(self) -> SegmentInfo:
-        return self._replica.segment
-
-    @property
-    def has_alternative(self) -> bool:
-        return len(self._placed.replicas) > 1
-
-    def finish(self, context: Context, namespace: Namespace) -> bool:
-        """Whether the target has the right bytes now."""
-        done = self._finish(context, namespace)
-        self.target.wrong += not done
-        return done
-
-    def _finish(self, context: Context, namespace: Namespace) -> bool:
-        placed, target = self._placed, self.target
-        header = unpack(self._head, self.segment.seed, self._replica.offset)
-        if header is None or not is_of(header, namespace, target.key, placed):
+def _finish(context: Context, group: _Group, rotten: list[Key]) -> list[Target]:
+    """Note what was read; returns the targets that have not the right bytes now. Keys of those
+    whose checksum is wrong are added to ``rotten``."""
+    again: list[Target] = []
+    reads, targets = group
+    now = context.clock()
+    for (target, known), outcome in zip(targets, reads.outcomes(), strict=True):
+        if outcome == STALE:
             context.count("stale_reads")
-            return False
-        if context.clock() >= placed.until:
+        elif now >= known.until:
             context.count("late_reads")
-            return False
-        if self._hasher is not None and self._hasher.intdigest() != header.payload_checksum:
-            self.corrupt = True
+        elif isinstance(outcome, bytes):
+            if target.dtype:
+                check_dtype(outcome, target.dtype)
+            target.descriptor = outcome
+            target.placed = known
+            target.data = target.room
+            continue
+        else:
+            rotten.append(target.key)
             context.count("checksum_mismatches")
             log.warning(
-                "checksum_mismatch namespace=%s key=%s node=%s offset=%d",
-                namespace,
+                "checksum_mismatch namespace=%s key=%s node=%s",
+                reads.namespace,
                 target.key.hex(),
-                self.segment.node,
-                self._replica.offset,
+                reads.segment.node,
             )
-            return False
-        if target.dtype:
-            check_dtype(header.descriptor, target.dtype)
-        target.header = header
-        target.data = self._buffer
-        return True
+        target.wrong += 1
+        again.append(target)
+    return again
 
 
-def is_of(header: Header, namespace: Namespace, key: Key, placed: Placed) -> bool:
-    """Whether the header is of exactly the object that was placed there."""
-    return (
-        header.key == key
-        and header.counter == placed.counter
-        and header.epoch == placed.epoch
-        and header.payload_size == placed.size
-        and header.namespace == namespace
-    )
-
-
-def _exactly(target: Target, size: int) -> list[memoryview]:
+def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
     """The first ``size`` bytes of the caller's memory."""
-    assert target.views is not None
-    room = sum(len(view) for view in target.views)
+    room = sum(len(view) for view in whole)
     if room < size:
         raise BufferMismatchError(
             f"the object has {size} bytes, the buffer {room}",
             advice="Ask stat(key) for the size first.",
             size_bytes=size,
             buffer_bytes=room,
-            key=target.key.hex(),
+            key=key.hex(),
         )
     views = []
-    for view in target.views:
+    for view in whole:
         if not size:
             break
         if len(view):  # an empty buffer has no memory to fill
             views.append(view[:size] if len(view) > size else view)
             size -= len(views[-1])
     return views
-
-
-def _by_segment(reads: list[_Read]) -> list[tuple[Transfer, list[_Read]]]:
-    grouped: dict[int, tuple[Transfer, list[_Read]]] = {}
-    for read in reads:
-        segment = read.segment
-        entry = grouped.get(id(segment))
-        if entry is None:
-            grouped[id(segment)] = (Transfer(segment, read.moves, False), [read])
-        else:
-            entry[0].moves.extend(read.moves)
-            entry[1].append(read)
-    return list(grouped.values())

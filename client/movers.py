@@ -12,6 +12,7 @@ from kvstore.client.steps import Transfer
 from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError, SegmentGoneError
 from kvstore.transport.base import Transport
 from kvstore.transport.mooncake.transport import MooncakeTransport
+from kvstore.transport.pieces import segment_gone
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 
@@ -57,6 +58,25 @@ class Movers:
         except RuntimeError:  # shut down
             raise ClosedError("the client is closed") from None
         return [future.result() for future in under_way]
+
+    def maps(self, segment: SegmentInfo) -> bool:
+        """Whether the segment is in this address space."""
+        return any(transport.maps and transport.reaches(segment) for transport in self._transports)
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """All of a segment that ``maps`` has said is here.
+
+        Raises:
+            SegmentGoneError: it was unmounted, or mounted anew.
+        """
+        for transport in self._transports:
+            if transport.maps and transport.reaches(segment):
+                try:
+                    return transport.memory(segment)
+                except SegmentGoneError:
+                    transport.forget(segment)
+                    raise
+        raise segment_gone(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """The segment's own memory, or None where it is not in this address space.
@@ -105,6 +125,8 @@ class Movers:
         try:
             for transport in self._transports:
                 if transport.reaches(segment):
+                    if transport.maps and transfer.in_memory(transport.memory(segment), deadline):
+                        return None
                     move = transport.write if transfer.write else transport.read
                     move(segment, transfer.moves, deadline)
                     return None

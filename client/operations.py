@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, Union, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
 import numpy as np
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
+from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client import asking, getting, putting
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.getting import Target
 from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.movers import Movers
+from kvstore.client.objects import headers
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.putting import Item, PutOptions
 from kvstore.client.steps import Context, Flow, ask
@@ -42,6 +43,7 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
+from kvstore.keys import packed_keys
 from kvstore.limits import (
     NAMESPACES_MAX,
     REPLICAS_MAX,
@@ -51,7 +53,8 @@ from kvstore.limits import (
     check_keys,
     check_namespace,
 )
-from kvstore.memory.header import HEADER_BYTES, Header, unpack
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.native.kinds import ReadRow
 
 if TYPE_CHECKING:
     import torch
@@ -222,8 +225,8 @@ class Operations:
         yield from getting.get(self.context, space, targets)
         return [
             None
-            if target.header is None or target.data is None
-            else decode(target.header.descriptor, target.data, kind)
+            if target.descriptor is None or target.data is None
+            else decode(target.descriptor, target.data, kind)
             for target in targets
         ]
 
@@ -247,7 +250,7 @@ class Operations:
             pairs = zip(checked, several, strict=True)
             targets = [Target(key, *writable(each)) for key, each in pairs]
         yield from getting.get(self.context, self._namespace(namespace), targets)
-        return [target.header is not None for target in targets]
+        return [target.descriptor is not None for target in targets]
 
     def _view_many(
         self, keys: Sequence[Key], namespace: Namespace, kind: Kind | None
@@ -261,18 +264,25 @@ class Operations:
             placed = yield from getting.locate(
                 self.context, namespace, [keys[index] for index in todo], fresh=fresh
             )
-            stale: list[int] = []
+            here: dict[int, _Looks] = {}
             for index, known in zip(todo, placed, strict=True):
                 if known is None:
                     continue
-                found = self._view(namespace, keys[index], known, kind)
-                if isinstance(found, _Elsewhere):
-                    copied.append(index)
-                elif found is None:
-                    stale.append(index)
+                for segment, offset in known.replicas:
+                    if self.movers.maps(segment):
+                        looks = here.get(id(segment))
+                        if looks is None:
+                            looks = here[id(segment)] = _Looks(segment, [], [])
+                        looks.rows.append((
+                            offset, known.size, known.epoch, known.counter, keys[index], None
+                        ))  # fmt: skip
+                        looks.of.append((index, known))
+                        break
                 else:
-                    views[index] = found
-            todo, fresh = stale, True
+                    copied.append(index)
+            todo, fresh = [], True
+            for looks in here.values():
+                todo += self._look(namespace, looks, views, kind)
             if not todo:
                 break
             for index in todo:
@@ -285,32 +295,35 @@ class Operations:
                 views[index] = value
         return views
 
-    def _view(
-        self, namespace: Namespace, key: Key, placed: Placed, kind: Kind | None
-    ) -> View | _Elsewhere | None:
-        """A value over the segment; None: something else stands there; or ``_Elsewhere``."""
-        for replica in placed.replicas:
-            length = HEADER_BYTES + placed.size
-            try:
-                memory = self.movers.view(replica.segment, replica.offset, length)
-            except (SegmentGoneError, InvalidRangeError):
-                self.context.segments.forget(replica.segment)
-                return None
-            if memory is None:
-                continue
-            header = unpack(memory[:HEADER_BYTES], replica.segment.seed, replica.offset)
-            if header is None or not getting.is_of(header, namespace, key, placed):
+    def _look(
+        self, namespace: Namespace, looks: _Looks, views: list[View | None], kind: Kind | None
+    ) -> list[int]:
+        """Put values over the segment into ``views``; returns the indexes of those where something
+        else stands now."""
+        segment, rows, of = looks
+        try:
+            memory = self.movers.memory(segment)
+            mounted = self.movers.watch(segment)
+            found = headers(memory, segment, namespace, rows)
+        except (SegmentGoneError, InvalidRangeError):
+            self.context.segments.forget(segment)
+            return [index for index, _ in of]
+        stale: list[int] = []
+        now = self.context.clock()
+        for row, (index, placed), descriptor in zip(rows, of, found, strict=True):
+            if not isinstance(descriptor, bytes):
                 self.context.count("stale_reads")
-                return None
-            if self.context.clock() >= placed.until:
-                return None
-            array = _array(memory[HEADER_BYTES:])
+                stale.append(index)
+                continue
+            if now >= placed.until:
+                stale.append(index)
+                continue
+            array: Bytes1D = np.frombuffer(memory, np.uint8, placed.size, row[0] + HEADER_BYTES)
             if placed.size:
-                named = Named(namespace, key, placed.epoch, placed.counter)
-                mounted = self.movers.watch(replica.segment)
+                named = Named(namespace, Key(row[4]), placed.epoch, placed.counter)
                 self.views.add(array, named, placed.until, mounted)
-            return _view_of(header, array, kind)
-        return _Elsewhere()
+            views[index] = _view_of(descriptor, array, kind)
+        return stale
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -319,12 +332,11 @@ class Operations:
     ) -> Flow[list[Match]]:
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
-        checked = check_keys(keys, distinct=False)
         spaces = [self._namespace(each) for each in namespaces]
-        return (yield from asking.match_prefix(spaces, checked))
+        return (yield from asking.match_prefix(spaces, packed_keys(keys)))
 
     def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
-        return asking.exists(self._namespace(namespace), check_keys(keys, distinct=False))
+        return asking.exists(self._namespace(namespace), packed_keys(keys))
 
     def remove(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         checked = check_keys(keys, distinct=False)
@@ -377,8 +389,12 @@ class Operations:
 LIST_PAGE = 1_000
 
 
-class _Elsewhere:
-    """In place of a view: the object is there, but not in this address space."""
+class _Looks(NamedTuple):
+    """Headers to look at in one segment, and whose they are."""
+
+    segment: SegmentInfo
+    rows: list[ReadRow]
+    of: list[tuple[int, Placed]]
 
 
 def _lost() -> ReservationLostError:
@@ -393,11 +409,11 @@ def _array(memory: memoryview) -> Bytes1D:
     return np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
 
 
-def _view_of(header: Header, array: Bytes1D, kind: Kind | None) -> View:
-    wanted = kind or read_descriptor(header.descriptor).kind
+def _view_of(descriptor: bytes, array: Bytes1D, kind: Kind | None) -> View:
+    wanted = kind or read_descriptor(descriptor).kind
     if wanted == "bytes":
         return memoryview(array).toreadonly()  # type: ignore[arg-type]
-    value = decode(header.descriptor, array, kind)
+    value = decode(descriptor, array, kind)
     if isinstance(value, np.ndarray):
         value.flags.writeable = False
     return value

@@ -52,6 +52,8 @@ class PlacementCache:
         return placed
 
     def remember(self, namespace: Namespace, key: Key, placed: Placed) -> None:
+        if not self._capacity:
+            return
         known = self._placed
         # Out and in again, so that the order of the dict is the order of lease ends.
         known.pop((namespace, key), None)
@@ -125,7 +127,15 @@ class SegmentTable:
         """
         sizes, epochs, counters, replica_counts, segments, offsets = placements
         at = 0
-        for row, count in enumerate(replica_counts):
+        for size, epoch, counter, count in zip(
+            sizes, epochs, counters, replica_counts, strict=True
+        ):
+            if count == 1:
+                segment = known.get(segments[at])
+                one = segment and (Replica(segment, offsets[at]),)
+                at += 1
+                yield Placed(size, epoch, counter, one, until) if one else None
+                continue
             replicas = []
             for index in range(at, at + count):
                 segment = known.get(segments[index])
@@ -137,4 +147,4 @@ class SegmentTable:
                 continue
             if len(replicas) > 1 and self._failed:
                 replicas.sort(key=lambda replica: self.avoided(replica.segment))
-            yield Placed(sizes[row], epochs[row], counters[row], tuple(replicas), until)
+            yield Placed(size, epoch, counter, tuple(replicas), until)

@@ -36,22 +36,48 @@ class Ask(NamedTuple):
     request: calls.Request
 
 
-@dataclass(slots=True)
 class Transfer:
-    """Moves on one segment; the result of a list of them is a list of errors or None."""
+    """Bytes to move on one segment; the result of a list of these is a list of errors or None.
 
-    segment: SegmentInfo
-    moves: list[Move]
-    write: bool
-    deadline: float | None = None
-    """``time.monotonic()`` by which it must have stopped; None: the call's own."""
+    Whole objects are moved by its kinds in ``kvstore.client.objects``.
+    """
+
+    __slots__ = ("_moves", "deadline", "segment", "write")
+
+    def __init__(
+        self, segment: SegmentInfo, moves: list[Move], write: bool, deadline: float | None = None
+    ) -> None:
+        """``deadline``: ``time.monotonic()`` by which it must have stopped; None: the call's."""
+        self.segment = segment
+        self.write = write
+        self.deadline = deadline
+        self._moves: list[Move] | None = moves
+
+    @property
+    def moves(self) -> list[Move]:
+        """What it takes, move by move."""
+        if self._moves is None:
+            self._moves = self._made()
+        return self._moves
+
+    def _made(self) -> list[Move]:
+        raise NotImplementedError
+
+    def in_memory(self, memory: memoryview, deadline: float) -> bool:
+        """Carry it out in the segment's own memory, in one go; False: go move by move.
+
+        Raises:
+            SegmentGoneError, DeadlineExceededError, InvalidRangeError: as ``Transport.read``.
+        """
+        del memory, deadline
+        return False
 
 
 class Pause(NamedTuple):
     seconds: float
 
 
-Step = Ask | list[Transfer] | Pause
+Step = Ask | Sequence[Transfer] | Pause
 ResultT = TypeVar("ResultT")
 Flow = Generator[Step, object, ResultT]
 
@@ -90,9 +116,9 @@ def describe(
     None of them is, once another master answers: its numbers name other segments.
     """
     known = context.segments.of(epoch)
-    unknown = [each for each in dict.fromkeys(segment_ids) if each not in known]
+    unknown = set(segment_ids).difference(known)
     if unknown:
-        described = yield from ask(calls.DescribeSegments(unknown), calls.Segments)
+        described = yield from ask(calls.DescribeSegments(sorted(unknown)), calls.Segments)
         if described.epoch != epoch:
             context.count("changed_epochs")
             return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import random
 import select
 import socket
@@ -35,7 +36,9 @@ from kvstore.client.stub_flow import (
 )
 from kvstore.config import join_address, split_address
 from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
-from kvstore.limits import PROTOCOL_VERSION
+from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
+from kvstore.native import fast
+from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED, Fast
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.spinning import SpinGauge
@@ -135,13 +138,13 @@ class MasterStub:
         call = CALLS[type(request)]
         payload = encode_request(request)
         broken = None
-        if call.lane:
-            connection = self._take()
-            if connection is not None:
-                try:
-                    return decode_reply(call, self._on_lane(connection, call, payload, deadline))
-                except CarrierBrokenError as error:
-                    broken = error
+        while call.lane and broken is None and (connection := self._take()) is not None:
+            try:
+                return decode_reply(call, self._on_lane(connection, call, payload, deadline))
+            except _EndedBeforeError:
+                pass
+            except CarrierBrokenError as error:
+                broken = error
         flow = call_flow(self._link, call, deadline, time.monotonic, broken)
         reply = decode_reply(call, self._run(flow, call, payload, deadline))
         if isinstance(reply, Joined):
@@ -254,7 +257,10 @@ class MasterStub:
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            if connection.generation == self._link.generation and connection.is_quiet():
+            # Compiled, an exchange looks for itself whether the other end is there.
+            if connection.generation == self._link.generation and (
+                fast is not None or connection.is_quiet()
+            ):
                 return connection
             self._drop(connection)
 
@@ -316,6 +322,10 @@ class MasterStub:
         connection.close()
 
 
+class _EndedBeforeError(CarrierBrokenError):
+    """The other end is not there any more, or says what nobody asked; nothing was sent."""
+
+
 class _LaneConnection:
     """One connection, one call at a time. Threads: whoever holds it; ``interrupt``: any."""
 
@@ -358,13 +368,45 @@ class _LaneConnection:
             TimeoutError, CarrierBrokenError, ProtocolError: the connection is of no use any more.
         """
         call_id = self._call_id = self._call_id + 1
-        self._send(frame(call_id, CALL, name, payload), deadline)
+        request = frame(call_id, CALL, name, payload)
+        if fast is not None:
+            return self._exchange_fast(fast, call_id, request, deadline, spin=spin)
+        self._send(request, deadline)
         received = self._receive(deadline, spin=spin)
         if received[0] != call_id or received[1] not in (REPLY, ERROR):
             if received[1] == ERROR:
                 raise CarrierBrokenError(decode_error(received[3]).message, sent=True)
             raise ProtocolError("the lane answered another call")
         return received
+
+    def _exchange_fast(
+        self, fast: Fast, call_id: int, request: bytes, deadline: float, *, spin: bool
+    ) -> Frame:
+        """``exchange``, compiled."""
+        gauge = self._gauge
+        spinning = spin and self._spin_s > 0 and gauge.pays()
+        spin_s = self._spin_s if spinning else 0.0
+        # Nothing is left over in the reader: the greeting's answer was all that had come.
+        status, number, kind, data = fast.exchange(
+            self._sock.fileno(), request, call_id, spin_s, deadline, FRAME_BYTES_MAX
+        )
+        if status == ANSWERED and data is not None:
+            if spinning:
+                gauge.hit() if number else gauge.missed()
+            if kind in (REPLY, ERROR):
+                return call_id, kind, b"", data
+        if status == TIMED_OUT:
+            raise TimeoutError("no answer in time")
+        if status == UNASKED:
+            raise _EndedBeforeError("the connection had ended", sent=False)
+        if status in (NOT_SENT, BROKEN):
+            reason = _reason(OSError(number, os.strerror(number)))
+            raise CarrierBrokenError(reason, sent=status == BROKEN)
+        if status == ENDED:
+            raise CarrierBrokenError("the master closed the connection", sent=True)
+        if kind == ERROR and data is not None:
+            raise CarrierBrokenError(decode_error(data).message, sent=True)
+        raise ProtocolError("the lane answered another call, or no frame")
 
     def interrupt(self) -> None:
         """Makes a call under way fail."""

@@ -495,6 +495,28 @@ class NodeLeave(NamedTuple):
     """I stop, cleanly: forget me at once."""
 
 
+class NodeClaims(NamedTuple):
+    """What a node found in one of its segments after it joined anew, in as many messages as it
+    takes. A segment that is not fresh is given to nobody before the last of them."""
+
+    segment: int
+    """Which of those that were offered."""
+    first: bool
+    """An inventory that was broken off before starts anew with this message."""
+    last: bool
+    namespaces: Sequence[Namespace]
+    """Distinct."""
+    namespace_of: Sequence[int]
+    """For each object its place in ``namespaces``; and so the columns below."""
+    keys: Sequence[Key]
+    parents: Sequence[Key | None]
+    """None: a root."""
+    sizes: Sequence[int]
+    epochs: Sequence[int]
+    counters: Sequence[int]
+    offsets: Sequence[int]
+
+
 class MasterAccepted(NamedTuple):
     epoch: int
     beat_ms: int
@@ -520,5 +542,12 @@ class MasterWipe(NamedTuple):
     counters: Sequence[int]
 
 
-NodeMessage = NodeJoin | NodeBeat | NodeWiped | NodeLeave
-MasterMessage = MasterAccepted | MasterBeat | MasterWipe
+class MasterClaimed(NamedTuple):
+    """One ``NodeClaims`` is dealt with. What of it is not wanted is the subject of a wipe."""
+
+    segment: int
+    """Which of those that were offered."""
+
+
+NodeMessage = NodeJoin | NodeBeat | NodeWiped | NodeLeave | NodeClaims
+MasterMessage = MasterAccepted | MasterBeat | MasterWipe | MasterClaimed

@@ -3,7 +3,9 @@
 Memory that a master or a client contributes is served by a child, not by a thread: its bytes never
 compete with the parent for an interpreter. Parent and child share a socket pair. The child says in
 one line of JSON that it serves, or why it cannot; after that the pair is silent, and its end, which
-comes however the parent died, tells the child to stop cleanly and leave nothing behind.
+comes however the parent died, tells the child to stop cleanly and leave nothing behind. A parent
+that stops it says so before: a master's node, whose master was killed, leaves its memory to the
+node of the next.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
@@ -26,6 +29,8 @@ RESERVE_BYTES_PER_S: Final = 256 << 20
 
 STOP_TIMEOUT_S: Final = 10.0
 LINE_BYTES_MAX: Final = 1 << 16
+STOP: Final = b"stop\n"
+"""What a parent says before it closes its end, unless it was killed."""
 
 
 class Child:
@@ -62,7 +67,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")},
+                env=_inherited(os.environ),
             )
         child = cls(process, ours, {})
         try:
@@ -101,6 +106,7 @@ class Child:
     def stop(self) -> None:
         """Let it clean up; killed if that takes longer than ``STOP_TIMEOUT_S``. Idempotent."""
         with contextlib.suppress(OSError):
+            self._link.sendall(STOP)
             self._link.shutdown(socket.SHUT_RDWR)
         self._link.close()
         try:
@@ -110,17 +116,33 @@ class Child:
             self._process.wait()
 
 
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """No settings: flags are all that a child gets. But it is compiled, or not, as we are."""
+    return {
+        variable: value
+        for variable, value in environ.items()
+        if not variable.startswith("KVSTORE_") or variable == "KVSTORE_NATIVE"
+    }
+
+
 def start_node(
-    *, master: str, memory: int, host: str = "127.0.0.1", name: str = "", **settings: str
+    *,
+    master: str,
+    memory: int,
+    host: str = "127.0.0.1",
+    name: str = "",
+    keep_orphaned: bool = False,
+    **settings: str,
 ) -> Child:
     """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is what it is called.
 
-    ``settings``: other fields of ``NodeConfig``.
+    ``keep_orphaned``: it leaves its memory when we are killed. ``settings``: other fields of
+    ``NodeConfig``.
     """
     flags = [text for key, value in settings.items() for text in (_flag(key), value)]
     return Child.start(
         "kvstore.cli.node", "--master", master, "--memory", str(memory), "--host", host,
-        "--name", name, *flags,
+        "--name", name, *(["--keep-orphaned"] if keep_orphaned else []), *flags,
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 
@@ -151,7 +173,7 @@ class ParentLink:
 
     @property
     def fd(self) -> int | None:
-        """Readable when the parent is gone; it never says anything."""
+        """Readable when the parent is gone, or stops us."""
         return None if self._socket is None else self._socket.fileno()
 
     def tell(self, **what: str | int) -> None:
@@ -166,6 +188,18 @@ class ParentLink:
                 "fields": error.fields,
             }
         )
+
+    @property
+    def killed(self) -> bool:
+        """Whether the parent is gone without having stopped us."""
+        if self._socket is None:
+            return False
+        try:
+            return not self._socket.recv(len(STOP), socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         if self._socket is not None:

@@ -44,6 +44,8 @@ from kvstore.limits import REPLICAS_MAX, check_namespace
 PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 MASTER_VARIABLE = "KVSTORE_MASTER"
+NATIVE_VARIABLE = "KVSTORE_NATIVE"
+"""No setting: ``kvstore.native`` looks at it."""
 
 DEFAULT_PORT = 50001
 """Where Mooncake's master listens, too: its users' firewalls already let it through."""
@@ -474,6 +476,16 @@ class NodeConfig(Config):
         default=1 << 30,
         description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
         "set it to what the host can spare.",
+    )
+    keep: bool = Field(
+        default=False,
+        description="Leave the memory in /dev/shm at a clean stop, for the next start of this node "
+        "(upgrades). What was killed leaves it anyway.",
+    )
+    discard: bool = Field(
+        default=False,
+        description="Throw away the memory that an earlier start of this node has left, instead of "
+        "serving what it holds.",
     )
     connections_max: Count = Field(
         default=256,
@@ -962,7 +974,7 @@ def _from_environment(
         for variable in _variables(other, key)
     }
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.startswith(PREFIX) or variable in (CONFIG_VARIABLE, NATIVE_VARIABLE):
             continue
         if _SERVICE_VARIABLE.fullmatch(variable) or _SERVICE_VALUE.match(value):
             continue

@@ -29,6 +29,7 @@
     ├── StartupError                a process cannot start
     │   ├── AddressInUseError
     │   ├── NodeNameTakenError
+    │   ├── LeftOverMemoryError         memory of that name was left, and is no use as it is
     │   ├── SharedMemoryTooSmallError
     │   └── TransferEngineError         Mooncake's engine is not there, or not for what was asked
     └── InternalError               a bug of ours, reported by the peer
@@ -198,6 +199,10 @@ class AddressInUseError(StartupError):
 
 class NodeNameTakenError(StartupError):
     code = "node_name_taken"
+
+
+class LeftOverMemoryError(StartupError):
+    code = "left_over_memory"
 
 
 class SharedMemoryTooSmallError(StartupError):

@@ -39,6 +39,12 @@ NAMESPACES_MAX = 256
 
 REPLICAS_MAX = 8
 
+CLAIMS_PER_MESSAGE_MAX = 1_024
+"""Objects in one message of a node's inventory: 0.6 MiB with the longest keys."""
+
+CLAIMS_UNANSWERED_MAX = 8
+"""Messages of an inventory that may be on their way: the master need not hold more."""
+
 FRAME_BYTES_MAX = 16 << 20
 """One control message on either carrier."""
 

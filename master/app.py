@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import logging
+import re
 import signal
+import socket
 import time
 from typing import Final
 
@@ -119,8 +121,14 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
 
 def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
     host = config.host if config.host not in ("", "0.0.0.0", "::") else "127.0.0.1"
+    # Its name, for the memory to be found again when we were killed and are started again.
+    base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     child = start_node(
-        master=join_address(host, endpoints.port), memory=config.memory, host=config.host
+        master=join_address(host, endpoints.port),
+        memory=config.memory,
+        host=config.host,
+        name=f"{base or 'master'}-{endpoints.port}",
+        keep_orphaned=True,
     )
     print(f"kvstore-master owns {config.memory >> 20} MiB as node {child.said['name']}", flush=True)
     return child

@@ -204,11 +204,31 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
     ),
 }
 
+
+@st.composite
+def claims(draw: st.DrawFn) -> calls.NodeClaims:
+    found = draw(keys())
+    rows = len(found)
+    namespaces = draw(
+        st.lists(NAMESPACE, unique=True, min_size=min(1, rows), max_size=min(3, rows))
+    )
+    places = st.integers(0, max(0, len(namespaces) - 1))
+
+    def column(values: st.SearchStrategy[Any]) -> list[Any]:
+        return draw(st.lists(values, min_size=rows, max_size=rows))
+
+    return calls.NodeClaims(
+        draw(st.integers(0, 63)), draw(FLAGS), draw(FLAGS), namespaces, column(places), found,
+        column(PARENT), column(U64), column(U64), column(U64), column(U64),
+    )  # fmt: skip
+
+
 NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     calls.NodeJoin: st.builds(calls.NodeJoin, NAME, NAME, U32, U64, st.lists(OFFER, max_size=3)),
     calls.NodeBeat: st.builds(calls.NodeBeat, U64),
     calls.NodeWiped: st.builds(calls.NodeWiped, U64),
     calls.NodeLeave: st.builds(calls.NodeLeave),
+    calls.NodeClaims: claims(),
 }
 
 MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
@@ -221,4 +241,5 @@ MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ),
     calls.MasterBeat: st.builds(calls.MasterBeat, U64),
     calls.MasterWipe: wipes(),
+    calls.MasterClaimed: st.builds(calls.MasterClaimed, U32),
 }

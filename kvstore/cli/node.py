@@ -12,6 +12,7 @@ from kvstore.cli.options import (
     SOURCES,
     config_options,
     debug_option,
+    orphan_option,
     parent_option,
     run,
     version_option,
@@ -28,15 +29,18 @@ Examples:
 @click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
 @config_options(NodeConfig)
 @parent_option
+@orphan_option
 @debug_option
 @version_option
-def command(config_path: str | None, parent_fd: int | None, **flags: object) -> int:
+def command(
+    config_path: str | None, parent_fd: int | None, keep_orphaned: bool, **flags: object
+) -> int:
     """Run a node: it pools memory of this host and serves it."""
     config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
     logs.configure(config.log_level)
     from kvstore.node.app import run as serve  # after the settings: a typo is told at once
 
-    return serve(config, parent_fd=parent_fd)
+    return serve(config, parent_fd=parent_fd, keep_orphaned=keep_orphaned)
 
 
 def main() -> NoReturn:

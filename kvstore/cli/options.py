@@ -111,6 +111,16 @@ def parent_option(command: Command) -> Command:
     )(command)
 
 
+def orphan_option(command: Command) -> Command:
+    """For the node of a master."""
+    return click.option(
+        "--keep-orphaned",
+        is_flag=True,
+        hidden=True,
+        help="Leave the memory in /dev/shm when the parent is killed.",
+    )(command)
+
+
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and ends the process. Whatever goes wrong is told in one line."""
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -48,7 +48,10 @@ scan looks at one place per KiB."""
 SUPERBLOCK_BYTES: Final = 4096
 """Extents start here: a page, of which 256 bytes are used."""
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""Also what a whole header means. 1: of an object, or of one that was evicted, whose payload may be
+written over. 2: of an object, or of a put that has not ended. ``native/fast.c`` has it, too."""
+
 WIPE: Final = bytes(64)
 """Written at the header position it kills magic, checksum and lengths at once."""
 
@@ -242,6 +245,22 @@ def pack_superblock(superblock: Superblock) -> bytes:
     )
     checksum = _CHECKSUM.pack(xxh3_64_intdigest(packed[_SUPERBLOCK_CHECKED_FROM:]))
     return packed[:8] + checksum + packed[16:]
+
+
+def why_no_superblock(buffer: memoryview | bytearray | bytes) -> str:
+    """What is wrong where ``unpack_superblock`` finds none; empty: one was never written."""
+    raw = bytes(buffer[: _SUPERBLOCK.size])
+    if not any(raw):
+        return ""
+    if len(raw) < _SUPERBLOCK.size or raw[:8] != _SUPERBLOCK_MAGIC:
+        return "it does not begin with a superblock"
+    magic, checksum, generation, version, *_ = _SUPERBLOCK.unpack(raw)
+    del magic, generation
+    if version != FORMAT_VERSION:
+        return f"its format is version {version}, this release writes {FORMAT_VERSION}"
+    if checksum != xxh3_64_intdigest(raw[_SUPERBLOCK_CHECKED_FROM:]):
+        return "the checksum of its superblock is wrong"
+    return "its superblock makes no sense"
 
 
 def unpack_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | None:

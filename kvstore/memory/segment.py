@@ -22,6 +22,7 @@ from typing import Final
 
 from kvstore.errors import (
     ConfigError,
+    LeftOverMemoryError,
     NodeNameTakenError,
     SharedMemoryTooSmallError,
     StartupError,
@@ -46,7 +47,7 @@ class Segment:
     """A pool of memory, owned by this process.
 
     Life cycle: ``create``, then serve, then ``close``. After a crash the entry in ``/dev/shm``
-    stays until a segment of the same name is created.
+    stays: ``attach`` makes it a segment again, ``create`` throws it away.
 
     Threads: all methods may be called from any thread; ``close`` once nobody uses the memory.
     """
@@ -54,7 +55,7 @@ class Segment:
     def __init__(
         self, *, shm_name: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock
     ) -> None:
-        """Internal: use ``create``. Takes over ``fd`` and ``mapped``."""
+        """Internal: use ``create`` or ``attach``. Takes over ``fd`` and ``mapped``."""
         self.shm_name: Final = shm_name
         """Entry in ``/dev/shm``."""
         self.node: Final = superblock.node
@@ -66,6 +67,8 @@ class Segment:
         """What a data server asks for; kept out of the shared memory."""
         self.memory: Final = memoryview(mapped)
         """All of the segment, writable. Valid until ``close``; slices keep the mapping alive."""
+        self.attached = False
+        """Whether a process of before has filled it."""
         self._mapped: mmap.mmap | None = mapped
         self._fd = fd
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
@@ -128,6 +131,51 @@ class Segment:
             os.close(fd)
             raise
 
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        size: int,
+        *,
+        node: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Segment | None:
+        """The segment ``/dev/shm/kvstore.<name>`` that a process of before has left, with what it
+        holds; None: there is none. Arguments as ``create``.
+
+        Its generation grows, so nobody of before writes there any more.
+
+        Raises:
+            LeftOverMemoryError: it is of another size, node or format, or its superblock is
+                damaged; it is left as it is.
+            NodeNameTakenError: a live process, or another user, owns it.
+        """
+        node = name if node is None else node
+        _check_name(name)
+        shm_name = SHM_PREFIX + name
+        fd = _open_left(shm_name)
+        if fd < 0:
+            return None
+        try:
+            superblock = _left_superblock(fd, shm_name, node, size - size % SIZE_STEP)
+            if superblock is None:
+                os.close(fd)
+                return None
+            mapped = mmap.mmap(fd, superblock.size)
+            for start in range(0, superblock.size, RESERVE_BYTES):
+                length = min(RESERVE_BYTES, superblock.size - start)
+                with contextlib.suppress(OSError):  # then they are faulted in as they are used
+                    populate(mapped, start, length, POPULATE_READ)
+                if progress is not None:
+                    progress(start + length, superblock.size)
+            segment = cls(shm_name=shm_name, fd=fd, mapped=mapped, superblock=superblock)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment.attached = True
+        segment.bump_generation()
+        return segment
+
     @property
     def fd(self) -> int:
         """Of the shared memory, for ``sendfile``; the segment keeps it; -1 once closed."""
@@ -173,7 +221,8 @@ class Segment:
         the memory is returned to the system when the last of them, and the last client, is gone.
 
         Args:
-            unlink: remove the entry in ``/dev/shm``. Without, another process may take it over.
+            unlink: remove the entry in ``/dev/shm``. Without, another process may ``attach`` it,
+                and nobody writes there before.
         """
         with self._closing:
             if self._fd < 0:
@@ -181,6 +230,8 @@ class Segment:
             if unlink:
                 self._words[layout.GENERATION_OFFSET // 8] = 0
                 _unlink(self.shm_name)
+            else:
+                self.bump_generation()
             self._words.release()
             _release(self.memory, self._mapped)
             self._mapped = None
@@ -324,6 +375,50 @@ def _open_locked(shm_name: str) -> int:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _open_left(shm_name: str) -> int:
+    """A locked descriptor of what a process of before has left; -1: nothing."""
+    path = _path(shm_name)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return -1
+    except OSError as error:
+        raise _name_taken(shm_name, "another user") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same_file(fd, path) and os.fstat(fd).st_size:
+            return fd
+    except BlockingIOError as error:
+        os.close(fd)
+        raise _name_taken(shm_name, "a running process") from error
+    os.close(fd)
+    return -1
+
+
+def _left_superblock(fd: int, shm_name: str, node: str, size: int) -> layout.Superblock | None:
+    """Of memory that can be used as the segment of that node and size; None: it was killed before
+    it wrote one."""
+    raw = os.pread(fd, layout.SUPERBLOCK_BYTES, 0)
+    superblock = layout.unpack_superblock(raw)
+    if superblock is None:
+        why = layout.why_no_superblock(raw)
+        if not why:
+            return None
+    elif superblock.size != os.fstat(fd).st_size:
+        why = f"it has {os.fstat(fd).st_size} bytes, and its superblock says {superblock.size}"
+    elif superblock.size != size:
+        why = f"it has {superblock.size >> 20} MiB, and {size >> 20} MiB were asked for"
+    elif superblock.node != node:
+        why = f"it belongs to the node {superblock.node}"
+    else:
+        return superblock
+    raise LeftOverMemoryError(
+        f"{_path(shm_name)} was left by another process and cannot be used: {why}",
+        advice="Start with what it was started with, or throw away what it holds: --discard.",
+        path=_path(shm_name),
+    )
 
 
 def _name_taken(shm_name: str, owner: str) -> NodeNameTakenError:

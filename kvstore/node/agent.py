@@ -1,6 +1,6 @@
 """What a node says to its master: I am here with this memory, I am alive, that is wiped.
 
-    create segment, serve it ──► join ──► beat … ──► leave
+    create segment, serve it ──► join ──► tell what is there, beat … ──► leave
                                   ▲  ▲      │ stream broken, or the master is silent
                                   │  └──────┤ resume: the master knows us still
                                   └─ fence ◄┘ refused: a new master, or we counted as dead
@@ -8,8 +8,9 @@
 *Fencing* ends whatever an older grant may still write: the segment's generation grows, which stops
 writers through shared memory and turns away their data connections, the open ones are closed, and a
 transfer engine has the segment at another address from then on.
-Only then does the node join anew, and the master gives out no space on it before the leases that
-its predecessor promised have ended.
+Only then does the node join anew, and tells what its memory holds (``kvstore.node.inventory``); the
+master gives out no space on it before it knows all, and the leases that its predecessor promised
+have ended.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Final
 from kvstore.calls import (
     MasterAccepted,
     MasterBeat,
+    MasterClaimed,
     MasterMessage,
     MasterWipe,
     NodeBeat,
@@ -33,8 +35,9 @@ from kvstore.calls import (
     SegmentOffer,
 )
 from kvstore.errors import KVStoreError, ProtocolError, SegmentGoneError, UnavailableError
-from kvstore.limits import PROTOCOL_VERSION
+from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.memory.segment import Segment
+from kvstore.node import inventory
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from kvstore.wire.node_stream import NodeStream
@@ -88,8 +91,14 @@ class NodeAgent:
         self._waiting = waiting
         self._epoch = 0
         """Of the master that we can resume with; 0: join anew."""
-        self._fresh = True
+        self._fresh = not segment.attached
         """Nobody was ever given an extent of our segment."""
+        self._unverified = segment.attached
+        """Its bytes may have changed while nobody served it."""
+        self._known = False
+        """Some master has accepted us."""
+        self._untold = False
+        """The master that we have joined does not know all that our memory holds."""
         self._unanswered = False
         """A join was sent, and whether a master has accepted it, and grants, is not known."""
         self._stopping = asyncio.Event()
@@ -118,7 +127,7 @@ class NodeAgent:
                 await asyncio.to_thread(self._fence)
                 continue
             except KVStoreError as error:
-                if not isinstance(error, UnavailableError) and self._fresh:
+                if not isinstance(error, UnavailableError) and not self._known:
                     raise
                 if failures == 0:
                     self._waiting(error)
@@ -166,25 +175,30 @@ class NodeAgent:
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             self._fresh = False
+            self._known = True
             log.info("node_joined node=%s epoch=%d resumed=%s", self._name, accepted.epoch, resumed)
             if not resumed:
+                self._untold = not offer.fresh
                 self._joined(accepted)
+            answers = asyncio.Semaphore(CLAIMS_UNANSWERED_MAX)
+            silence_s = accepted.dead_ms / 1000
             beating = asyncio.create_task(self._beat(link, accepted))
-            reading = asyncio.create_task(self._listen(link, accepted.dead_ms / 1000))
+            reading = asyncio.create_task(self._listen(link, answers, silence_s))
+            telling = asyncio.create_task(self._tell(link, answers))
             stopping = asyncio.create_task(self._stopping.wait())
+            tasks = (beating, reading, telling, stopping)
             try:
-                await asyncio.wait(
-                    (beating, reading, stopping), return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
                     reading.cancel()
+                    telling.cancel()
                     await self._leave(link)
                     return
             finally:
-                for task in (beating, reading, stopping):
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(beating, reading, stopping, return_exceptions=True)
-            for task in (reading, beating):
+                await asyncio.gather(*tasks, return_exceptions=True)
+            for task in (reading, beating, telling):
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception() or AssertionError
         raise UnavailableError("the master closed the stream")
@@ -226,7 +240,34 @@ class NodeAgent:
             await self._send(link, NodeBeat(number))
             await asyncio.sleep(accepted.beat_ms / 1000)
 
-    async def _listen(self, link: NodeStream, silence_s: float) -> None:
+    async def _tell(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
+        """What our memory holds, if the master has to be told; then nothing, for ever."""
+        if self._untold:
+            started = time.monotonic()
+            found = await asyncio.to_thread(inventory.take, self._segment)
+            rows = inventory.ROWS_PER_MESSAGE
+            told = 0
+            for start in range(0, max(1, len(found)), rows):
+                chunk = found[start : start + rows]
+                last = start + rows >= len(found)
+                if self._unverified:
+                    chunk = await asyncio.to_thread(inventory.verified, self._segment, chunk)
+                told += len(chunk)
+                await answers.acquire()
+                await self._send(link, inventory.claims(0, chunk, first=not start, last=last))
+            for _ in range(CLAIMS_UNANSWERED_MAX):
+                await answers.acquire()
+            self._untold = self._unverified = False
+            log.info(
+                "inventory_told node=%s objects=%d corrupt=%d seconds=%.2f",
+                self._name,
+                told,
+                len(found) - told,
+                time.monotonic() - started,
+            )
+        await asyncio.Event().wait()
+
+    async def _listen(self, link: NodeStream, answers: asyncio.Semaphore, silence_s: float) -> None:
         """Do what the master says; it echoes each beat, so silence means that it is not there."""
         while True:
             try:
@@ -238,6 +279,8 @@ class NodeAgent:
             match message:
                 case MasterBeat():
                     pass
+                case MasterClaimed():
+                    answers.release()
                 case MasterWipe(order, uuid, offsets, epochs, counters):
                     if uuid == self._segment.uuid:
                         self._segment.wipe(offsets, epochs, counters)

@@ -7,6 +7,8 @@ import logging
 import re
 import signal
 import socket
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
@@ -16,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
 from kvstore.config import NodeConfig, join_address, split_address
-from kvstore.errors import KVStoreError, NodeNameTakenError
+from kvstore.errors import KVStoreError, LeftOverMemoryError, NodeNameTakenError
 from kvstore.host import address_towards, host_id
 from kvstore.memory.segment import Segment, free_node_name
 from kvstore.node.agent import NodeAgent
@@ -26,13 +28,19 @@ from kvstore.transport.tcp_server import DataServer
 
 log = logging.getLogger("kvstore.node")
 
+NAME_WAIT_S: Final = 2.0
+"""How long a node waits for the process of before to end that has its name."""
+
 EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
-def run(config: NodeConfig, parent_fd: int | None = None) -> int:
+def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool = False) -> int:
     """Serve until SIGTERM or SIGINT, or until the parent is gone; the exit status.
 
-    ``parent_fd``: the child's end of a ``kvstore.children`` pair; told once the node has joined.
+    Args:
+        config: of the node.
+        parent_fd: the child's end of a ``kvstore.children`` pair; told once the node has joined.
+        keep_orphaned: leave the memory to the next node of this name if the parent is killed.
 
     Raises:
         KVStoreError: it could not start; nothing is left behind.
@@ -42,8 +50,12 @@ def run(config: NodeConfig, parent_fd: int | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with ExitStack() as stack:
-            segment = _create_segment(config, quiet=parent_fd is not None)
-            stack.callback(segment.close)
+            segment = _mount(config, is_child=parent_fd is not None)
+
+            def close() -> None:
+                segment.close(unlink=not (config.keep or (keep_orphaned and parent.killed)))
+
+            stack.callback(close)
             server = DataServer(
                 [segment], config.host, config.port, connections_max=config.connections_max
             )
@@ -111,7 +123,8 @@ async def _serve(
     log.info("node_stopped node=%s", segment.node)
 
 
-def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
+def _mount(config: NodeConfig, *, is_child: bool) -> Segment:
+    """The memory that was left under our name, or new memory."""
     base = config.name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     name = config.name or free_node_name(base or "node")
     console = Console(stderr=True)
@@ -119,7 +132,8 @@ def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
     )  # fmt: skip
-    hidden = quiet or not console.is_terminal
+    hidden = is_child or not console.is_terminal
+    patience = time.monotonic() + NAME_WAIT_S
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("reserving memory", total=config.memory)
 
@@ -128,11 +142,16 @@ def _create_segment(config: NodeConfig, *, quiet: bool) -> Segment:
 
         while True:
             try:
-                return Segment.create(name, config.memory, node=name, progress=progress)
+                segment = None
+                if not config.discard:
+                    segment = _left(name, config, progress, is_child=is_child)
+                return segment or Segment.create(name, config.memory, node=name, progress=progress)
             except NodeNameTakenError:
                 again = name if config.name else free_node_name(base or "node")
                 if again == name:
-                    raise
+                    if time.monotonic() >= patience:
+                        raise
+                    time.sleep(0.05)  # its process may be ending
                 name = again  # somebody was faster
 
 
@@ -142,6 +161,23 @@ def _start_engine(config: NodeConfig, segment: Segment) -> EngineServer | None:
     settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
     host, _ = split_address(_advertised(config, 0), default_port=0)
     return EngineServer(segment, settings, host)
+
+
+def _left(
+    name: str, config: NodeConfig, progress: Callable[[int, int], None], *, is_child: bool
+) -> Segment | None:
+    """What was left under this name, if it is of use. A child has no user who could be asked what
+    to do with what is not."""
+    try:
+        segment = Segment.attach(name, config.memory, node=name, progress=progress)
+    except LeftOverMemoryError as error:
+        if not is_child:
+            raise
+        log.warning("left_over_memory_discarded node=%s reason=%s", name, error.message)
+        return None
+    if segment is not None:
+        log.info("memory_attached node=%s bytes=%d", name, segment.size)
+    return segment
 
 
 def _advertised(config: NodeConfig, port: int) -> str:

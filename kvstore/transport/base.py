@@ -53,6 +53,9 @@ class Transport(Protocol):
     """Moves bytes between this process and segments of nodes."""
 
     name: str
+    maps: bool
+    """Whether the segments that it reaches are in this address space: then ``memory``, ``view`` and
+    ``watch`` show them."""
 
     def reaches(self, segment: SegmentInfo) -> bool:
         """Whether this transport can serve that segment from here. Cheap after the first time."""
@@ -76,6 +79,14 @@ class Transport(Protocol):
 
         Raises:
             As ``read``; see ``settled`` above.
+        """
+        ...
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """All of a segment that is reached, writable, where it ``maps``. Stays as ``view`` does.
+
+        Raises:
+            SegmentGoneError: it was unmounted or mounted anew, or is not in this address space.
         """
         ...
 

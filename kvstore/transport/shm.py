@@ -37,6 +37,7 @@ class ShmTransport:
     """
 
     name: str = "shm"
+    maps: bool = True
 
     def __init__(self) -> None:
         self._mappings: dict[bytes, Mapping | None] = {}
@@ -58,6 +59,17 @@ class ShmTransport:
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.write``."""
         self._run(segment, moves, deadline, is_write=True)
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """As ``Transport.memory``."""
+        mapping = self._mapping(segment)
+        if mapping is None:
+            if self._closed:
+                raise self._closed_error()
+            raise segment_gone(segment)
+        if mapping.generation != segment.generation:
+            raise segment_gone(segment)
+        return mapping.memory
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """As ``Transport.view``.

@@ -15,7 +15,7 @@ from typing import Final
 from kvstore.calls import SegmentInfo
 from kvstore.errors import ClosedError
 from kvstore.transport.base import Move
-from kvstore.transport.pieces import check_moves, deadline_exceeded
+from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import ClientConnection
 from kvstore.transport.tcp_protocol import RANGES_MAX
 
@@ -39,6 +39,7 @@ class TcpTransport:
     """Implements ``Transport`` for segments whose node has a data server. Threads: any."""
 
     name: str = "tcp"
+    maps: bool = False
 
     def __init__(self, *, connections_max: int = CONNECTIONS_MAX) -> None:
         self._connections_max = connections_max
@@ -66,6 +67,10 @@ class TcpTransport:
         with self._lend(segment, deadline) as connection:
             for batch in _batches(segment, moves):
                 connection.write(batch, deadline)
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """The memory is elsewhere."""
+        raise segment_gone(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """None: the memory is elsewhere."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.v1 import common_pb2 as kvstore_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/client.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/common.proto\"=\n\x0bJoinRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\"\x90\x01\n\tJoinReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tlane_port\x18\x02 \x01(\r\x12\x11\n\tlane_unix\x18\x03 \x01(\t\x12\x12\n\nlane_token\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\x12\x17\n\x0fput_deadline_ms\x18\x06 \x01(\x04\x12\x0f\n\x07version\x18\x07 \x01(\t\"\\\n\x12MatchPrefixRequest\x12\x12\n\nnamespaces\x18\x01 \x03(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\x12\n\nplacements\x18\x03 \x01(\x08\"]\n\x10MatchPrefixReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12(\n\x07matches\x18\x03 \x03(\x0b\x32\x17.kvstore.v1.PrefixMatch\"a\n\x0bPrefixMatch\x12\x0f\n\x07matched\x18\x01 \x01(\r\x12\x15\n\rbeing_written\x18\x02 \x01(\r\x12*\n\nplacements\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.Placements\"B\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\"Z\n\x0bLookupReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12*\n\nplacements\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.Placements\"B\n\rExistsRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\"\x1f\n\x0b\x45xistsReply\x12\x10\n\x08presence\x18\x01 \x01(\x0c\"\xca\x01\n\x0fPutStartRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12!\n\x05sizes\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\x12\r\n\x05\x63hain\x18\x05 \x01(\x08\x12\x10\n\x08replicas\x18\x06 \x01(\r\x12\x11\n\toverwrite\x18\x07 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x08 \x01(\r\x12\x0c\n\x04host\x18\t \x01(\t\"\xc6\x01\n\rPutStartReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x04\x12\x10\n\x08outcomes\x18\x03 \x01(\x0c\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\"\n\x06tokens\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08segments\x18\x06 \x01(\x0b\x32\x12.kvstore.v1.Column\x12#\n\x07offsets\x18\x07 \x01(\x0b\x32\x12.kvstore.v1.Column\"B\n\rPutEndRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Column\"\x1f\n\x0bPutEndReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\"V\n\x10PutRevokeRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0f\n\x07settled\x18\x03 \x01(\x08\"!\n\x0ePutRevokeReply\x12\x0f\n\x07revoked\x18\x01 \x01(\r\">\n\x0f\x41llocateRequest\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\"9\n\rAllocateReply\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.PutStartReply\"~\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\x04\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x0e\n\x06parent\x18\x05 \x01(\x0c\x12\x0c\n\x04size\x18\x06 \x01(\x04\x12\x11\n\toverwrite\x18\x07 \x01(\x08\"6\n\x0b\x43ommitReply\x12\'\n\x07outcome\x18\x01 \x01(\x0e\x32\x16.kvstore.v1.PutOutcome\"\xbe\x01\n\x0cRenewRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\"\n\x06\x65pochs\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\"\n\x06tokens\x18\x06 \x01(\x0b\x32\x12.kvstore.v1.Column\"[\n\nRenewReply\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x04\x12\x11\n\tkeys_held\x18\x03 \x01(\x0c\x12\x13\n\x0btokens_held\x18\x04 \x01(\x0c\"B\n\rRemoveRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\"0\n\x0c\x43learRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"0\n\nClearReply\x12\x0f\n\x07removed\x18\x01 \x01(\x04\x12\x11\n\tremaining\x18\x02 \x01(\x04\".\n\x17\x44\x65scribeSegmentsRequest\x12\x13\n\x0bsegment_ids\x18\x01 \x03(\x04\"Q\n\x15\x44\x65scribeSegmentsReply\x12)\n\x08segments\x18\x01 \x03(\x0b\x32\x17.kvstore.v1.SegmentInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"+\n\x14ReportFailureRequest\x12\x13\n\x0bsegment_ids\x18\x01 \x03(\x04\"&\n\x12ReportFailureReply\x12\x10\n\x08suspects\x18\x01 \x01(\r2\xbe\x07\n\rClientService\x12\x36\n\x04Join\x12\x17.kvstore.v1.JoinRequest\x1a\x15.kvstore.v1.JoinReply\x12K\n\x0bMatchPrefix\x12\x1e.kvstore.v1.MatchPrefixRequest\x1a\x1c.kvstore.v1.MatchPrefixReply\x12<\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x17.kvstore.v1.LookupReply\x12<\n\x06\x45xists\x12\x19.kvstore.v1.ExistsRequest\x1a\x17.kvstore.v1.ExistsReply\x12\x42\n\x08PutStart\x12\x1b.kvstore.v1.PutStartRequest\x1a\x19.kvstore.v1.PutStartReply\x12<\n\x06PutEnd\x12\x19.kvstore.v1.PutEndRequest\x1a\x17.kvstore.v1.PutEndReply\x12\x45\n\tPutRevoke\x12\x1c.kvstore.v1.PutRevokeRequest\x1a\x1a.kvstore.v1.PutRevokeReply\x12\x42\n\x08\x41llocate\x12\x1b.kvstore.v1.AllocateRequest\x1a\x19.kvstore.v1.AllocateReply\x12<\n\x06\x43ommit\x12\x19.kvstore.v1.CommitRequest\x1a\x17.kvstore.v1.CommitReply\x12\x39\n\x05Renew\x12\x18.kvstore.v1.RenewRequest\x1a\x16.kvstore.v1.RenewReply\x12<\n\x06Remove\x12\x19.kvstore.v1.RemoveRequest\x1a\x17.kvstore.v1.RemoveReply\x12\x39\n\x05\x43lear\x12\x18.kvstore.v1.ClearRequest\x1a\x16.kvstore.v1.ClearReply\x12Z\n\x10\x44\x65scribeSegments\x12#.kvstore.v1.DescribeSegmentsRequest\x1a!.kvstore.v1.DescribeSegmentsReply\x12Q\n\rReportFailure\x12 .kvstore.v1.ReportFailureRequest\x1a\x1e.kvstore.v1.ReportFailureReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/client.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/common.proto\"=\n\x0bJoinRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\"\x90\x01\n\tJoinReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\tlane_port\x18\x02 \x01(\r\x12\x11\n\tlane_unix\x18\x03 \x01(\t\x12\x12\n\nlane_token\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\x12\x17\n\x0fput_deadline_ms\x18\x06 \x01(\x04\x12\x0f\n\x07version\x18\x07 \x01(\t\"\\\n\x12MatchPrefixRequest\x12\x12\n\nnamespaces\x18\x01 \x03(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\x12\n\nplacements\x18\x03 \x01(\x08\"]\n\x10MatchPrefixReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12(\n\x07matches\x18\x03 \x03(\x0b\x32\x17.kvstore.v1.PrefixMatch\"a\n\x0bPrefixMatch\x12\x0f\n\x07matched\x18\x01 \x01(\r\x12\x15\n\rbeing_written\x18\x02 \x01(\r\x12*\n\nplacements\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.Placements\"B\n\rLookupRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\"Z\n\x0bLookupReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12*\n\nplacements\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.Placements\"B\n\rExistsRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\"\x1f\n\x0b\x45xistsReply\x12\x10\n\x08presence\x18\x01 \x01(\x0c\"\xca\x01\n\x0fPutStartRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12!\n\x05sizes\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0e\n\x06parent\x18\x04 \x01(\x0c\x12\r\n\x05\x63hain\x18\x05 \x01(\x08\x12\x10\n\x08replicas\x18\x06 \x01(\r\x12\x11\n\toverwrite\x18\x07 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x08 \x01(\r\x12\x0c\n\x04host\x18\t \x01(\t\"g\n\rPutStartReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x04\x12\x10\n\x08outcomes\x18\x03 \x01(\x0c\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\x0e\n\x06grants\x18\x05 \x01(\x0c\"B\n\rPutEndRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Column\"\x1f\n\x0bPutEndReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\"V\n\x10PutRevokeRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x0f\n\x07settled\x18\x03 \x01(\x08\"!\n\x0ePutRevokeReply\x12\x0f\n\x07revoked\x18\x01 \x01(\r\">\n\x0f\x41llocateRequest\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\"9\n\rAllocateReply\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.PutStartReply\"~\n\rCommitRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\x04\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x0e\n\x06parent\x18\x05 \x01(\x0c\x12\x0c\n\x04size\x18\x06 \x01(\x04\x12\x11\n\toverwrite\x18\x07 \x01(\x08\"6\n\x0b\x43ommitReply\x12\'\n\x07outcome\x18\x01 \x01(\x0e\x32\x16.kvstore.v1.PutOutcome\"\xbe\x01\n\x0cRenewRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\"\n\x06\x65pochs\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\"\n\x06tokens\x18\x06 \x01(\x0b\x32\x12.kvstore.v1.Column\"[\n\nRenewReply\x12\x10\n\x08lease_ms\x18\x01 \x01(\x04\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\x04\x12\x11\n\tkeys_held\x18\x03 \x01(\x0c\x12\x13\n\x0btokens_held\x18\x04 \x01(\x0c\"B\n\rRemoveRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x1e\n\x04keys\x18\x02 \x01(\x0b\x32\x10.kvstore.v1.Keys\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\"0\n\x0c\x43learRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"0\n\nClearReply\x12\x0f\n\x07removed\x18\x01 \x01(\x04\x12\x11\n\tremaining\x18\x02 \x01(\x04\".\n\x17\x44\x65scribeSegmentsRequest\x12\x13\n\x0bsegment_ids\x18\x01 \x03(\x04\"Q\n\x15\x44\x65scribeSegmentsReply\x12)\n\x08segments\x18\x01 \x03(\x0b\x32\x17.kvstore.v1.SegmentInfo\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"+\n\x14ReportFailureRequest\x12\x13\n\x0bsegment_ids\x18\x01 \x03(\x04\"&\n\x12ReportFailureReply\x12\x10\n\x08suspects\x18\x01 \x01(\r2\xbe\x07\n\rClientService\x12\x36\n\x04Join\x12\x17.kvstore.v1.JoinRequest\x1a\x15.kvstore.v1.JoinReply\x12K\n\x0bMatchPrefix\x12\x1e.kvstore.v1.MatchPrefixRequest\x1a\x1c.kvstore.v1.MatchPrefixReply\x12<\n\x06Lookup\x12\x19.kvstore.v1.LookupRequest\x1a\x17.kvstore.v1.LookupReply\x12<\n\x06\x45xists\x12\x19.kvstore.v1.ExistsRequest\x1a\x17.kvstore.v1.ExistsReply\x12\x42\n\x08PutStart\x12\x1b.kvstore.v1.PutStartRequest\x1a\x19.kvstore.v1.PutStartReply\x12<\n\x06PutEnd\x12\x19.kvstore.v1.PutEndRequest\x1a\x17.kvstore.v1.PutEndReply\x12\x45\n\tPutRevoke\x12\x1c.kvstore.v1.PutRevokeRequest\x1a\x1a.kvstore.v1.PutRevokeReply\x12\x42\n\x08\x41llocate\x12\x1b.kvstore.v1.AllocateRequest\x1a\x19.kvstore.v1.AllocateReply\x12<\n\x06\x43ommit\x12\x19.kvstore.v1.CommitRequest\x1a\x17.kvstore.v1.CommitReply\x12\x39\n\x05Renew\x12\x18.kvstore.v1.RenewRequest\x1a\x16.kvstore.v1.RenewReply\x12<\n\x06Remove\x12\x19.kvstore.v1.RemoveRequest\x1a\x17.kvstore.v1.RemoveReply\x12\x39\n\x05\x43lear\x12\x18.kvstore.v1.ClearRequest\x1a\x16.kvstore.v1.ClearReply\x12Z\n\x10\x44\x65scribeSegments\x12#.kvstore.v1.DescribeSegmentsRequest\x1a!.kvstore.v1.DescribeSegmentsReply\x12Q\n\rReportFailure\x12 .kvstore.v1.ReportFailureRequest\x1a\x1e.kvstore.v1.ReportFailureReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,44 +52,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXISTSREPLY']._serialized_end=821
   _globals['_PUTSTARTREQUEST']._serialized_start=824
   _globals['_PUTSTARTREQUEST']._serialized_end=1026
-  _globals['_PUTSTARTREPLY']._serialized_start=1029
-  _globals['_PUTSTARTREPLY']._serialized_end=1227
-  _globals['_PUTENDREQUEST']._serialized_start=1229
-  _globals['_PUTENDREQUEST']._serialized_end=1295
-  _globals['_PUTENDREPLY']._serialized_start=1297
-  _globals['_PUTENDREPLY']._serialized_end=1328
-  _globals['_PUTREVOKEREQUEST']._serialized_start=1330
-  _globals['_PUTREVOKEREQUEST']._serialized_end=1416
-  _globals['_PUTREVOKEREPLY']._serialized_start=1418
-  _globals['_PUTREVOKEREPLY']._serialized_end=1451
-  _globals['_ALLOCATEREQUEST']._serialized_start=1453
-  _globals['_ALLOCATEREQUEST']._serialized_end=1515
-  _globals['_ALLOCATEREPLY']._serialized_start=1517
-  _globals['_ALLOCATEREPLY']._serialized_end=1574
-  _globals['_COMMITREQUEST']._serialized_start=1576
-  _globals['_COMMITREQUEST']._serialized_end=1702
-  _globals['_COMMITREPLY']._serialized_start=1704
-  _globals['_COMMITREPLY']._serialized_end=1758
-  _globals['_RENEWREQUEST']._serialized_start=1761
-  _globals['_RENEWREQUEST']._serialized_end=1951
-  _globals['_RENEWREPLY']._serialized_start=1953
-  _globals['_RENEWREPLY']._serialized_end=2044
-  _globals['_REMOVEREQUEST']._serialized_start=2046
-  _globals['_REMOVEREQUEST']._serialized_end=2112
-  _globals['_REMOVEREPLY']._serialized_start=2114
-  _globals['_REMOVEREPLY']._serialized_end=2144
-  _globals['_CLEARREQUEST']._serialized_start=2146
-  _globals['_CLEARREQUEST']._serialized_end=2194
-  _globals['_CLEARREPLY']._serialized_start=2196
-  _globals['_CLEARREPLY']._serialized_end=2244
-  _globals['_DESCRIBESEGMENTSREQUEST']._serialized_start=2246
-  _globals['_DESCRIBESEGMENTSREQUEST']._serialized_end=2292
-  _globals['_DESCRIBESEGMENTSREPLY']._serialized_start=2294
-  _globals['_DESCRIBESEGMENTSREPLY']._serialized_end=2375
-  _globals['_REPORTFAILUREREQUEST']._serialized_start=2377
-  _globals['_REPORTFAILUREREQUEST']._serialized_end=2420
-  _globals['_REPORTFAILUREREPLY']._serialized_start=2422
-  _globals['_REPORTFAILUREREPLY']._serialized_end=2460
-  _globals['_CLIENTSERVICE']._serialized_start=2463
-  _globals['_CLIENTSERVICE']._serialized_end=3421
+  _globals['_PUTSTARTREPLY']._serialized_start=1028
+  _globals['_PUTSTARTREPLY']._serialized_end=1131
+  _globals['_PUTENDREQUEST']._serialized_start=1133
+  _globals['_PUTENDREQUEST']._serialized_end=1199
+  _globals['_PUTENDREPLY']._serialized_start=1201
+  _globals['_PUTENDREPLY']._serialized_end=1232
+  _globals['_PUTREVOKEREQUEST']._serialized_start=1234
+  _globals['_PUTREVOKEREQUEST']._serialized_end=1320
+  _globals['_PUTREVOKEREPLY']._serialized_start=1322
+  _globals['_PUTREVOKEREPLY']._serialized_end=1355
+  _globals['_ALLOCATEREQUEST']._serialized_start=1357
+  _globals['_ALLOCATEREQUEST']._serialized_end=1419
+  _globals['_ALLOCATEREPLY']._serialized_start=1421
+  _globals['_ALLOCATEREPLY']._serialized_end=1478
+  _globals['_COMMITREQUEST']._serialized_start=1480
+  _globals['_COMMITREQUEST']._serialized_end=1606
+  _globals['_COMMITREPLY']._serialized_start=1608
+  _globals['_COMMITREPLY']._serialized_end=1662
+  _globals['_RENEWREQUEST']._serialized_start=1665
+  _globals['_RENEWREQUEST']._serialized_end=1855
+  _globals['_RENEWREPLY']._serialized_start=1857
+  _globals['_RENEWREPLY']._serialized_end=1948
+  _globals['_REMOVEREQUEST']._serialized_start=1950
+  _globals['_REMOVEREQUEST']._serialized_end=2016
+  _globals['_REMOVEREPLY']._serialized_start=2018
+  _globals['_REMOVEREPLY']._serialized_end=2048
+  _globals['_CLEARREQUEST']._serialized_start=2050
+  _globals['_CLEARREQUEST']._serialized_end=2098
+  _globals['_CLEARREPLY']._serialized_start=2100
+  _globals['_CLEARREPLY']._serialized_end=2148
+  _globals['_DESCRIBESEGMENTSREQUEST']._serialized_start=2150
+  _globals['_DESCRIBESEGMENTSREQUEST']._serialized_end=2196
+  _globals['_DESCRIBESEGMENTSREPLY']._serialized_start=2198
+  _globals['_DESCRIBESEGMENTSREPLY']._serialized_end=2279
+  _globals['_REPORTFAILUREREQUEST']._serialized_start=2281
+  _globals['_REPORTFAILUREREQUEST']._serialized_end=2324
+  _globals['_REPORTFAILUREREPLY']._serialized_start=2326
+  _globals['_REPORTFAILUREREPLY']._serialized_end=2364
+  _globals['_CLIENTSERVICE']._serialized_start=2367
+  _globals['_CLIENTSERVICE']._serialized_end=3325
 # @@protoc_insertion_point(module_scope)

@@ -342,9 +342,7 @@ class PutStartReply(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    SEGMENTS_FIELD_NUMBER: _builtins.int
-    OFFSETS_FIELD_NUMBER: _builtins.int
+    GRANTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     deadline_ms: _builtins.int
     """From the moment before the client asked: after it, write no more."""
@@ -352,16 +350,10 @@ class PutStartReply(_message.Message):
     """One PutOutcome per key: WRITE, FOUND or BEING_WRITTEN."""
     replicas: _builtins.int
     """Extents per granted key."""
-    @_builtins.property
-    def tokens(self) -> _common_pb2.Column:
-        """One per granted key, in the order of the keys. The version is (epoch, token)."""
-
-    @_builtins.property
-    def segments(self) -> _common_pb2.Column:
-        """`replicas` entries per granted key."""
-
-    @_builtins.property
-    def offsets(self) -> _common_pb2.Column: ...
+    grants: _builtins.bytes
+    """Per granted key, in the order of the keys: its token, then `replicas` times segment_id and
+    offset of an extent. Numbers of 8 bytes, little-endian. The version is (epoch, token).
+    """
     def __init__(
         self,
         *,
@@ -369,13 +361,11 @@ class PutStartReply(_message.Message):
         deadline_ms: _builtins.int = ...,
         outcomes: _builtins.bytes = ...,
         replicas: _builtins.int = ...,
-        tokens: _common_pb2.Column | None = ...,
-        segments: _common_pb2.Column | None = ...,
-        offsets: _common_pb2.Column | None = ...,
+        grants: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets", "segments", b"segments", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "epoch", b"epoch", "offsets", b"offsets", "outcomes", b"outcomes", "replicas", b"replicas", "segments", b"segments", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "epoch", b"epoch", "grants", b"grants", "outcomes", b"outcomes", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

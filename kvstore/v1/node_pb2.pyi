@@ -27,6 +27,7 @@ class NodeMessage(_message.Message):
     BEAT_FIELD_NUMBER: _builtins.int
     WIPED_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___NodeJoin: ...
     @_builtins.property
@@ -35,6 +36,8 @@ class NodeMessage(_message.Message):
     def wiped(self) -> Global___NodeWiped: ...
     @_builtins.property
     def leave(self) -> Global___NodeLeave: ...
+    @_builtins.property
+    def claims(self) -> Global___NodeClaims: ...
     def __init__(
         self,
         *,
@@ -42,12 +45,13 @@ class NodeMessage(_message.Message):
         beat: Global___NodeBeat | None = ...,
         wiped: Global___NodeWiped | None = ...,
         leave: Global___NodeLeave | None = ...,
+        claims: Global___NodeClaims | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "join", b"join", "leave", b"leave", "message", b"message", "wiped", b"wiped"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "claims", b"claims", "join", b"join", "leave", b"leave", "message", b"message", "wiped", b"wiped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "join", b"join", "leave", b"leave", "message", b"message", "wiped", b"wiped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "claims", b"claims", "join", b"join", "leave", b"leave", "message", b"message", "wiped", b"wiped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "beat", "wiped", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "beat", "wiped", "leave", "claims"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -60,24 +64,28 @@ class MasterMessage(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     WIPE_FIELD_NUMBER: _builtins.int
+    CLAIMED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___MasterAccepted: ...
     @_builtins.property
     def beat(self) -> Global___MasterBeat: ...
     @_builtins.property
     def wipe(self) -> Global___MasterWipe: ...
+    @_builtins.property
+    def claimed(self) -> Global___MasterClaimed: ...
     def __init__(
         self,
         *,
         accepted: Global___MasterAccepted | None = ...,
         beat: Global___MasterBeat | None = ...,
         wipe: Global___MasterWipe | None = ...,
+        claimed: Global___MasterClaimed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "claimed", b"claimed", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "beat", b"beat", "claimed", b"claimed", "message", b"message", "wipe", b"wipe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "beat", "wipe"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "beat", "wipe", "claimed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -232,6 +240,78 @@ class NodeLeave(_message.Message):
 Global___NodeLeave: _TypeAlias = NodeLeave  # noqa: Y015
 
 @_typing.final
+class NodeClaims(_message.Message):
+    """What a node found in one of its segments after it joined anew: object by object, in as many
+    messages as it takes, the last of which says so. A segment that is not fresh is given to nobody
+    before that. At most 8 messages may be on their way without a MasterClaimed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    NAMESPACE_OF_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    HAS_PARENT_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    """Which of the segments that were offered: 0 is the first."""
+    first: _builtins.bool
+    """The first message of this inventory; one that was broken off before starts anew with it."""
+    last: _builtins.bool
+    has_parent: _builtins.bytes
+    """For each object 1 if it has a parent, 0 if it is a root; and the keys of these parents."""
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Distinct, and for each object which of them: 0 is the first."""
+
+    @_builtins.property
+    def namespace_of(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys: ...
+    @_builtins.property
+    def parents(self) -> _common_pb2.Keys: ...
+    @_builtins.property
+    def sizes(self) -> _common_pb2.Column:
+        """Payload bytes."""
+
+    @_builtins.property
+    def epochs(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def counters(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def offsets(self) -> _common_pb2.Column: ...
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        first: _builtins.bool = ...,
+        last: _builtins.bool = ...,
+        namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        namespace_of: _common_pb2.Column | None = ...,
+        keys: _common_pb2.Keys | None = ...,
+        has_parent: _builtins.bytes = ...,
+        parents: _common_pb2.Keys | None = ...,
+        sizes: _common_pb2.Column | None = ...,
+        epochs: _common_pb2.Column | None = ...,
+        counters: _common_pb2.Column | None = ...,
+        offsets: _common_pb2.Column | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "keys", b"keys", "namespace_of", b"namespace_of", "offsets", b"offsets", "parents", b"parents", "sizes", b"sizes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "first", b"first", "has_parent", b"has_parent", "keys", b"keys", "last", b"last", "namespace_of", b"namespace_of", "namespaces", b"namespaces", "offsets", b"offsets", "parents", b"parents", "segment", b"segment", "sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeClaims: _TypeAlias = NodeClaims  # noqa: Y015
+
+@_typing.final
 class MasterAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -321,3 +401,25 @@ class MasterWipe(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MasterWipe: _TypeAlias = MasterWipe  # noqa: Y015
+
+@_typing.final
+class MasterClaimed(_message.Message):
+    """One NodeClaims is dealt with. What the master does not want is the subject of a MasterWipe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    """Which of the offered segments."""
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MasterClaimed: _TypeAlias = MasterClaimed  # noqa: Y015

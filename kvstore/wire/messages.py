@@ -35,6 +35,7 @@ from kvstore.limits import (
 )
 from kvstore.v1 import admin_pb2, client_pb2, common_pb2
 from kvstore.wire.packed import (
+    COLUMN_ROWS_MAX,
     pack_column,
     pack_engine,
     pack_keys,
@@ -136,31 +137,51 @@ def _segment_ids(values: Sequence[int]) -> list[int]:
     return list(values)
 
 
+_OUTCOMES = bytes(PutOutcome)
+_NUMBER_BYTES = 8
+_ROW = struct.Struct("<4Q")
+_EXTENT = struct.Struct("<2Q")
+
+
+def _numbers(data: bytes, what: str, width: int, rows_max: int) -> list[int]:
+    """``width`` numbers of each row.
+
+    Raises:
+        InvalidArgumentError: no whole number of rows, or too many.
+    """
+    rows, rest = divmod(len(data), _NUMBER_BYTES * width)
+    if rest or rows > rows_max:
+        raise InvalidArgumentError(f"{what}: {len(data)} bytes", bytes=len(data))
+    return list(struct.unpack(f"<{rows * width}Q", data))
+
+
 def _pack_placements(target: common_pb2.Placements, placements: calls.Placements) -> None:
-    if placements.sizes:
-        pack_column(target.sizes, placements.sizes)
-        pack_column(target.epochs, placements.epochs)
-        pack_column(target.counters, placements.counters)
-        pack_column(target.replicas, placements.replicas)
-        pack_column(target.segments, placements.segments)
-        pack_column(target.offsets, placements.offsets)
+    sizes, epochs, counters, replicas, segments, offsets = placements
+    count = len(sizes)
+    if count == 1:
+        target.rows = _ROW.pack(sizes[0], epochs[0], counters[0], replicas[0])
+    elif count:
+        rows = [0] * (4 * count)
+        rows[0::4], rows[1::4], rows[2::4], rows[3::4] = sizes, epochs, counters, replicas
+        target.rows = struct.pack(f"<{4 * count}Q", *rows)
+    if len(segments) == 1:
+        target.extents = _EXTENT.pack(segments[0], offsets[0])
+    elif segments:
+        extents = [0] * (2 * len(segments))
+        extents[0::2], extents[1::2] = segments, offsets
+        target.extents = struct.pack(f"<{len(extents)}Q", *extents)
 
 
 def _placements(packed: common_pb2.Placements) -> calls.Placements:
-    sizes = unpack_column(packed.sizes, "sizes", rows_max=BATCH_KEYS_MAX)
-    rows = len(sizes)
+    rows = _numbers(packed.rows, "rows", 4, BATCH_KEYS_MAX)
     if not rows:
         return calls.NO_PLACEMENTS
-    column = packed.replicas
-    replicas = unpack_column(column, "replicas", rows=rows, value_max=REPLICAS_MAX)
-    extents = column.repeats * column.same if column.repeats else sum(replicas)
+    extents = _numbers(packed.extents, "extents", 2, COLUMN_ROWS_MAX)
+    replicas = rows[3::4]
+    if max(replicas) > REPLICAS_MAX or 2 * sum(replicas) != len(extents):
+        raise InvalidArgumentError(f"{len(extents) // 2} extents do not belong to the rows")
     return calls.Placements(
-        sizes,
-        unpack_column(packed.epochs, "epochs", rows=rows),
-        unpack_column(packed.counters, "counters", rows=rows),
-        replicas,
-        unpack_column(packed.segments, "segments", rows=extents),
-        unpack_column(packed.offsets, "offsets", rows=extents),
+        rows[0::4], rows[1::4], rows[2::4], replicas, extents[0::2], extents[1::2]
     )
 
 
@@ -168,24 +189,32 @@ def _pack_grants(target: client_pb2.PutStartReply, reply: calls.Grants) -> None:
     target.epoch = reply.epoch
     target.deadline_ms = reply.deadline_ms
     target.outcomes = bytes(reply.outcomes)
-    target.replicas = reply.replicas
-    pack_column(target.tokens, reply.tokens)
-    pack_column(target.segments, reply.segments)
-    pack_column(target.offsets, reply.offsets)
+    target.replicas = replicas = reply.replicas
+    width = 1 + 2 * replicas
+    numbers = [0] * (width * len(reply.tokens))
+    numbers[0::width] = reply.tokens
+    for index in range(replicas):
+        numbers[1 + 2 * index :: width] = reply.segments[index::replicas]
+        numbers[2 + 2 * index :: width] = reply.offsets[index::replicas]
+    target.grants = struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 def _grants(m: client_pb2.PutStartReply) -> calls.Grants:
     outcomes = m.outcomes
     replicas = unpack_number(m.replicas, "replicas", 0, REPLICAS_MAX)
-    granted = outcomes.count(PutOutcome.WRITE)
+    width = 1 + 2 * replicas
+    numbers = _numbers(m.grants, "grants", width, BATCH_KEYS_MAX)
+    if outcomes.strip(_OUTCOMES) or outcomes.count(PutOutcome.WRITE) * width != len(numbers):
+        raise InvalidArgumentError("grants do not belong to the outcomes")
+    if replicas == 1:
+        segments: Sequence[int] = numbers[1::3]
+        offsets: Sequence[int] = numbers[2::3]
+    else:
+        starts = range(0, len(numbers), width)
+        segments = [number for at in starts for number in numbers[at + 1 : at + width : 2]]
+        offsets = [number for at in starts for number in numbers[at + 2 : at + width : 2]]
     return calls.Grants(
-        m.epoch,
-        m.deadline_ms,
-        outcomes,
-        replicas,
-        unpack_column(m.tokens, "tokens", rows=granted),
-        unpack_column(m.segments, "segments", rows=granted * replicas),
-        unpack_column(m.offsets, "offsets", rows=granted * replicas),
+        m.epoch, m.deadline_ms, outcomes, replicas, numbers[0::width], segments, offsets
     )
 
 

@@ -10,14 +10,16 @@ from google.protobuf.message import DecodeError
 from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError, UsageError
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.limits import BATCH_KEYS_MAX, CLAIMS_PER_MESSAGE_MAX, Key, check_namespace
 from kvstore.v1 import node_pb2
 from kvstore.wire.messages import SIZE_BYTES_MAX, UNENCODABLE
 from kvstore.wire.packed import (
     pack_column,
     pack_engine,
+    pack_keys,
     unpack_column,
     unpack_engine,
+    unpack_keys,
     unpack_number,
     unpack_shm_name,
     unpack_sixteen,
@@ -57,7 +59,25 @@ def _packed(message: NodeMessage) -> node_pb2.NodeMessage:
             for offer in message.segments:
                 m.join.segments.add(**offer._replace(engine=None)._asdict())
                 pack_engine(m.join.segments[-1], offer.engine)
+        case calls.NodeClaims():
+            _pack_claims(m.claims, message)
     return m
+
+
+def _pack_claims(m: node_pb2.NodeClaims, message: calls.NodeClaims) -> None:
+    m.segment = message.segment
+    m.first = message.first
+    m.last = message.last
+    m.namespaces.extend(message.namespaces)
+    pack_column(m.namespace_of, message.namespace_of)
+    pack_keys(m.keys, message.keys)
+    m.has_parent = bytes(parent is not None for parent in message.parents)
+    pack_keys(m.parents, [parent for parent in message.parents if parent is not None])
+    pack_column(m.sizes, message.sizes)
+    pack_column(m.epochs, message.epochs)
+    pack_column(m.counters, message.counters)
+    pack_column(m.offsets, message.offsets)
+    m.SetInParent()
 
 
 def decode_node_message(data: bytes) -> NodeMessage:
@@ -75,6 +95,8 @@ def decode_node_message(data: bytes) -> NodeMessage:
             return calls.NodeLeave()
         case "join":
             return _node_join(m.join)
+        case "claims":
+            return _node_claims(m.claims)
         case _:
             raise ProtocolError("a NodeMessage that says nothing, or something newer")
 
@@ -106,6 +128,36 @@ def _node_join(m: node_pb2.NodeJoin) -> calls.NodeJoin:
     )
 
 
+def _node_claims(m: node_pb2.NodeClaims) -> calls.NodeClaims:
+    keys = list(unpack_keys(m.keys))
+    rows = len(keys)
+    if rows > CLAIMS_PER_MESSAGE_MAX:
+        raise BatchTooLargeError(
+            f"{rows} objects in one message, at most {CLAIMS_PER_MESSAGE_MAX} are allowed"
+        )
+    if len(m.namespaces) > rows or len(m.has_parent) != rows:
+        raise InvalidArgumentError("an inventory's columns differ in length")
+    namespaces = [check_namespace(name) for name in m.namespaces]
+    parent_keys = unpack_keys(m.parents)
+    if m.has_parent.count(0) != rows - len(parent_keys):
+        raise InvalidArgumentError("an inventory names more parents than it says, or fewer")
+    parents = iter(parent_keys)
+    last_namespace = max(0, len(namespaces) - 1)
+    return calls.NodeClaims(
+        unpack_number(m.segment, "segment", 0, NODE_SEGMENTS_MAX),
+        m.first,
+        m.last,
+        namespaces,
+        unpack_column(m.namespace_of, "namespaces", rows=rows, value_max=last_namespace),
+        keys,
+        [Key(next(parents)) if has_parent else None for has_parent in m.has_parent],
+        unpack_column(m.sizes, "sizes", rows=rows),
+        unpack_column(m.epochs, "epochs", rows=rows),
+        unpack_column(m.counters, "counters", rows=rows),
+        unpack_column(m.offsets, "offsets", rows=rows),
+    )
+
+
 def encode_master_message(message: MasterMessage) -> bytes:
     m = node_pb2.MasterMessage()
     match message:
@@ -123,6 +175,9 @@ def encode_master_message(message: MasterMessage) -> bytes:
             pack_column(m.wipe.offsets, message.offsets)
             pack_column(m.wipe.epochs, message.epochs)
             pack_column(m.wipe.counters, message.counters)
+        case calls.MasterClaimed():
+            m.claimed.segment = message.segment
+            m.claimed.SetInParent()
     return m.SerializeToString()
 
 
@@ -137,6 +192,8 @@ def decode_master_message(data: bytes) -> MasterMessage:
                 return _accepted(m.accepted)
             case "wipe":
                 return _wipe(m.wipe)
+            case "claimed":
+                return calls.MasterClaimed(m.claimed.segment)
             case _:
                 raise ProtocolError("a MasterMessage that says nothing, or something newer")
     except DecodeError as error:

@@ -1,7 +1,7 @@
 """Batches as they travel: keys in one piece, columns of integers, and the checks of both.
 
-``PackedKeys`` stays packed after decoding, so that a call that looks at log n of n keys costs what
-it looks at. Everything here that reads raises ``UsageError``s for what a stranger may send.
+Keys stay packed after decoding: a call that looks at log n of n keys costs what it looks at.
+Everything here that reads raises ``UsageError``s for what a stranger may send.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from typing import cast, overload
-
-import numpy as np
+from collections.abc import Sequence
+from typing import cast
 
 from kvstore.calls import EngineAddress
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError, InvalidKeyError
+from kvstore.keys import PackedKeys
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX, Key, check_keys
 from kvstore.v1 import common_pb2, node_pb2
 
@@ -25,70 +24,8 @@ COLUMN_ROWS_MAX = BATCH_KEYS_MAX * REPLICAS_MAX
 TEXT_BYTES_MAX = 255
 """Names of clients, hosts and nodes, addresses: what a log line or a file name can hold."""
 
-_SLICING_KEYS_MAX = 24
-"""Up to here slicing key by key is faster than one numpy call."""
-
 _SHM_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
 """No slash and no leading dot: the peer opens ``/dev/shm/<name>``."""
-
-
-class PackedKeys(Sequence[Key]):
-    """Keys of one length in one ``bytes``: a key is cut out when it is asked for.
-
-    Immutable. Equal to any list, tuple or ``PackedKeys`` that holds the same keys.
-    """
-
-    __slots__ = ("_count", "data", "stride")
-
-    def __init__(self, data: bytes, stride: int) -> None:
-        """``len(data)`` is a multiple of ``stride``, which is 1 or more."""
-        self.data = data
-        self.stride = stride
-        self._count = len(data) // stride
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Key: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Key]: ...
-
-    def __getitem__(self, index: int | slice) -> Key | Sequence[Key]:
-        stride = self.stride
-        if isinstance(index, slice):
-            first, last, step = index.indices(self._count)
-            if step != 1:
-                return self.unpack()[index]
-            return PackedKeys(self.data[first * stride : max(first, last) * stride], stride)
-        if index < 0:
-            index += self._count
-        if not 0 <= index < self._count:
-            raise IndexError(index)
-        return cast(Key, self.data[index * stride : (index + 1) * stride])
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.unpack())
-
-    def unpack(self) -> list[Key]:
-        """All keys, at once: much faster than one by one."""
-        data, stride = self.data, self.stride
-        if self._count <= _SLICING_KEYS_MAX:
-            return [cast(Key, data[at : at + stride]) for at in range(0, len(data), stride)]
-        return cast(list[Key], np.frombuffer(data, np.dtype((np.void, stride))).tolist())
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, PackedKeys) and other.stride == self.stride:
-            return other.data == self.data
-        if isinstance(other, (list, tuple, PackedKeys)):
-            return self.unpack() == list(other)
-        return NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # compares equal to lists
-
-    def __repr__(self) -> str:
-        return f"PackedKeys({self._count} keys of {self.stride} bytes)"
 
 
 def pack_keys(target: common_pb2.Keys, keys: Sequence[Key]) -> None:

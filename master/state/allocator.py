@@ -26,7 +26,8 @@ class Allocator:
         "start",
     )
 
-    def __init__(self, start: int, end: int) -> None:
+    def __init__(self, start: int, end: int, *, empty: bool = True) -> None:
+        """``empty``: all of it is free; else nothing is, and ``free`` says what is."""
         self.start = start
         self.end = end
         self.free_bytes = 0
@@ -34,7 +35,7 @@ class Allocator:
         self._by_size: SortedList[tuple[int, int]] = SortedList()  # (length, start)
         self._start_to_length: dict[int, int] = {}
         self._end_to_start: dict[int, int] = {}
-        if end > start:
+        if empty and end > start:
             self._insert(start, end - start)
             self.free_bytes = end - start
 

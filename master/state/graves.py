@@ -1,5 +1,8 @@
 """Removed objects: hidden at once, wiped on their nodes, their bytes free one lease later.
 
+Also what was evicted or given up is wiped, before anybody writes there: so a whole header in memory
+is always that of an object, and whoever finds one after a restart finds its payload, too.
+
 Nobody counts who still reads a removed object. Its extents are free when (a) the longest lease
 that can have been given on it has ended, and (b) its node has said that the header is wiped, so
 that no restart finds the object again. A removal is acknowledged at (b), since nobody reads a wiped
@@ -12,34 +15,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvstore import calls
 from kvstore.calls import MasterWipe
-from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Answer, Effect, Send
-from kvstore.master.state.records import Extent, ObjectRecord, Segment
+from kvstore.master.state.records import Name, Remains, Segment
 from kvstore.memory.header import extent_bytes
-
-Name = tuple[Namespace, Key]
 
 WIPES_PER_ORDER = 1_024
 """Extents of an order are freed in one step: about 2 ms."""
-
-
-class Remains(NamedTuple):
-    """What is left of an object that was taken out of the forest."""
-
-    name: Name
-    size: int
-    epoch: int
-    counter: int
-    extents: list[Extent]
-
-    @classmethod
-    def of(cls, record: ObjectRecord) -> Remains:
-        name = record.namespace, record.key
-        return cls(name, record.size, record.epoch, record.counter, record.extents())
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +42,8 @@ class Grave:
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
+    released: bool = False
+    """Its bytes are not its own any more: free in the allocator, or in quarantine."""
 
     def free(self) -> None:
         if self.segment.alive:
@@ -85,6 +71,8 @@ class Graveyard:
         self._by_end: deque[Grave] = deque()
         self._unwiped: dict[int, Grave] = {}
         self._unwiped_of: dict[Name, list[Grave]] = {}
+        self._unclean: dict[Segment, dict[int, Grave]] = {}
+        """Released orders not done yet, by segment and number."""
         self._next_order = 0
 
     def of_objects(self, names: Iterable[Name]) -> list[Grave]:
@@ -115,31 +103,65 @@ class Graveyard:
         whether there is anything to wait for.
         """
         removal = _Removal(ticket, reply)
+        graves = self._dig(gone, free_at_ms)
+        self._by_end.extend(graves)
+        for grave in (*graves, *earlier):
+            grave.removals.append(removal)
+        removal.orders = len(graves) + len(earlier)
+        return [effect for grave in graves for effect in _send(grave)], removal.orders > 0
+
+    def clean(self, gone: Iterable[Remains]) -> list[Effect]:
+        """Order headers wiped in bytes that are free, or will be, by somebody else's account."""
+        effects: list[Effect] = []
+        for grave in self._dig(gone, 0):
+            grave.ended = grave.released = True
+            self._unclean.setdefault(grave.segment, {})[grave.order] = grave
+            effects += _send(grave)
+        return effects
+
+    def unclean(self, segments: Iterable[Segment]) -> list[Grave]:
+        """Orders that must be done before anybody writes in free bytes of these segments."""
+        if not self._unclean:
+            return []
+        found = (self._unclean.get(segment) for segment in dict.fromkeys(segments))
+        return [grave for graves in found if graves for grave in graves.values()]
+
+    def _dig(self, gone: Iterable[Remains], free_at_ms: int) -> list[Grave]:
         graves: list[Grave] = []
         open_graves: dict[Segment, Grave] = {}
         for remains in gone:
+            length = extent_bytes(remains.size)
             for segment, offset in remains.extents:
                 if not segment.alive:
                     continue
                 grave = open_graves.get(segment)
                 if grave is None or len(grave.offsets) == WIPES_PER_ORDER:
                     self._next_order += 1
-                    grave = Grave(self._next_order, segment, free_at_ms, [removal])
+                    grave = Grave(self._next_order, segment, free_at_ms, [])
                     open_graves[segment] = grave
                     graves.append(grave)
-                grave.names.append(remains.name)
-                self._unwiped_of.setdefault(remains.name, []).append(grave)
+                    self._unwiped[grave.order] = grave
+                if remains.name is not None:
+                    grave.names.append(remains.name)
+                    self._unwiped_of.setdefault(remains.name, []).append(grave)
                 grave.offsets.append(offset)
-                grave.lengths.append(extent_bytes(remains.size))
+                grave.lengths.append(length)
                 grave.epochs.append(remains.epoch)
                 grave.counters.append(remains.counter)
-        for grave in graves:
-            self._by_end.append(grave)
-            self._unwiped[grave.order] = grave
-        for grave in earlier:
-            grave.removals.append(removal)
-        removal.orders = len(graves) + len(earlier)
-        return [effect for grave in graves for effect in _send(grave)], removal.orders > 0
+        return graves
+
+    def hold(self, segment: Segment) -> Grave:
+        """Something that removals (``earlier``) must wait for, until ``let_go``."""
+        return Grave(0, segment, 0, [])
+
+    def let_go(self, held: Grave) -> list[Effect]:
+        """Removals that waited for it wait for the wipings of its segment now, if there are any."""
+        wipings = self.unclean((held.segment,))
+        for removal in held.removals:
+            removal.orders += len(wipings) - 1
+            for grave in wipings:
+                grave.removals.append(removal)
+        return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
 
     def wiped(self, order: int) -> list[Effect]:
         """The node has done it (or is dead)."""
@@ -147,7 +169,12 @@ class Graveyard:
         if grave is None:
             return []
         grave.wiped = True
-        if grave.ended:
+        if grave.released:
+            unclean = self._unclean[grave.segment]
+            del unclean[order]
+            if not unclean:
+                del self._unclean[grave.segment]
+        elif grave.ended:
             grave.free()
         for name in grave.names:
             graves = self._unwiped_of[name]
@@ -186,7 +213,8 @@ class Graveyard:
 
     def ranges(self) -> Iterator[tuple[Segment, int, int]]:
         """All extents that are not free, as (segment, offset, length)."""
-        ended = (grave for grave in self._unwiped.values() if grave.ended)
+        unwiped = self._unwiped.values()
+        ended = (grave for grave in unwiped if grave.ended and not grave.released)
         for grave in (*self._by_end, *ended):
             for offset, length in zip(grave.offsets, grave.lengths, strict=True):
                 yield grave.segment, offset, length
@@ -200,6 +228,8 @@ class Graveyard:
         assert of_names == {
             (name, grave.order) for name, graves in self._unwiped_of.items() for grave in graves
         }
+        unclean = {order for graves in self._unclean.values() for order in graves}
+        assert unclean == {g.order for g in self._unwiped.values() if g.released}
         ends = [grave.free_at_ms for grave in self._by_end]
         assert ends == sorted(ends)
 

@@ -24,7 +24,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvstore import calls
-from kvstore.calls import NO_PLACEMENTS, Placements, Presence, PutOutcome
+from kvstore.calls import NO_PLACEMENTS, Placements, PutOutcome, Version
 from kvstore.errors import (
     BusyError,
     InvalidArgumentError,
@@ -37,12 +37,13 @@ from kvstore.limits import REPLICAS_MAX, Key, Namespace
 from kvstore.master.state import liveness, report
 from kvstore.master.state.effects import Answer, Effect, Later, Notice, Send
 from kvstore.master.state.eviction import LRU, EvictionPolicy
-from kvstore.master.state.graves import Grave, Graveyard, Remains
-from kvstore.master.state.liveness import LivenessRules
-from kvstore.master.state.membership import Membership, describe
+from kvstore.master.state.graves import Grave, Graveyard
+from kvstore.master.state.inventory import Claim, Inventory, Tombstones
+from kvstore.master.state.liveness import LivenessRules, Node
+from kvstore.master.state.membership import GONE_MAX, Membership, describe
 from kvstore.master.state.pool import EVICTIONS_PER_STEP, Pool, Shortage
 from kvstore.master.state.puts import Pending, PendingPut, WaitingPut
-from kvstore.master.state.records import Extent, ObjectRecord, Segment
+from kvstore.master.state.records import Extent, Name, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
 MAKING_ROOM_MS = 1_000
@@ -60,6 +61,12 @@ background work forgets the rest."""
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
+
+_MISS = ObjectRecord(Namespace(""), Key(b""))
+"""In place of what is not there; never changed."""
+
+CLAIMS_PER_STEP = 256
+"""Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
@@ -115,6 +122,11 @@ class MasterState:
         self._pending = Pending()
         self._waiting: deque[WaitingPut] = deque()
         self._graves = Graveyard()
+        self._inventories: dict[Segment, tuple[Inventory, Grave]] = {}
+        """Under way, each with what removals wait for meanwhile."""
+        self._tombstones = Tombstones()
+        self._absent_since: dict[bytes, int] = {}
+        """Memory (uuid) that was unmounted, and how many tombstones there were then."""
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """Background work: a segment and how far its candidates were seen; None: it is dead."""
         self._swept_breaks = self.forest.breaks
@@ -178,15 +190,7 @@ class MasterState:
         table = self.forest.table(request.namespace)
         if table is None:
             return calls.Existing(bytes(len(request.keys)))
-        presence = bytearray(len(request.keys))
-        for index, key in enumerate(request.keys):
-            record = table.get(key)
-            if record is not None:
-                if record.complete:
-                    presence[index] = Presence.COMPLETE
-                elif record.writer:
-                    presence[index] = Presence.BEING_WRITTEN
-        return calls.Existing(bytes(presence))
+        return calls.Existing(table.presence(request.keys))
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         rules = self.rules
@@ -254,22 +258,27 @@ class MasterState:
         for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
             self._settle(put.record)
         reply = calls.PutEnded(bytes(outcomes))
-        return self._bury(now_ms, replaced, reply) if replaced else reply
+        overwriting = [put for put, _ in ended if put.overwrite]
+        if overwriting or replaced:
+            return self._replace(now_ms, replaced, overwriting, reply)
+        return reply
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
-        revoked = 0
+        given_up: list[Remains] = []
         for token in request.tokens:
             put = self._granted(now_ms, request.epoch, token)
             if put is None:
                 continue
             self._pending.pop(token)
+            remains = put.remains(self.epoch)
             if request.settled:
                 self.pool.free(put.extents, put.length)
             else:
-                until_ms = put.deadline_ms + self.rules.quarantine_ms
-                self._pending.quarantine(put.extents, put.length, until_ms)
+                self._pending.quarantine(remains, put.deadline_ms + self.rules.quarantine_ms)
+            given_up.append(remains)
             self._unclaim(put)
-            revoked += 1
+        revoked = len(given_up)
+        self._clean(given_up)
         self.counters["revoked_puts"] += revoked
         return calls.Revoked(revoked)
 
@@ -284,8 +293,9 @@ class MasterState:
         if outcome is not PutOutcome.WRITE or not alive:
             self._pending.pop(request.token)
             # Its owner may still look at what it computed, so not at once.
-            until_ms = put.deadline_ms + self.rules.quarantine_ms
-            self._pending.quarantine(put.extents, put.length, until_ms)
+            remains = put.remains(self.epoch)
+            self._pending.quarantine(remains, put.deadline_ms + self.rules.quarantine_ms)
+            self._clean([remains])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         namespace, parent = request.namespace, request.parent
         above = None if parent is None else self.forest.ensure(namespace, parent)
@@ -301,7 +311,26 @@ class MasterState:
         record.lease_until_ms = max(record.lease_until_ms, now_ms + self.rules.lease_ms)
         self._settle(record)
         reply = calls.Committed(PutOutcome.STORED)
-        return self._bury(now_ms, replaced, reply) if replaced else reply
+        put.record = record
+        overwriting = [put] if request.overwrite else []
+        if overwriting or replaced:
+            return self._replace(now_ms, replaced, overwriting, reply)
+        return reply
+
+    def _replace(
+        self, now_ms: int, replaced: list[Remains], puts: Sequence[PendingPut], reply: AnyReply
+    ) -> AnyReply | Later:
+        """Answer with ``reply`` once nothing older of what these puts have written is left."""
+        names = [(put.record.namespace, put.record.key) for put in puts if put.record is not None]
+        for put, (namespace, key) in zip(puts, names, strict=True):
+            self._tombstones.add(namespace, key, Version(self.epoch, put.token - 1))
+        return self._bury(now_ms, replaced, reply, self._earlier(names))
+
+    def _earlier(self, names: Sequence[Name]) -> list[Grave]:
+        """What else may hold these objects: earlier versions, removals of them (this one may be the
+        same, sent again), memory that has not yet told what it holds."""
+        untold = [held for _, held in self._inventories.values()]
+        return [*self._graves.of_objects(names), *untold]
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         capacity_max = self.pool.capacity_max
@@ -319,7 +348,8 @@ class MasterState:
     ) -> calls.Grants | Later:
         result = self._try_grant(now_ms, request)
         if isinstance(result, calls.Grants):
-            return result
+            unclean = self._unclean(result)
+            return self._bury(now_ms, [], result, unclean) if unclean else result
         wait_ms = min(request.wait_ms, self.rules.put_wait_max_ms)
         if result.goes_on:
             wait_ms = max(wait_ms, MAKING_ROOM_MS)
@@ -338,6 +368,11 @@ class MasterState:
         self._waiting.append(WaitingPut(ticket, request, now_ms + wait_ms))
         self.counters["waited_puts"] += 1
         return Later(ticket)
+
+    def _unclean(self, grants: calls.Grants) -> list[Grave]:
+        """What must be wiped before the writers of these are told where to write."""
+        segments = self.pool.segments
+        return self._graves.unclean(segments[i] for i in dict.fromkeys(grants.segments))
 
     def _try_grant(
         self, now_ms: int, request: calls.PutStart | calls.Allocate
@@ -385,7 +420,9 @@ class MasterState:
             else:
                 above = self.forest.ensure(request.namespace, parent_key)
             record = self.forest.ensure(request.namespace, keys[index])
-            puts.append(self._new_put(now_ms, record, extents, size))
+            put = self._new_put(now_ms, record, extents, size)
+            put.overwrite = request.overwrite
+            puts.append(put)
             try:
                 self._adopt(now_ms, record, above)
             except InvalidArgumentError:
@@ -419,10 +456,14 @@ class MasterState:
                 pending_puts=len(self._pending),
             )
         alive = self.membership.alive_segments(now_ms)
-        usable = [segment for segment in alive if segment.usable_at_ms <= now_ms]
-        return self.pool.allocate(
+        usable = [segment for segment in alive if segment.usable(now_ms)]
+        taken = self.pool.allocate(
             sizes, replicas=replicas, usable=usable, near=near, host=host, now_ms=now_ms
         )
+        if self.pool.evicted:
+            self.effects += self._graves.clean(self.pool.evicted)
+            self.pool.evicted.clear()
+        return taken
 
     def _new_put(
         self, now_ms: int, record: ObjectRecord | None, extents: list[Extent], size: int
@@ -501,9 +542,18 @@ class MasterState:
 
     def _abandon(self, put: PendingPut, now_ms: int) -> None:
         """A put that cannot end any more; its writer may not have noticed yet."""
+        remains = put.remains(self.epoch)
         until_ms = max(now_ms, put.deadline_ms) + self.rules.quarantine_ms
-        self._pending.quarantine(put.extents, put.length, until_ms)
+        self._pending.quarantine(remains, until_ms)
+        self._clean([remains])
         self._unclaim(put)
+
+    def _clean(self, given_up: Sequence[Remains]) -> None:
+        """These versions will never be stored; wipe what their writers may have left."""
+        self.effects += self._graves.clean(given_up)
+        for remains in given_up:
+            if not all(segment.alive for segment, _ in remains.extents):
+                self._tombstones.add_version(Version(remains.epoch, remains.counter))
 
     def _unclaim(self, put: PendingPut) -> None:
         record = put.record
@@ -539,9 +589,9 @@ class MasterState:
                 removed[index] = record.complete
                 gone.append(Remains.of(record))
                 self.pool.hide(record, steps_max)
+            self._tombstones.add(request.namespace, key, self._present)
         self.counters["removed_objects"] += len(gone)
-        # An earlier version, or an earlier removal of it (this may be the same, sent again).
-        earlier = self._graves.of_objects((request.namespace, key) for key in request.keys)
+        earlier = self._earlier([(request.namespace, key) for key in request.keys])
         return self._bury(now_ms, gone, calls.Removed(bytes(removed)), earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
@@ -561,7 +611,15 @@ class MasterState:
         self.counters["removed_objects"] += len(gone)
         remaining = sum(table.objects for table in tables)
         reply = calls.Cleared(len(gone), remaining)
-        return self._bury(now_ms, gone, reply, self._graves.of_namespace(request.namespace))
+        self._tombstones.add(request.namespace, None, self._present)
+        untold = [held for _, held in self._inventories.values()]
+        earlier = [*self._graves.of_namespace(request.namespace), *untold]
+        return self._bury(now_ms, gone, reply, earlier)
+
+    @property
+    def _present(self) -> Version:
+        """No version is newer until the next put begins."""
+        return Version(self.epoch, self._next_token)
 
     def _bury(
         self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Grave] = ()
@@ -625,6 +683,8 @@ class MasterState:
                 if segment is not None and segment.node is node:
                     self.effects += self._graves.wiped(order)
                     self._room_made = True
+            case calls.NodeClaims(segment=index):
+                self._take_claims(node, index, message)
             case calls.NodeLeave():
                 self.membership.leave(node)
                 self._after_membership()
@@ -641,11 +701,124 @@ class MasterState:
         for segment in members.lost:
             self.pool.unmount(segment)
             self._sweeps.append((segment, None))
+            absent_since = self._tombstones.made
+            if segment in self._inventories:
+                inventory, held = self._inventories.pop(segment)
+                absent_since = inventory.absent_since
+                self.effects += self._graves.let_go(held)
+            self._absent_since.pop(segment.offer.uuid, None)
+            self._absent_since[segment.offer.uuid] = absent_since
+            if len(self._absent_since) > GONE_MAX:
+                del self._absent_since[next(iter(self._absent_since))]
             self.effects += self._graves.segment_died(segment)
         for segment in members.mounted:
             self.pool.mount(segment)
+            absent_since = self._absent_since.pop(segment.offer.uuid, 0)
+            if not segment.whole:
+                inventory = Inventory(segment, segment.node.heard_ms, absent_since)
+                self._inventories[segment] = inventory, self._graves.hold(segment)
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()
+
+    # --- inventories --------------------------------------------------------------------------
+
+    def _take_claims(self, node: Node, index: int, claims: calls.NodeClaims) -> None:
+        """Raises ProtocolError: no such segment, or more than was asked for."""
+        segments = self.membership.segments[node.name]
+        if index >= len(segments):
+            raise ProtocolError(f"a node of {len(segments)} segments claims for another")
+        if segments[index] in self._inventories:
+            self._inventories[segments[index]][0].add(claims)
+        elif node.session is not None:  # known by now: it did not hear so, and begins again
+            self._effect(Send(node.session, calls.MasterClaimed(index)))
+
+    def _claim_more(self, now_ms: int) -> bool:
+        """One slice of an inventory; whether there was one."""
+        for segment, (inventory, held) in self._inventories.items():
+            if not inventory.has_work:
+                continue
+            if inventory.all_claimed:
+                if inventory.free_gaps():
+                    segment.whole = self._room_made = True
+                    del self._inventories[segment]
+                    self.effects += self._graves.let_go(held)
+                    fields = {"claimed": inventory.claimed, "refused": inventory.refused}
+                    self._effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
+                return True
+            self._claim_slice(now_ms, segment, inventory)
+            return True
+        return False
+
+    def _claim_slice(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
+        claims, is_answered = inventory.next(CLAIMS_PER_STEP)
+        refused: list[Remains] = []
+        stored: list[ObjectRecord] = []
+        for claim in claims:
+            record = self._claim(now_ms, inventory, claim)
+            if record is None:
+                of = [(segment, claim.offset)]
+                refused.append(Remains(claim.name, claim.size, *claim.version, of))
+            else:
+                stored.append(record)
+        for record in stored:  # now that most children have found their parents
+            if not record.children:
+                self._settle(record)
+        inventory.claimed += len(stored)
+        inventory.refused += len(refused)
+        self.counters["claimed_objects"] += len(stored)
+        if refused:
+            self.counters["refused_claims"] += len(refused)
+            self.effects += self._graves.clean(refused)
+        if is_answered and segment.node.session is not None:
+            index = self.membership.segments[segment.node.name].index(segment)
+            self._effect(Send(segment.node.session, calls.MasterClaimed(index)))
+
+    def _claim(self, now_ms: int, inventory: Inventory, claim: Claim) -> ObjectRecord | None:
+        """The record of that object, which is complete, if the claim is believed."""
+        (namespace, key), parent, size, version, offset = claim
+        extent = inventory.segment, offset
+        used_ms = inventory.next_use_ms()
+        record = self.forest.get(namespace, key)
+        known = None
+        if record is not None and record.complete:
+            known = Version(record.epoch, record.counter)
+            if known == version and record.size == size and extent in record.extents():
+                return record  # it was told before
+            if known > version or (known == version and record.size != size):
+                return None
+        if (
+            version > self._present
+            or (version.epoch == self.epoch and self._pending.get(version.counter) is not None)
+            or parent == key
+            or self._tombstones.forbids(claim.name, version, inventory.absent_since)
+            or not inventory.take(offset, size)
+        ):
+            return None
+        if record is not None and known == version:
+            if len(record.more) + 1 >= REPLICAS_MAX:
+                inventory.give_back(offset, size)
+                return None
+            self.pool.add_replica(record, extent)
+        elif record is not None and known is not None:
+            replaced = [Remains.of(record)]
+            self.pool.strip(record)
+            self.pool.store(record, [extent], size, version, used_ms)
+            self._bury(now_ms, replaced, calls.Removed(b""))
+        else:
+            record = self.forest.ensure(namespace, key)
+            if record.lost and version == (record.epoch, record.counter):
+                used_ms = record.last_used_ms
+            above = None if parent is None else self.forest.ensure(namespace, parent)
+            try:
+                self._adopt(now_ms, record, above)
+            except InvalidArgumentError:  # they form a ring
+                self.pool.settle(record)
+                inventory.give_back(offset, size)
+                return None
+            self.pool.store(record, [extent], size, version, used_ms)
+        # The master before may have leased it until then.
+        record.lease_until_ms = max(record.lease_until_ms, inventory.segment.usable_at_ms)
+        return record
 
     # --- operators ----------------------------------------------------------------------------
 
@@ -672,9 +845,11 @@ class MasterState:
             self.counters["expired_puts"] += len(expired)
             size = sum(put.size for put in expired)
             self._effect(Notice("puts_expired", {"puts": len(expired), "bytes": size}))
-        for extents, length in islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK):
-            self.pool.free(extents, length)
+        over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
+        for remains in over:
+            self.pool.free(remains.extents, extent_bytes(remains.size))
             self._room_made = True
+        self.effects += self._graves.clean(over)
         self._free_graves(now_ms)
         self._try_waiting(now_ms)
 
@@ -699,6 +874,7 @@ class MasterState:
         """Whether ``work`` should be called soon, between other calls."""
         return (
             bool(self._sweeps)
+            or any(inventory.has_work for inventory, _ in self._inventories.values())
             or bool(self.pool.unsettled)
             or self._graves_due
             or self._swept_breaks != self.forest.breaks
@@ -712,6 +888,8 @@ class MasterState:
             return
         if self._graves_due:
             self._free_graves(now_ms)
+            return
+        if self._inventories and self._claim_more(now_ms):
             return
         if self.pool.unsettled:
             self.pool.settle_more(SWEEP_STEPS)
@@ -752,7 +930,12 @@ class MasterState:
                 missing = result
                 self._room_made = result.goes_on
                 break
-            self._effect(Answer(self._waiting.popleft().ticket, result))
+            ticket = self._waiting.popleft().ticket
+            if isinstance(result, calls.Grants) and (unclean := self._unclean(result)):
+                effects, _ = self._graves.bury([], now_ms, ticket, result, unclean)
+                self.effects += effects
+            else:
+                self._effect(Answer(ticket, result))
             served += 1
             self._room_made = (
                 served == SERVED_PER_STEP or self.counters["evicted_objects"] >= evicted_max
@@ -789,10 +972,11 @@ class MasterState:
             segments = [r.segment.segment_id for r in found if r.segment is not None]
             offsets = [record.offset for record in found]
             replicas = [0 if record is None else 1 for record in records]
+        rows = found if len(found) == len(records) else [_MISS if r is None else r for r in records]
         return Placements(
-            sizes=[0 if record is None else record.size for record in records],
-            epochs=[0 if record is None else record.epoch for record in records],
-            counters=[0 if record is None else record.counter for record in records],
+            sizes=[record.size for record in rows],
+            epochs=[record.epoch for record in rows],
+            counters=[record.counter for record in rows],
             replicas=replicas,
             segments=segments,
             offsets=offsets,
@@ -815,13 +999,20 @@ class MasterState:
         self.membership.check_invariants()
         self._pending.check_invariants()
         self._graves.check_invariants()
-        self.pool.check_invariants([*self._pending.ranges(), *self._graves.ranges()])
+        untold = [
+            (segment, *gap)
+            for segment, (inventory, _) in self._inventories.items()
+            for gap in inventory.gaps()
+        ]
+        self.pool.check_invariants([*self._pending.ranges(), *self._graves.ranges(), *untold])
+        assert not self.pool.evicted, "evicted, and nobody wipes it"
         writers = {put.token: put.record for put in self._pending if put.record is not None}
         for record in self.forest.records():
             assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
         assert not writers, "a put whose record does not know it"
         mounted = [s for segments in self.membership.segments.values() for s in segments]
         assert {id(s) for s in mounted} == {id(s) for s in self.pool.segments.values()}
+        assert {s for s in mounted if not s.whole} == self._inventories.keys()
         assert len(self._waiting) <= self.rules.waiting_puts_max
 
 

@@ -29,6 +29,9 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 
 NODES_MAX = 4_096
 SEGMENTS_PER_NODE_MAX = 64
+TOLD_BYTES_MAX = 4 << 40
+"""Of a segment whose objects are told: while they are, it costs a thousandth of that here."""
+
 GONE_MAX = 65_536
 """Unmounted segments that are remembered, in case they come back."""
 
@@ -100,6 +103,11 @@ class Membership:
         for offer in join.segments:
             if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
                 raise InvalidArgumentError("a segment needs a size and a uuid of 16 bytes")
+            if not offer.fresh and offer.size > TOLD_BYTES_MAX:
+                raise InvalidArgumentError(
+                    f"a segment of more than {TOLD_BYTES_MAX >> 40} TiB cannot come back",
+                    advice="Start the node with --discard.",
+                )
         if not join.name or not 0 < len(join.segments) <= SEGMENTS_PER_NODE_MAX:
             raise InvalidArgumentError(
                 f"a node has a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"

@@ -15,7 +15,7 @@ from kvstore.master.state.eviction import EvictionPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.placement import preferred
-from kvstore.master.state.records import Extent, ObjectRecord, Segment
+from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 256
@@ -53,6 +53,9 @@ class Pool:
         """Of the largest of them."""
         self.counters: Counter[str] = Counter()
         self.forest = Forest(self.counters)
+        self.evicted: list[Remains] = []
+        """Evicted since the caller last looked. Their bytes are free in the allocator, but nobody
+        may write there before their headers are wiped: the caller sees to both, and clears this."""
         self.unsettled: deque[ObjectRecord] = deque()
         """Where ``settle`` is to go on, because its way up was long."""
         self._sizes: dict[int, int] = {}
@@ -91,6 +94,10 @@ class Pool:
         if len(self._sizes) >= _SIZES_MAX:
             self._sizes.clear()
         self.forest.fill(record, self._sizes.setdefault(size, size))
+
+    def add_replica(self, record: ObjectRecord, extent: Extent) -> None:
+        """The same bytes of a complete object are there, too."""
+        record.more = (*record.more, extent)
 
     def strip(self, record: ObjectRecord) -> list[Extent]:
         """Take its bytes away; returns the extents, which are still allocated."""
@@ -164,6 +171,7 @@ class Pool:
     def evict(self, record: ObjectRecord) -> ObjectRecord | None:
         """Free the bytes of a candidate; returns the candidate that it leaves, if any."""
         detached, size = self.marked_detached(record), record.size
+        self.evicted.append(Remains.of(record))
         self.free(self.strip(record), extent_bytes(size))
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.calls import Allocate, PutStart
-from kvstore.master.state.records import Extent, ObjectRecord, Segment
+from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
+from kvstore.memory.header import extent_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,13 @@ class PendingPut:
     size: int
     """Payload bytes granted."""
     deadline_ms: int
+    overwrite: bool = False
+
+    def remains(self, epoch: int) -> Remains:
+        """What its writer may have left where it was to write."""
+        record = self.record
+        name = None if record is None else (record.namespace, record.key)
+        return Remains(name, self.size, epoch, self.token, self.extents)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +56,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._by_token: OrderedDict[int, PendingPut] = OrderedDict()
-        self._quarantine: deque[tuple[int, list[Extent], int]] = deque()  # (free at, ..., length)
+        self._quarantine: deque[tuple[int, Remains]] = deque()  # (free at, ...)
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -84,18 +92,17 @@ class Pending:
         first = next(iter(self._by_token.values()), None)
         return None if first is None else first.deadline_ms + 1
 
-    def quarantine(self, extents: list[Extent], length: int, until_ms: int) -> None:
-        self._quarantine.append((until_ms, extents, length))
+    def quarantine(self, remains: Remains, until_ms: int) -> None:
+        self._quarantine.append((until_ms, remains))
 
-    def pop_quarantined(self, now_ms: int) -> Iterator[tuple[list[Extent], int]]:
-        """Extents (and their length) that may be free now.
+    def pop_quarantined(self, now_ms: int) -> Iterator[Remains]:
+        """What may be free now.
 
         In the order they came; one that waits for a later time than those behind it delays them
         by less than one put deadline, which is simpler than a second heap.
         """
         while self._quarantine and self._quarantine[0][0] <= now_ms:
-            _, extents, length = self._quarantine.popleft()
-            yield extents, length
+            yield self._quarantine.popleft()[1]
 
     def next_release_ms(self) -> int | None:
         return self._quarantine[0][0] if self._quarantine else None
@@ -105,9 +112,9 @@ class Pending:
         for put in self._by_token.values():
             for segment, offset in put.extents:
                 yield segment, offset, put.length
-        for _, extents, length in self._quarantine:
-            for segment, offset in extents:
-                yield segment, offset, length
+        for _, remains in self._quarantine:
+            for segment, offset in remains.extents:
+                yield segment, offset, extent_bytes(remains.size)
 
     def check_invariants(self) -> None:
         deadlines = [put.deadline_ms for put in self]

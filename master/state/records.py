@@ -10,13 +10,15 @@ what is dropped is gone at once. That is why a record has its namespace's name, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kvstore.calls import SegmentOffer
+from kvstore.calls import Presence, SegmentOffer
+from kvstore.keys import PackedKeys
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
-from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
+from kvstore.native import fast
 
 if TYPE_CHECKING:
     from kvstore.master.state.eviction import EvictionPolicy
@@ -42,6 +44,7 @@ class Segment:
         "offer",
         "segment_id",
         "usable_at_ms",
+        "whole",
     )
 
     def __init__(
@@ -56,13 +59,19 @@ class Segment:
         self.node = node
         self.offer = offer
         self.alive = True
-        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size)
+        self.whole = offer.fresh
+        """Whether all that it held before it was mounted is known; else its inventory comes."""
+        self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
         self.candidates = candidates
         """The objects that could be evicted from here: leaves whose first replica is here."""
         self.usable_at_ms = usable_at_ms
         """No allocation before: what was promised before it was mounted may still hold."""
         self.allocated_until_ms = 0
         """Owners of allocations may write until then, which no fence stops: they have it mapped."""
+
+    def usable(self, now_ms: int) -> bool:
+        """Whether extents of it may be given out."""
+        return self.whole and self.usable_at_ms <= now_ms
 
     @property
     def capacity(self) -> int:
@@ -75,6 +84,8 @@ class Segment:
 
 Extent = tuple[Segment, int]
 """Segment and offset; the length follows from the object's size."""
+
+Name = tuple[Namespace, Key]
 
 
 class ObjectRecord:
@@ -148,6 +159,22 @@ class ObjectRecord:
         return f"<ObjectRecord {self.namespace}/{self.key!r}>"
 
 
+class Remains(NamedTuple):
+    """What is left of an object that was taken out of the forest, or never came into it."""
+
+    name: Name | None
+    """None: nobody has told."""
+    size: int
+    epoch: int
+    counter: int
+    extents: list[Extent]
+
+    @classmethod
+    def of(cls, record: ObjectRecord) -> Remains:
+        name = record.namespace, record.key
+        return cls(name, record.size, record.epoch, record.counter, record.extents())
+
+
 class NamespaceTable:
     """The records of one namespace by key, and its counts."""
 
@@ -169,6 +196,23 @@ class NamespaceTable:
 
     def get(self, key: Key) -> ObjectRecord | None:
         return self.shards[hash(key) & self._mask].get(key)
+
+    def presence(self, keys: Sequence[Key]) -> bytes:
+        """One ``Presence`` per key."""
+        if fast is not None and isinstance(keys, PackedKeys):
+            return fast.presence(
+                cast("list[dict[bytes, object]]", self.shards), self._mask,
+                keys.data, keys.stride, ObjectRecord, Segment,
+            )  # fmt: skip
+        presence = bytearray(len(keys))
+        for index, key in enumerate(keys):
+            record = self.get(key)
+            if record is not None:
+                if record.complete:
+                    presence[index] = Presence.COMPLETE
+                elif record.writer:
+                    presence[index] = Presence.BEING_WRITTEN
+        return bytes(presence)
 
     def add(self, key: Key) -> ObjectRecord:
         record = self.shards[hash(key) & self._mask][key] = ObjectRecord(self.name, key)

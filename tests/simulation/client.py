@@ -372,13 +372,24 @@ class Client:
             raise InvalidRangeError("outside")
         if memory.generation != segment.generation:
             raise segment_gone(segment)
-        part = memory.memory[offset : offset + length]
-        if length:
-            address = int(np.frombuffer(part, np.uint8).ctypes.data)
-            mapped = self.views.mapped
-            mapped[address] = (segment.uuid, offset - HEADER_BYTES)
-            mapped[address + HEADER_BYTES] = (segment.uuid, offset)
-        return part
+        self._note_mapped(memory)
+        return memory.memory[offset : offset + length]
+
+    def maps(self, segment: SegmentInfo) -> bool:
+        """As ``Movers.maps``."""
+        return self._mapping(segment) is not None
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """As ``Movers.memory``."""
+        memory = self._mapping(segment)
+        if memory is None or memory.generation != segment.generation:
+            raise segment_gone(segment)
+        self._note_mapped(memory)
+        return memory.memory
+
+    def _note_mapped(self, memory: Memory) -> None:
+        address = int(np.frombuffer(memory.memory, np.uint8).ctypes.data)
+        self.views.mapped[address] = (memory.uuid, memory.size)
 
     def watch(self, segment: SegmentInfo) -> Mounted:
         """As ``Movers.watch``."""

@@ -179,13 +179,15 @@ class Cluster:
             self.oracle.master_died()
 
     def revive(self) -> None:
-        """Start again what is dead: it is another process then, with nothing of before."""
+        """Start again what is dead: it is another process then. A node that was killed may find its
+        memory again."""
         if self.master is None:
             self._start_master()
         for index, node in enumerate(self.nodes):
             if not node.process.alive:
-                node.memory.linked = False
-                self.nodes[index] = self._new_node(node.name)
+                kept = node.memory.linked and self.random.random() < 0.7
+                node.memory.linked = kept
+                self.nodes[index] = self._new_node(node.name, node.memory if kept else None)
         for name, client in list(self.clients.items()):
             if not client.process.alive:
                 del self.clients[name]
@@ -209,12 +211,15 @@ class Cluster:
         self.network.listen("master", process, master.accept)
         self.master = master
 
-    def _new_node(self, name: str) -> Node:
+    def _new_node(self, name: str, left: Memory | None = None) -> Node:
+        """``left``: memory of the process of before."""
         process = Process(self.scheduler, name, self._host_of(name))
-        memory = Memory(name, process.host, self.segment_bytes, self.random)
+        memory = left or Memory(name, process.host, self.segment_bytes, self.random)
         self._memories[memory.uuid] = memory
-        self.oracle.note(f"{name} starts")
-        node = self.options.new_node(process, self.network, self.oracle, memory, self.piece_bytes)
+        self.oracle.note(f"{name} starts attached={left is not None}")
+        node = self.options.new_node(
+            process, self.network, self.oracle, memory, self.piece_bytes, attached=left is not None
+        )
         self.network.listen(name, process, node.accept)
         return node
 

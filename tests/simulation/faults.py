@@ -31,8 +31,6 @@ class Faults:
         if allowed == KINDS:
             chosen = [kind for kind in KINDS if random.random() < 0.6]
         self._weights = {kind: random.choice((0.3, 1, 3)) for kind in chosen}
-        if "restart_master" in self._weights:
-            self._weights["restart_master"] *= 0.3  # it empties everything
         if "break_stream" in self._weights:
             self._weights["break_stream"] *= 4
         self._pause_us = random.choice((150 * MS, 400 * MS, 1_000 * MS))

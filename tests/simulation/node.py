@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from kvstore.calls import (
     MasterAccepted,
     MasterBeat,
+    MasterClaimed,
     MasterMessage,
     MasterWipe,
     NodeBeat,
@@ -14,7 +17,8 @@ from kvstore.calls import (
     SegmentOffer,
 )
 from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
-from kvstore.limits import PROTOCOL_VERSION
+from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
+from kvstore.node import inventory
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from kvstore.wire.status import decode_error
 from tests.simulation.memory import Memory
@@ -26,19 +30,26 @@ BACKOFF_US = (10 * MS, 20 * MS, 40 * MS, 100 * MS, 200 * MS)
 JOIN_TIMEOUT_US = SECOND
 PIECE_US = (5, 200)
 """Between two pieces of a read that the data server sends."""
+SCAN_US = (500, 20 * MS)
+CLAIMS_PER_MESSAGE = 4
 
 
 class Node:
-    """One node process. A restart is another one, with another segment of the same name."""
+    """One node process. A restart is another one, with another segment of the same name, or with
+    the one that is left."""
 
     fences = True
+    verifies = True
+    """What it finds in memory that was left."""
     wipes = True
     fences_unanswered_joins = True
     """False shows finding 1 of README.md."""
 
     def __init__(
-        self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int
-    ) -> None:
+        self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int,
+        *, attached: bool = False,
+    ) -> None:  # fmt: skip
+        """``attached``: the memory is that of a process of before."""
         self.process = process
         self.memory = memory
         self.name = memory.node
@@ -46,11 +57,17 @@ class Node:
         self._oracle = oracle
         self._piece_bytes = piece_bytes
         self._epoch = 0
-        self._fresh = True
+        self._fresh = not attached
+        self._unverified = attached
+        self._untold = False
+        """The master does not know all that our memory holds."""
+        self._unanswered_claims = 0
         self._unanswered = False
         """A join was sent, and nobody knows whether the master has accepted it."""
         self._connections: dict[Task[None], End] = {}
         self._link: End | None = None
+        if attached:
+            self._fence()
         process.spawn("agent", self._run())
 
     def accept(self, port: str, end: End) -> None:
@@ -107,6 +124,7 @@ class Node:
         link = self._network.connect(self.process, "master", "node")
         self._link = link
         beating: Task[None] | None = None
+        telling: Task[None] | None = None
         try:
             offer = SegmentOffer(
                 size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
@@ -120,27 +138,64 @@ class Node:
             assert isinstance(accepted, MasterAccepted)
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
+            if not resumed:
+                self._untold = not self._fresh
             self._fresh = self._unanswered = False
             self._oracle.note(f"{self.name} joined epoch={accepted.epoch} resumed={resumed}")
             beating = self.process.spawn("beat", self._beat(link, accepted.beat_ms))
+            telling = self.process.spawn("tell", self._tell(link))
             while True:
                 message = self._decoded(await link.receive(accepted.dead_ms * MS))
                 if isinstance(message, MasterWipe):
                     self._wipe(message)
                     link.send(encode_node_message(NodeWiped(message.order)))
+                elif isinstance(message, MasterClaimed):
+                    self._unanswered_claims -= 1
                 else:
                     assert isinstance(message, MasterBeat)
         except TimedOutError:
             raise UnavailableError("the master has been silent") from None
         finally:
             link.close()
-            if beating is not None:
-                beating.cancel()
+            for task in (beating, telling):
+                if task is not None:
+                    task.cancel()
 
     def _wipe(self, message: MasterWipe) -> None:
         if message.uuid == self.memory.uuid and self.wipes:
             self.memory.wipe(message.offsets, message.epochs, message.counters)
             self._oracle.wiped(self.memory, message)
+
+    async def _tell(self, link: End) -> None:
+        if not self._untold:
+            return
+        self._unanswered_claims = 0
+        segment = cast(Any, self.memory)
+        random = self.process.scheduler.random
+        await self.process.sleep(random.randint(*SCAN_US))
+        found = inventory.take(segment)
+        sent = 0
+        first = True
+        while first or sent < len(found):
+            await self.process.sleep(random.randint(*PIECE_US))
+            chunk = found[sent : sent + CLAIMS_PER_MESSAGE]
+            sent += len(chunk)
+            if self._unverified and self.verifies:
+                chunk = inventory.verified(segment, chunk)
+            while self._unanswered_claims >= CLAIMS_UNANSWERED_MAX:
+                await self.process.sleep(MS)
+            last = sent == len(found)
+            self._unanswered_claims += 1
+            try:
+                message = inventory.claims(0, chunk, first=first, last=last)
+                link.send(encode_node_message(message))
+            except BrokenStreamError:
+                return
+            first = False
+        while self._unanswered_claims:
+            await self.process.sleep(MS)
+        self._untold = self._unverified = False
+        self._oracle.note(f"{self.name} told {len(found)} objects")
 
     async def _beat(self, link: End, beat_ms: int) -> None:
         number = 0

@@ -105,6 +105,7 @@ class Oracle:
         self._promised: dict[Version, int] = {}
         """Until when the master has leased a version (its own ms)."""
         self._evicted = 0
+        self._claimed = 0
         self._last_token = 0
         self._state: MasterState | None = None
         self._now_ms: Callable[[], int] = lambda: 0
@@ -130,7 +131,7 @@ class Oracle:
         self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
-        self._evicted = self._last_token = 0
+        self._evicted = self._claimed = self._last_token = 0
         self._calls = {}
 
     def master_died(self) -> None:
@@ -152,17 +153,16 @@ class Oracle:
                 names = [(request.namespace, request.key)]
             case _:
                 pass
-        doomed = [[] if name is None else self._versions_of(name, state.epoch) for name in names]
+        doomed = [[] if name is None else self._versions_of(name) for name in names]
         self._calls[call_id] = _Call(request, doomed)
 
-    def _versions_of(self, name: Name, epoch: int) -> list[tuple[Version, str]]:
+    def _versions_of(self, name: Name) -> list[tuple[Version, str]]:
         # Those before the present one were replaced or removed by somebody else, and their
         # wiping may still be under way.
         present = self._now_complete.get(name)
         return [
             (version, "removed_read" if version == present else "removed_twice_read")
             for version in self._history.get(name, ())
-            if version.epoch == epoch
         ]
 
     def master_stepped(
@@ -183,6 +183,9 @@ class Oracle:
         complete = inside.complete_objects(state)
         if complete != self._now_complete:
             self._compare(state, now_ms, request, complete)
+        if state.counters["claimed_objects"] != self._claimed:  # further replicas may be known
+            self._claimed = state.counters["claimed_objects"]
+            self._places.update((v, inside.extents_of(state, name)) for name, v in complete.items())
         self._evicted = state.counters["evicted_objects"]
         if reply is not None and not isinstance(reply, Later):
             self._promises(state, now_ms, request, reply)
@@ -207,7 +210,8 @@ class Oracle:
             if new == version:
                 continue
             if new is not None:
-                if not isinstance(request, calls.PutEnd | calls.Commit):
+                # A put that overwrites, or memory that holds a newer version.
+                if not isinstance(request, calls.PutEnd | calls.Commit) and new < version:
                     self.broken("vanished", f"{name} {version} became {new}", name[1].decode())
             elif _removes(request, name):
                 self.note(f"removed {_show(name)} {_v(version)}")
@@ -233,8 +237,11 @@ class Oracle:
         self.count("evicted", len(evicted))
         for name, version in complete.items():
             if self._now_complete.get(name) != version:
-                self._history.setdefault(name, []).append(version)
-                self._stored.add(version)
+                if version in self._stored:
+                    self.count("claimed")
+                else:
+                    self._history.setdefault(name, []).append(version)
+                    self._stored.add(version)
                 self._places[version] = inside.extents_of(state, name)
                 self.note(f"complete {_show(name)} {_v(version)}")
         self._now_complete = complete
@@ -338,7 +345,7 @@ class Oracle:
         owner = inside.owner_of(state, segment, offset, length, version)
         if owner in ("writer", "quarantine"):
             return True
-        if owner == "free" and by_hand and self._now_ms() < segment.usable_at_ms:
+        if owner == "free" and by_hand and not segment.usable(self._now_ms()):
             self.count("written_before_usable")  # nobody is harmed, yet
             return True
         rule = "late_write"

@@ -12,6 +12,7 @@ from kvstore import calls
 from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named, What
 from kvstore.client.values import Bytes1D
 from kvstore.errors import KVStoreError
+from kvstore.memory.header import HEADER_BYTES
 
 POLL_S = 0.05
 """How often the renewer looks for new leases, which the real one is woken for."""
@@ -37,7 +38,7 @@ class SimViews:
 
     def __init__(self, ask: Ask, *, lease_margin_s: float, clock: Callable[[], float]) -> None:
         self.mapped: dict[int, tuple[bytes, int]] = {}
-        """uuid and extent's offset of what was mapped, by the address of its payload."""
+        """uuid and size of the segments that were mapped, by their address."""
         self._leases = LeaseTable(clock)
         self._held: dict[Lease, Held] = {}
         self._ask = ask
@@ -47,8 +48,15 @@ class SimViews:
         address = array.ctypes.data
         lease = self._leases.add(address, array.nbytes, held, until, mounted)
         if lease not in self._held:
-            self._held[lease] = Held(array, *self.mapped[address], held, array.tobytes())
+            self._held[lease] = Held(array, *self._extent_at(address), held, array.tobytes())
         return lease
+
+    def _extent_at(self, address: int) -> tuple[bytes, int]:
+        """uuid and extent's offset of the payload at this address."""
+        for base, (uuid, size) in self.mapped.items():
+            if base < address < base + size:
+                return uuid, address - base - HEADER_BYTES
+        raise AssertionError("memory that is in no segment")
 
     def held(self) -> Iterator[tuple[Lease, Held]]:
         """Leases that hold, with the snapshot of those that became objects."""

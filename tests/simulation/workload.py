@@ -215,11 +215,11 @@ class Worker:
         await self.client.run(getting.get(self.client.context, namespace, targets))
         values: list[bytes | None] = []
         for target in targets:
-            if target.header is None or target.data is None:
+            if target.placed is None or target.data is None:
                 values.append(None)
                 continue
             values.append(target.data.tobytes())
-            version = Version(target.header.epoch, target.header.counter)
+            version = Version(target.placed.epoch, target.placed.counter)
             name = (namespace, target.key)
             self.client.oracle.read(self._who, name, version, target.data.tobytes(), started_us)
         hits = [key for key, value in zip(keys, values, strict=True) if value is not None]

@@ -36,7 +36,7 @@ from kvstore.transport.base import Move
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings, address_of
 from kvstore.transport.mooncake.station import Buffer, Registered, Station, registration
-from kvstore.transport.pieces import check_moves, deadline_exceeded
+from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
@@ -67,6 +67,7 @@ class MooncakeTransport:
     """
 
     name: str = "mooncake"
+    maps: bool = False
 
     def __init__(
         self,
@@ -174,6 +175,10 @@ class MooncakeTransport:
         """As ``Transport.write``; also raises BusyError (settled). Objects of one call are written
         in any order, each as ``waves`` says."""
         self._run(segment, moves, deadline, is_write=True)
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """Raises SegmentGoneError: the memory is elsewhere."""
+        raise segment_gone(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """None: the memory is elsewhere."""

@@ -24,7 +24,7 @@ def get(world: World, *keys: Key) -> list[bytes | None]:
     targets = [Target(key) for key in keys]
     world.run(getting.get(world.context, N, targets))
     return [
-        None if target.header is None or target.data is None else target.data.tobytes()
+        None if target.descriptor is None or target.data is None else target.data.tobytes()
         for target in targets
     ]
 
@@ -199,7 +199,7 @@ def test_callers_memory_is_filled_piece_by_piece() -> None:
     world.run(getting.get(world.context, N, [target]))
     assert [bytes(piece) for piece in pieces] == [b"0123", b"", b"456", b"789\0\0", b"\0\0"]
     assert target.data is None
-    assert target.header is not None
+    assert target.descriptor is not None
 
 
 @pytest.mark.parametrize("error", [PermissionDeniedError("token"), MasterUnreachableError("off")])

@@ -27,6 +27,7 @@ class FakeTransport:
     def __init__(self, name: str, reached: set[int]) -> None:
         self.name = name
         self.reached = reached
+        self.maps = name == "shm"
         self.errors: dict[int, KVStoreError] = {}
         self.calls: list[tuple[str, int, float]] = []
         self.forgotten: list[int] = []
@@ -44,6 +45,11 @@ class FakeTransport:
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         self._move("write", segment, deadline)
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        if segment.segment_id in self.errors:
+            raise self.errors[segment.segment_id]
+        return memoryview(b"mapped")
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         if segment.segment_id in self.errors:

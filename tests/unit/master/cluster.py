@@ -7,13 +7,14 @@ node's memory is given in blocks, so that it is easy to see what fits. Time pass
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
+from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterRules, MasterState
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 
@@ -28,6 +29,26 @@ STEP_MS = 250
 
 def keys_of(names: str | Iterable[str]) -> list[Key]:
     return [Key(name.encode()) for name in names]
+
+
+def told(
+    claims: Sequence[Claim], index: int = 0, *, first: bool = True, last: bool = True
+) -> calls.NodeClaims:
+    """As a node sends it."""
+    namespaces = list(dict.fromkeys(claim.name[0] for claim in claims))
+    return calls.NodeClaims(
+        segment=index,
+        first=first,
+        last=last,
+        namespaces=namespaces,
+        namespace_of=[namespaces.index(claim.name[0]) for claim in claims],
+        keys=[claim.name[1] for claim in claims],
+        parents=[claim.parent for claim in claims],
+        sizes=[claim.size for claim in claims],
+        epochs=[claim.version.epoch for claim in claims],
+        counters=[claim.version.counter for claim in claims],
+        offsets=[claim.offset for claim in claims],
+    )
 
 
 class Cluster:
@@ -78,7 +99,17 @@ class Cluster:
         self.segments.update(dict.fromkeys(accepted.segment_ids, name))
         self.silent.discard(name)
         self._settle()
+        if again:
+            for index in range(len(offers)):
+                self.tell(name, index=index)
         return accepted
+
+    def tell(
+        self, name: str, *claims: Claim, index: int = 0, first: bool = True, last: bool = True
+    ) -> None:
+        """What a node finds in one of its segments."""
+        self.say(name, told(claims, index, first=first, last=last))
+        self.work()
 
     def say(self, name: str, message: calls.NodeMessage) -> None:
         self.state.node_said(self.now_ms, self.sessions[name], message)
@@ -186,7 +217,13 @@ class Cluster:
         )
         result = self.state.put_start(self.now_ms, request)
         self._settle()
-        return result.ticket if isinstance(result, Later) else result
+        if not isinstance(result, Later):
+            return result
+        answer = self.answers.get(result.ticket)
+        if isinstance(answer, calls.Grants):  # what it evicted is wiped already
+            del self.answers[result.ticket]
+            return answer
+        return result.ticket
 
     def wait(self, names: str | Iterable[str], *, wait_ms: int = 20_000) -> int:
         """A ``put_start`` that has to wait; its ticket."""

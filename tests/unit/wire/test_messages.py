@@ -310,16 +310,13 @@ def test_a_bad_offer_is_refused(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "placements",
     [
-        Placements(sizes=Column(repeats=2**32 - 1)),
-        Placements(sizes=Column(repeats=2)),
-        Placements(
-            sizes=Column(repeats=1),
-            epochs=Column(repeats=1),
-            counters=Column(repeats=1),
-            replicas=Column(repeats=1, same=9),
-        ),
+        Placements(rows=bytes(32 * (BATCH_KEYS_MAX + 1))),
+        Placements(rows=bytes(31)),
+        Placements(rows=bytes(24) + b"\1" + bytes(7)),
+        Placements(rows=bytes(24) + b"\1" + bytes(7), extents=bytes(32)),
+        Placements(rows=bytes(24) + b"\x09" + bytes(7), extents=bytes(9 * 16)),
     ],
-    ids=["huge", "columns missing", "too many replicas"],
+    ids=["huge", "half a row", "no extents", "too many extents", "too many replicas"],
 )
 def test_a_reply_that_contradicts_itself_is_a_protocol_error(
     placements: common_pb2.Placements,

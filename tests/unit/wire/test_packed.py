@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.keys import PackedKeys
 from kvstore.limits import Key
 from kvstore.v1 import common_pb2
-from kvstore.wire.packed import PackedKeys, pack_column, unpack_column, unpack_text
+from kvstore.wire.packed import pack_column, unpack_column, unpack_text
 from tests.wire_values import U64
 
 

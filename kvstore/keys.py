@@ -1,0 +1,83 @@
+"""Keys of one batch in one piece: how they travel, and how they are looked up together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast, overload
+
+import numpy as np
+
+from kvstore.limits import BATCH_KEYS_MAX, Key, check_keys
+from kvstore.native import fast
+
+_SLICING_KEYS_MAX = 24
+"""Up to here slicing key by key is faster than one numpy call."""
+
+
+class PackedKeys(Sequence[Key]):
+    """Keys of one length in one ``bytes``: a key is cut out when it is asked for.
+
+    Immutable. Equal to any list, tuple or ``PackedKeys`` that holds the same keys.
+    """
+
+    __slots__ = ("_count", "data", "stride")
+
+    def __init__(self, data: bytes, stride: int) -> None:
+        """``len(data)`` is a multiple of ``stride``, which is 1 or more."""
+        self.data = data
+        self.stride = stride
+        self._count = len(data) // stride
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Key: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Key]: ...
+
+    def __getitem__(self, index: int | slice) -> Key | Sequence[Key]:
+        stride = self.stride
+        if isinstance(index, slice):
+            first, last, step = index.indices(self._count)
+            if step != 1:
+                return self.unpack()[index]
+            return PackedKeys(self.data[first * stride : max(first, last) * stride], stride)
+        if index < 0:
+            index += self._count
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return cast(Key, self.data[index * stride : (index + 1) * stride])
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.unpack())
+
+    def unpack(self) -> list[Key]:
+        """All keys, at once: much faster than one by one."""
+        data, stride = self.data, self.stride
+        if self._count <= _SLICING_KEYS_MAX:
+            return [cast(Key, data[at : at + stride]) for at in range(0, len(data), stride)]
+        return cast(list[Key], np.frombuffer(data, np.dtype((np.void, stride))).tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedKeys) and other.stride == self.stride:
+            return other.data == self.data
+        if isinstance(other, (list, tuple, PackedKeys)):
+            return self.unpack() == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # compares equal to lists
+
+    def __repr__(self) -> str:
+        return f"PackedKeys({self._count} keys of {self.stride} bytes)"
+
+
+def packed_keys(keys: Sequence[object]) -> Sequence[Key]:
+    """``check_keys`` for a batch that is only asked about: in one piece where that is quick (0.05
+    instead of 0.6 ms for 8,192)."""
+    if fast is not None and 1 < len(keys) <= BATCH_KEYS_MAX:
+        packed = fast.pack_keys(keys)
+        if packed is not None:
+            return PackedKeys(*packed)
+    return check_keys(keys, distinct=False)

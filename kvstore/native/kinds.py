@@ -1,0 +1,132 @@
+"""What ``kvstore.native.fast`` has, for type checkers: that module may not be built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+BatchEnd = int
+"""How a batch ended that was not carried out whole: ``GONE``, ``LATE`` or ``OUTSIDE``."""
+
+GONE: Final = 1
+"""The segment's generation is another one."""
+LATE: Final = 2
+"""The deadline has passed."""
+OUTSIDE: Final = 3
+"""A row is not within the segment; nothing was moved."""
+
+STALE: Final = 1
+"""Of a row: no whole header of that object stands there."""
+CORRUPT: Final = 2
+"""Of a row: the payload has another checksum than its header says."""
+
+ANSWERED: Final = 0
+TIMED_OUT: Final = 1
+NOT_SENT: Final = 2
+BROKEN: Final = 3
+ENDED: Final = 4
+GARBLED: Final = 5
+UNASKED: Final = 6
+"""Something had come before anything was sent; nothing was sent."""
+
+Buffers = list[memoryview]
+ReadRow = tuple[int, int, int, int, bytes, Buffers | None]
+"""Offset of the extent, payload bytes, epoch and counter of the version, key, and where the payload
+goes (its sizes add up to the payload's); None: only the header is looked at."""
+
+WriteRow = tuple[int, int, int, int, bytes, Buffers, bytes, bytes]
+"""As ``ReadRow``, where the payload comes from; then the parent's key (empty: a root) and the
+descriptor."""
+
+
+class Fast(Protocol):
+    """See ``fast.c``. All functions may be called by any thread."""
+
+    def read_objects(
+        self,
+        memory: memoryview,
+        generation: int,
+        seed: int,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+        threads: int,
+        /,
+    ) -> list[bytes | int] | BatchEnd:
+        """Check the header of each row where it stands, and copy its payload.
+
+        Args:
+            memory: the whole segment, mapped.
+            generation: that the segment must have; looked at before each 256 KiB.
+            seed: of its header checksums.
+            verify: hash the payload as it is copied, and compare.
+            deadline: a ``time.monotonic()`` value, looked at as often.
+            threads: at most so many copy, each its own rows.
+
+        Returns:
+            Per row its descriptor, or ``STALE`` or ``CORRUPT``. Or how the whole batch ended; the
+            contents of the buffers are undefined then.
+        """
+        ...
+
+    def write_objects(
+        self,
+        memory: memoryview,
+        generation: int,
+        seed: int,
+        namespace: str,
+        rows: list[WriteRow],
+        deadline: float,
+        threads: int,
+        /,
+    ) -> BatchEnd:
+        """Wipe each row's header position, copy its payload, then write its header. 0: all of it
+        is done; otherwise some rows may be."""
+        ...
+
+    def pack_keys(self, keys: Sequence[object], /) -> tuple[bytes, int] | None:
+        """All keys in one piece, and their length; None unless they are ``bytes`` of one length
+        from 1 to 256, and at least one."""
+        ...
+
+    def presence(
+        self,
+        shards: list[dict[bytes, object]],
+        mask: int,
+        data: bytes,
+        stride: int,
+        record: type,
+        segment: type,
+        /,
+    ) -> bytes:
+        """One ``Presence`` per key of ``data``, looked up in ``shards[hash(key) & mask]``."""
+        ...
+
+    def exchange(
+        self,
+        fd: int,
+        request: bytes,
+        call_id: int,
+        spin_s: float,
+        deadline: float,
+        length_max: int,
+        /,
+    ) -> tuple[int, int, int, bytes | None]:
+        """Send one frame on a lane's socket (non-blocking) and receive the answer to it.
+
+        Args:
+            spin_s: how long to poll for the answer before sleeping.
+            deadline: a ``time.monotonic()`` value.
+            length_max: of the answer's frame.
+
+        Returns:
+            ``ANSWERED``, whether polling was enough, the frame's kind and its payload. Or what
+            went wrong, an errno (of ``NOT_SENT`` and ``BROKEN``), 0 and None; of ``GARBLED`` with
+            an answer to another call its kind and payload.
+        """
+        ...
+
+    def xxh3_64(self, data: bytes | memoryview, seed: int = 0, /) -> int:
+        """As ``xxhash.xxh3_64_intdigest``."""
+        ...

@@ -1,0 +1,346 @@
+"""The compiled steps and their twins in Python do the same."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import xxhash
+
+from kvstore.calls import Presence, SegmentOffer
+from kvstore.keys import PackedKeys, packed_keys
+from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
+from kvstore.master.state.eviction import LRU
+from kvstore.master.state.liveness import Node
+from kvstore.master.state.records import NamespaceTable, ObjectRecord, Segment
+from kvstore.memory.header import (
+    GENERATION_OFFSET,
+    HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    Header,
+    extent_bytes,
+    pack_into,
+    unpack,
+)
+from kvstore.native import fast, kinds
+from kvstore.native.kinds import Fast, ReadRow, WriteRow
+
+SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def compiled() -> Fast:
+    if fast is None:
+        pytest.skip("kvstore.native.fast is not built here")
+    return fast
+
+
+@pytest.fixture
+def memory() -> memoryview:
+    memory = memoryview(bytearray(SIZE))
+    memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")[0] = GENERATION
+    return memory
+
+
+def rows(
+    sizes: list[int], parts: int = 1
+) -> tuple[list[WriteRow], list[ReadRow], list[list[bytearray]]]:
+    """Objects one behind the other: to write, and to read into the buffers that come along."""
+    chance = random.Random(1)
+    writes: list[WriteRow] = []
+    reads: list[ReadRow] = []
+    targets: list[list[bytearray]] = []
+    offset = SUPERBLOCK_BYTES
+    for index, size in enumerate(sizes):
+        data = chance.randbytes(size)
+        cuts = sorted(chance.randrange(size + 1) for _ in range(parts - 1))
+        pieces = [data[start:stop] for start, stop in zip([0, *cuts], [*cuts, size], strict=True)]
+        key, parent = f"key-{index}".encode(), f"key-{index - 1}".encode() if index else b""
+        views = [memoryview(piece) for piece in pieces]
+        place = offset, size, 7, index + 1, key
+        writes.append((*place, views, parent, b'{"kind":"bytes"}'))
+        targets.append([bytearray(len(piece)) for piece in pieces])
+        reads.append((*place, [memoryview(target) for target in targets[-1]]))
+        offset += extent_bytes(size)
+    assert offset <= SIZE
+    return writes, reads, targets
+
+
+def write(fast: Fast, memory: memoryview, some: list[WriteRow], **changed: object) -> int:
+    generation, deadline = changed.get("generation", GENERATION), changed.get("deadline", math.inf)
+    return fast.write_objects(memory, generation, SEED, SPACE, some, deadline, 3)  # type: ignore[arg-type]
+
+
+def read(
+    fast: Fast, memory: memoryview, some: list[ReadRow], *, verify: bool = True
+) -> list[bytes | int] | int:
+    return fast.read_objects(memory, GENERATION, SEED, SPACE, some, verify, math.inf, 3)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 0xDEAD_BEEF_CAFE_BABE])
+def test_xxh3_is_xxh3(compiled: Fast, seed: int) -> None:
+    chance = random.Random(seed)
+    for size in [*range(1_300), 4_096, 5_000, 65_536, 1_000_001]:
+        data = chance.randbytes(size)
+        assert compiled.xxh3_64(data, seed) == xxhash.xxh3_64_intdigest(data, seed), size
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_what_is_written_can_be_read_by_both(
+    compiled: Fast, memory: memoryview, parts: int
+) -> None:
+    sizes = [0, 1, 63, 64, 65, 240, 241, 1_024, 4_096, 300_000, 1 << 20]
+    writes, reads, targets = rows(sizes, parts)
+    assert write(compiled, memory, writes) == 0
+    for offset, size, epoch, counter, key, views, parent, descriptor in writes:
+        data = b"".join(views)
+        payload = offset + HEADER_BYTES
+        assert memory[payload : payload + size] == data
+        header = unpack(memory[offset : offset + HEADER_BYTES], SEED, offset)
+        assert header == Header(
+            Namespace(SPACE), Key(key), Key(parent) if parent else None, size, epoch, counter,
+            xxhash.xxh3_64_intdigest(data), descriptor,
+        )  # fmt: skip
+    assert read(compiled, memory, reads) == [b'{"kind":"bytes"}'] * len(sizes)
+    for written, into in zip(writes, targets, strict=True):
+        assert b"".join(into) == b"".join(written[5])
+
+
+def test_reads_what_python_has_written(compiled: Fast, memory: memoryview) -> None:
+    for offset in (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096):
+        data = random.Random(offset).randbytes(777)
+        header = Header(
+            Namespace(SPACE), Key(b"k"), None, 777, 1, 2, xxhash.xxh3_64_intdigest(data), b"d" * 320
+        )
+        pack_into(memory[offset:], header, SEED, offset)
+        memory[offset + HEADER_BYTES : offset + HEADER_BYTES + 777] = data
+        into = bytearray(777)
+        row = (offset, 777, 1, 2, b"k", [memoryview(into)])
+        assert read(compiled, memory, [row]) == [b"d" * 320]
+        assert into == data
+
+
+def test_any_flipped_bit_is_noticed(compiled: Fast, memory: memoryview) -> None:
+    writes, reads, _ = rows([5_000])
+    write(compiled, memory, writes)
+    header_end = HEADER_BYTES - 1
+    for end in range(HEADER_BYTES):  # behind it the header's bytes mean nothing
+        if unpack(memory[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + end], SEED, SUPERBLOCK_BYTES):
+            header_end = end
+            break
+    chance = random.Random(3)
+    for at in [*range(header_end), *(HEADER_BYTES + chance.randrange(5_000) for _ in range(500))]:
+        flipped = SUPERBLOCK_BYTES + at
+        memory[flipped] ^= 1 << chance.randrange(8)
+        (outcome,) = read(compiled, memory, reads)  # type: ignore[misc]
+        assert outcome == (kinds.STALE if at < HEADER_BYTES else kinds.CORRUPT), at
+        write(compiled, memory, writes)
+    assert read(compiled, memory, reads) == [b'{"kind":"bytes"}']
+
+
+@pytest.mark.parametrize("change", range(5))
+def test_a_row_of_another_object_is_stale(compiled: Fast, memory: memoryview, change: int) -> None:
+    writes, reads, targets = rows([100])
+    write(compiled, memory, writes)
+    offset, size, epoch, counter, key, into = reads[0]
+    row = [
+        (offset + 1024, size, epoch, counter, key, into),
+        (offset, size + 1, epoch, counter, key, [memoryview(bytearray(101))]),
+        (offset, size, epoch + 1, counter, key, into),
+        (offset, size, epoch, counter + 1, key, into),
+        (offset, size, epoch, counter, b"other", into),
+    ][change]
+    assert read(compiled, memory, [row]) == [kinds.STALE]
+    assert not any(targets[0][0])
+
+
+def test_headers_alone(compiled: Fast, memory: memoryview) -> None:
+    writes, reads, _ = rows([100, 200])
+    write(compiled, memory, writes)
+    memory[SUPERBLOCK_BYTES + HEADER_BYTES] ^= 1
+    looks: list[ReadRow] = [(*row[:5], None) for row in reads]
+    assert read(compiled, memory, looks) == [b'{"kind":"bytes"}'] * 2
+    assert read(compiled, memory, reads)[0] == kinds.CORRUPT  # type: ignore[index]
+    assert read(compiled, memory, reads, verify=False) == [b'{"kind":"bytes"}'] * 2
+
+
+def test_fenced_late_and_outside(compiled: Fast, memory: memoryview) -> None:
+    writes, reads, _ = rows([100])
+    before = bytes(memory)
+    assert write(compiled, memory, writes, generation=4) == kinds.GONE
+    assert write(compiled, memory, writes, deadline=time.monotonic() - 1) == kinds.LATE
+    for offset in (0, SUPERBLOCK_BYTES - 1, SIZE - HEADER_BYTES, SIZE, 2**63):
+        moved = (offset, *writes[0][1:])
+        assert write(compiled, memory, [moved]) == kinds.OUTSIDE
+        assert read(compiled, memory, [(offset, *reads[0][1:])]) == kinds.OUTSIDE
+    huge = (SUPERBLOCK_BYTES, 2**64 - 1, 1, 1, b"k", None)
+    assert read(compiled, memory, [huge]) == kinds.OUTSIDE
+    assert memory == before
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (4096, 1, 1, 1, b"k", [memoryview(b"read-only")[:1]]),
+        (4096, 2, 1, 1, b"k", [memoryview(bytearray(1))]),
+        (4096, -1, 1, 1, b"k", None),
+        (4096, 1, 1, 1, b"k" * 257, None),
+        (4096, 1, 1, 1, "k", None),
+        (4096, 1, 1, 1, b"k", ()),
+        (4096, 1, 1, 1, b"k"),
+        "row",
+    ],
+)
+def test_nonsense_raises_and_releases(compiled: Fast, memory: memoryview, row: object) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError, BufferError)):
+        read(compiled, memory, [row])  # type: ignore[list-item]
+    memory.release()  # raises BufferError where somebody holds it
+
+
+def test_keys_packed_as_python_packs_them(compiled: Fast) -> None:
+    keys = [b"%031d" % i for i in range(1_000)]
+    assert compiled.pack_keys(keys) == (b"".join(keys), 31)
+    assert packed_keys(keys) == keys
+    for irregular in (
+        [],
+        [b"a", b"bc"],
+        [b"a", "b"],
+        [b""],
+        [b"x" * 257, b"x" * 257],
+        [None, None],
+    ):
+        assert compiled.pack_keys(irregular) is None
+    with pytest.raises(TypeError):
+        compiled.pack_keys(5)  # type: ignore[arg-type]
+    assert packed_keys(["a", b"bc"]) == [b"a", b"bc"]
+    with pytest.raises(Exception, match="are allowed"):
+        packed_keys([b"k"] * (BATCH_KEYS_MAX + 1))
+
+
+def test_presence_as_python_finds_it(compiled: Fast) -> None:
+    def segment(number: int) -> Segment:
+        offer = SegmentOffer(1 << 20, bytes(16), "", "", bytes(16), 1, 1, True)
+        return Segment(number, Node("n", "h", None, 0), offer, LRU(), 0)
+
+    table = NamespaceTable(Namespace(SPACE))
+    alive, dead = segment(1), segment(2)
+    dead.alive = False
+    keys = [Key(b"%08d" % i) for i in range(6_000)]  # more than one shard
+    for number, key in enumerate(keys[:5_000]):
+        record = table.add(key)
+        record.segment = (None, alive, dead, dead)[number % 4]
+        record.more = ((alive, 0),) if number % 4 == 3 and number % 8 == 3 else ()
+        record.writer = number % 3
+    by_key = bytearray()
+    for key in keys:
+        found = table.get(key)
+        state = Presence.ABSENT
+        if found is not None:
+            state = Presence.COMPLETE if found.complete else Presence(2 if found.writer else 0)
+        by_key.append(state)
+    assert set(by_key) == {0, 1, 2}
+    assert len(table.shards) > 1
+    assert table.presence(keys) == by_key
+    assert table.presence(PackedKeys(b"".join(keys), 8)) == by_key
+    with pytest.raises(ValueError, match="mask"):
+        compiled.presence([{}], 1, b"k", 1, ObjectRecord, Segment)
+    with pytest.raises(AttributeError):
+        compiled.presence([{}], 0, b"k", 1, int, Segment)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def reply(call_id: int, kind: int, payload: bytes, name_size: int = 0) -> bytes:
+    head = (10 + len(payload)).to_bytes(4, "little") + call_id.to_bytes(8, "little")
+    return head + bytes([kind, name_size]) + payload
+
+
+def exchange(
+    fast: Fast, sock: socket.socket, timeout_s: float = 10.0, spin_s: float = 0.0
+) -> tuple[int, int, int, bytes | None]:
+    return fast.exchange(
+        sock.fileno(), b"request", 5, spin_s, time.monotonic() + timeout_s, 1 << 20
+    )
+
+
+@pytest.mark.parametrize("size", [0, 100, 32_754, 32_755, 1 << 19])
+@pytest.mark.parametrize("spin_s", [0.0, 0.5])
+def test_an_exchange(
+    compiled: Fast, ends: tuple[socket.socket, socket.socket], size: int, spin_s: float
+) -> None:
+    ours, theirs = ends
+    payload = random.Random(size).randbytes(size)
+
+    def answer() -> None:
+        assert theirs.recv(100) == b"request"
+        whole = reply(5, 3, payload)
+        theirs.sendall(whole[:7])
+        theirs.sendall(whole[7:])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    status, spun, kind, data = exchange(compiled, ours, spin_s=spin_s)
+    thread.join()
+    assert (status, kind, data) == (kinds.ANSWERED, 3, payload)
+    assert spun == 0 or spin_s > 0
+
+
+def test_how_an_exchange_fails(compiled: Fast, ends: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = ends
+    assert exchange(compiled, ours, 0.05)[0] == kinds.TIMED_OUT
+    theirs.sendall(b"x")
+    assert exchange(compiled, ours)[0] == kinds.UNASKED
+    assert ours.recv(1) == b"x"
+    assert theirs.recv(100) == b"request"
+
+    def answered(data: bytes, *, end: bool = False) -> int:
+        def answer() -> None:
+            theirs.recv(100)
+            theirs.sendall(data)
+            if end:
+                theirs.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        status, *_ = exchange(compiled, ours)
+        thread.join()
+        return status
+
+    for wrong in (reply(6, 3, b"x"), reply(5, 3, b"x", 1), b"\0" * 14, b"\xff" * 14):
+        assert answered(wrong) == kinds.GARBLED
+    assert answered(reply(5, 3, b"x" * 10)[:20], end=True) == kinds.ENDED
+    assert exchange(compiled, ours)[0] == kinds.UNASKED
+
+
+def test_an_exchange_with_nobody(compiled: Fast) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours:
+        theirs.close()
+        assert exchange(compiled, ours)[0] == kinds.UNASKED
+        ours.shutdown(socket.SHUT_RDWR)
+        assert exchange(compiled, ours)[0] == kinds.UNASKED
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_can_be_switched_off(value: str) -> None:
+    program = "from kvstore.native import fast; print(fast is None)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"KVSTORE_NATIVE": value}, capture_output=True,
+        text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(value == "0" or fast is None)
