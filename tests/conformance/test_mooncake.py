@@ -134,6 +134,27 @@ def test_other_settings_are_not_reached(peer: Peer, mover: MooncakeTransport) ->
         assert not mover.reaches(info._replace(engine=other))
 
 
+def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
+    peer: Peer, mover: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port is closed, and the node answers on the other."""
+    monkeypatch.setattr(transport, "UNREACHED_S", 0.3)
+    info = peer.info
+    assert info.engine is not None
+    closed = info._replace(engine=info.engine._replace(name="127.0.0.1:9"))
+    assert mover.reaches(closed)
+    with pytest.raises(NodeUnreachableError, match="which answers") as caught:
+        mover.read(closed, [Move(MIB, empty(16))], soon())
+    assert caught.value.fields["settled"] == 1
+    assert not mover.reaches(closed)
+    assert mover.reaches(info), "others are"
+    mover.read(info, [Move(MIB, empty(16))], soon())
+    deadline = soon(5)
+    while not mover.reaches(closed):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # --- fencing --------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,9 @@ RETIRED_MAX: Final = 4
 BROKEN_S: Final = 10.0
 """How long an engine that did not start is not tried again; other transports do the work."""
 
+UNREACHED_S: Final = 5.0
+"""How long one that fails at a node which answers is not tried again: a port may be closed."""
+
 SETTLE_S: Final = 0.5
 """How long a read that failed waits for its engine to end, so that the caller's memory is its own
 again; a batch that failed has returned, and only calls of other threads are waited for."""
@@ -94,6 +97,9 @@ class MooncakeTransport:
         """Caller's memory that may be written to until that station has ended."""
         self._witnesses: dict[tuple[str, bytes, int], _Witness] = {}
         self._broken_until = 0.0
+        self._has_started = False
+        self._unreached: dict[str, float] = {}
+        """Engines that failed although their nodes answered, and until when others do the work."""
         self._is_closed = False
 
     def start(self) -> None:
@@ -101,6 +107,7 @@ class MooncakeTransport:
         with self._changing:
             if self._station is None:
                 self._station = self._new_station(None)
+                self._has_started = True
 
     def reaches(self, segment: SegmentInfo) -> bool:
         """As ``Transport.reaches``; makes the engine the first time. One that cannot be had is
@@ -112,6 +119,7 @@ class MooncakeTransport:
             or engine.metadata_server != self._settings.metadata_server
             or not segment.address
             or self._is_closed
+            or (self._unreached and self._is_unreached(engine.name))
         ):
             return False
         if self._station is not None:
@@ -119,11 +127,12 @@ class MooncakeTransport:
         with self._changing:
             if monotonic() < self._broken_until:
                 return False
-            try:
-                self.start()
-            except TransferEngineError as error:
-                self._is_broken(error)
-                return False
+            if not self._has_started:
+                try:
+                    self.start()
+                except TransferEngineError as error:
+                    self._is_broken(error)
+                    return False
         return True
 
     def register(self, buffer: memoryview) -> None:
@@ -356,6 +365,9 @@ class MooncakeTransport:
             witness.greet(deadline, anew=True)
         except KVStoreError as error:
             return error
+        assert segment.engine is not None
+        self._unreached[segment.engine.name] = monotonic() + UNREACHED_S
+        log.warning("transfer_failed node=%s engine=%s", segment.node, segment.engine.name)
         return NodeUnreachableError(
             f"the transfer engine failed to move bytes of node {segment.node!r}, which answers",
             advice="Are the engine's own ports open between the hosts? See docs/transports.md.",
@@ -369,6 +381,13 @@ class MooncakeTransport:
             if witness is None:
                 witness = self._witnesses[key] = _Witness(segment)
             return witness
+
+    def _is_unreached(self, name: str) -> bool:
+        until = self._unreached.get(name)
+        if until is not None and until <= monotonic():
+            self._unreached.pop(name, None)
+            return False
+        return until is not None
 
     def _is_registered(self, start: int, length: int) -> bool:
         registered = self._registered
