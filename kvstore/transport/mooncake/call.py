@@ -27,8 +27,8 @@ UNDER_WAY_MAX: Final = 2
 RANGES_MAX: Final = 512
 """In one batch."""
 
-DIRECT_BYTES_MIN: Final = 16 << 10
-"""Copying less costs no more than asking whether it is registered."""
+DIRECT_BYTES_MIN: Final = PIECE_BYTES
+"""Less is copied also where it is registered: beside its header it is one range, then, not two."""
 
 LOOK_S: Final = 0.1
 """How often a call that waits looks whether the transport was closed."""

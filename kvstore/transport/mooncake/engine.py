@@ -70,8 +70,11 @@ _ENVIRONMENT: Final = {
 """Where the environment says nothing else; of this process, so of its other users there, too."""
 
 _LOGGED_FATAL: Final = 3
-_POLL_S: Final = 200e-6
+_POLL_S: Final = 1e-3
 _NAP_S: Final = 50e-6
+"""A range that is moved in the caller's thread is polled for so long, as 1 MiB takes, before naps
+come between: a busy machine wakes nobody on time."""
+
 _LARGE_BYTES: Final = 1 << 20
 _UNCERTAIN: Final = 0.7
 _NAP_S_MAX: Final = 0.01
