@@ -454,6 +454,11 @@ def test_without_a_system_library_the_message_names_its_package(tmp_path: Path) 
     assert "what='libraries', ok=False" in said.stdout
 
 
+def test_writes_that_nobody_acknowledges_are_refused() -> None:
+    said = run(TRY, MC_TCP_PROTO="1")
+    assert "says that a write is done before it is" in said.stdout, said
+
+
 def test_nothing_is_imported_before_it_is_used() -> None:
     said = run(
         "import sys, kvstore.client.sync, kvstore.node.app, kvstore.transport.mooncake.transport\n"

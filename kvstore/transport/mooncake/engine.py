@@ -81,6 +81,9 @@ _NAP_S_MAX: Final = 0.01
 """Before we let it poll for a large batch, we sleep for so much of the time that it is likely to
 take, by what large batches took lately. Small ones take as long as their ranges are many."""
 
+_NEEDED_OF_TCP: Final = ("MC_TCP_PROTO", "is not within any registered buffer")
+"""Texts of the library where a write is acknowledged once it is applied, and addresses are checked."""
+
 _making = threading.Lock()
 _protocol_of_process = ""
 
@@ -247,7 +250,7 @@ def find_package() -> Path | None:
 
 
 def built_with(library: Path, name: str) -> bool:
-    """Whether a class of that name was compiled into the library."""
+    """Whether the library holds that text: the name of a class, or of a variable that it reads."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return data.find(name.encode()) >= 0
 
@@ -290,8 +293,26 @@ def _load(settings: EngineSettings) -> Any:
             "1"  # it takes an RDMA card where there is one, whatever we say
         )
     module = import_engine()
+    _check_tcp(settings)
     _protocol_of_process = settings.protocol
     return module
+
+
+def _check_tcp(settings: EngineSettings) -> None:
+    """What our promises need of its tcp protocol came with 0.3.13, and can be switched off."""
+    library = find_package()
+    if settings.protocol != "tcp" or library is None:
+        return
+    if not all(built_with(library, text) for text in _NEEDED_OF_TCP):
+        raise TransferEngineError(
+            "this release of Mooncake's transfer engine says that a write is done before it is",
+            advice=f"pip install --upgrade {PACKAGE} (0.3.13 or newer).",
+        )
+    if os.environ.get("MC_TCP_PROTO") == "1":
+        raise TransferEngineError(
+            "with MC_TCP_PROTO=1 the transfer engine says that a write is done before it is",
+            advice="Unset it.",
+        )
 
 
 def _silence() -> None:
