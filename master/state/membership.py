@@ -275,4 +275,5 @@ def describe(segment: Segment) -> SegmentInfo:
         token=offer.token,
         seed=offer.seed,
         generation=offer.generation,
+        engine=offer.engine,
     )
