@@ -267,6 +267,38 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
         ) from error
 
 
+def array_over(
+    descriptor: bytes, kind: Kind | None, memory: memoryview, offset: int, size: int
+) -> NDArray[np.generic]:
+    """A new array over ``size`` bytes of ``memory``, which it keeps alive: the value, where that is
+    to be a numpy array, else its bytes.
+
+    Raises:
+        UnsupportedValueError: the dtype is not available here.
+        CorruptObjectError: descriptor and bytes disagree.
+    """
+    dtype, shape, expected = _as_array(descriptor, kind)
+    if dtype is None:
+        if not size:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(memory, np.uint8, size, offset)
+    if expected != size:
+        raise CorruptObjectError(f"{size} bytes are no {dtype} of shape {shape}")
+    return np.ndarray(shape, dtype, memory, offset) if size else np.empty(shape, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _as_array(
+    descriptor: bytes, kind: Kind | None
+) -> tuple[np.dtype[np.generic] | None, tuple[int, ...], int]:
+    """dtype, shape and bytes of a value that is to be a numpy array; None: it is to be another."""
+    described = read_descriptor(descriptor)
+    if (kind or described.kind) != "numpy" or described.kind == "bytes":
+        return None, (), 0
+    dtype = _numpy_dtype(described.dtype)
+    return dtype, described.shape, math.prod(described.shape) * dtype.itemsize
+
+
 def described_as(
     shape: int | Sequence[int], dtype: object, kind: Literal["torch", "numpy"]
 ) -> tuple[bytes, int]:

@@ -452,6 +452,9 @@ Reply = (
 # --- for nodes: messages of one stream, not calls ----------------------------------------------
 
 
+NO_MARK = Version(0, 0)
+
+
 class SegmentOffer(NamedTuple):
     """A segment that a node mounts: a ``SegmentInfo`` before the master has numbered it."""
 
@@ -464,6 +467,8 @@ class SegmentOffer(NamedTuple):
     generation: int
     fresh: bool
     """Nobody has ever been given an extent of it."""
+    mark: Version = NO_MARK
+    """The last that it was told to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
 
 
@@ -540,6 +545,9 @@ class MasterWipe(NamedTuple):
     offsets: Sequence[int]
     epochs: Sequence[int]
     counters: Sequence[int]
+    mark: Version = NO_MARK
+    """If there is one, to be kept in the segment. Memory whose mark is older than another's was
+    away when something was removed, and is not believed by a master that does not know what."""
 
 
 class MasterClaimed(NamedTuple):

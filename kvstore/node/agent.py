@@ -44,8 +44,9 @@ from kvstore.wire.node_stream import NodeStream
 
 log = logging.getLogger("kvstore.node")
 
-BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Pauses between attempts to reach a master; the last one is repeated."""
+BACKOFF_S: Final = (0.05, 0.1, 0.2)
+"""Pauses between attempts to reach a master; the last one is repeated. A master that was started
+again waits for us that long (``JOINING_MS``), and a little longer."""
 
 JOIN_TIMEOUT_S: Final = 5.0
 LEAVE_TIMEOUT_S: Final = 1.0
@@ -166,6 +167,7 @@ class NodeAgent:
                 seed=segment.seed,
                 generation=segment.generation,
                 fresh=self._fresh,
+                mark=segment.mark,
                 engine=None if self._engine is None else self._engine.address,
             )
             join = NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
@@ -281,9 +283,10 @@ class NodeAgent:
                     pass
                 case MasterClaimed():
                     answers.release()
-                case MasterWipe(order, uuid, offsets, epochs, counters):
+                case MasterWipe(order, uuid, offsets, epochs, counters, mark):
                     if uuid == self._segment.uuid:
                         self._segment.wipe(offsets, epochs, counters)
+                        self._segment.keep_mark(mark)
                     await self._send(link, NodeWiped(order))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")

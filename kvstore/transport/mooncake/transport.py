@@ -32,6 +32,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     TransferEngineError,
 )
+from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings, address_of
@@ -184,6 +185,23 @@ class MooncakeTransport:
         """As ``Transport.write``; also raises BusyError (settled). Objects of one call are written
         in any order, each as ``waves`` says."""
         self._run(segment, moves, deadline, is_write=True)
+
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
+        """None: move by move it can."""
+        return None
+
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
+        """False: move by move it can."""
+        return False
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         """Raises SegmentGoneError: the memory is elsewhere."""
