@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client
-from kvstore.errors import KVStoreError
+from kvstore.errors import InvalidArgumentError, KVStoreError
 from tests.integration.cluster import SHORT, Cluster
 from tests.integration.test_network import ip
 
@@ -60,8 +60,10 @@ CALLS: dict[str, Verb] = {
     "remove": lambda c: c.remove("never"),
     "remove_many": lambda c: c.remove_many(["removed"]),
     "clear": lambda c: c.clear("nobody's"),
+    "drain": lambda c: c.drain("nobody"),
+    "move_some": lambda c: c.move_some("nobody"),
 }
-NO_CALLS = {"close", "config", "embedded", "lease", "stats"}
+NO_CALLS = {"close", "config", "embedded", "lease", "stats", "register", "unregister"}
 """Public names that ask nobody, or are tested apart."""
 
 
@@ -93,6 +95,8 @@ class Took:
         error = self.outcome
         if not isinstance(error, BaseException):
             return False
+        if isinstance(error, InvalidArgumentError):
+            return False  # the master's answer: there is no such node
         # ``sent`` says: the connection broke in the middle of what may not be done twice.
         return not (isinstance(error, KVStoreError) and (error.retriable or "sent" in error.fields))
 

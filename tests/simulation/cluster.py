@@ -69,6 +69,8 @@ class Options:
     workers: int = 2
     waived: frozenset[str] = frozenset(KNOWN_ISSUES)
     """Rules of the oracle whose violations are only counted: issues that are known."""
+    mix: Mix | None = None
+    """Of the work; None: the seed decides."""
     new_state: Callable[..., MasterState] = MasterState
     policy: Callable[[], EvictionPolicy] = LRU
     new_node: Callable[..., Node] = Node
@@ -92,7 +94,8 @@ class Cluster:
         self.network = Network(self.scheduler, weather)
         self.piece_bytes = random.choice((256, 1_000, 1_024, 4_096))
         self.segment_bytes = random.choice((24, 48, 96)) << 10
-        self.mix = Mix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
+        mix = Mix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
+        self.mix = options.mix or mix
         self.piece_us = (5, random.choice((200, 2_000, 40_000, 150_000)))
         self.rules = replace(RULES, put_deadline_ms=random.choice((6_000, 6_000, 1_200)))
         self.paused = False

@@ -25,6 +25,7 @@ from kvstore.memory.header import extent_bytes
 from tests.simulation.cluster import RULES, Cluster, Options
 from tests.simulation.node import Node
 from tests.simulation.run import run_many, run_seed
+from tests.simulation.workload import Mix
 
 SEEDS = 200
 TOGETHER = 20
@@ -216,8 +217,12 @@ class Careless(Node):
 
 
 def test_finds_headers_that_are_not_wiped() -> None:
-    options = Options(seed=0, new_node=Careless, faults=("restart_master",))
-    found(options, "removed_read", within_steps=SOON, each=SOON)
+    work = {"put": 3.0, "get": 6.0, "remove": 3.0}
+    mix = Mix(
+        weights=work, size_bytes_max=1_000, think_s=0.01, overwrite=0.0, replicas=0.0, hold_s=0.1
+    )
+    options = Options(seed=0, new_node=Careless, faults=(), mix=mix)
+    found(options, "removed_read", within_steps=SOON, each=SOON // 2)
 
 
 class Unfenced(Node):
@@ -232,5 +237,6 @@ def test_finds_a_missing_fence() -> None:
         Options(seed=0, new_node=Unfenced, faults=faults),
         "late_write",
         "old_epoch_write",
+        "corrupt",
         within_steps=10**6,
     )
