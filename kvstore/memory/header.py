@@ -50,7 +50,7 @@ SUPERBLOCK_BYTES: Final = 4096
 
 FORMAT_VERSION: Final = 2
 """Also what a whole header means. 1: of an object, or of one that was evicted, whose payload may be
-written over. 2: of an object, or of a put that has not ended."""
+written over. 2: of an object, or of a put that has not ended. ``native/fast.c`` has it, too."""
 
 WIPE: Final = bytes(64)
 """Written at the header position it kills magic, checksum and lengths at once."""

@@ -302,16 +302,38 @@ def test_an_exchange(
 def test_how_an_exchange_fails(compiled: Fast, ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     assert exchange(compiled, ours, 0.05)[0] == kinds.TIMED_OUT
+    theirs.sendall(b"x")
+    assert exchange(compiled, ours)[0] == kinds.UNASKED
+    assert ours.recv(1) == b"x"
+    assert theirs.recv(100) == b"request"
+
+    def answered(data: bytes, *, end: bool = False) -> int:
+        def answer() -> None:
+            theirs.recv(100)
+            theirs.sendall(data)
+            if end:
+                theirs.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        status, *_ = exchange(compiled, ours)
+        thread.join()
+        return status
+
     for wrong in (reply(6, 3, b"x"), reply(5, 3, b"x", 1), b"\0" * 14, b"\xff" * 14):
-        theirs.sendall(wrong)
-        assert exchange(compiled, ours)[0] == kinds.GARBLED
-    theirs.sendall(reply(5, 3, b"x" * 10)[:20])
-    theirs.shutdown(socket.SHUT_WR)
-    assert exchange(compiled, ours)[0] == kinds.ENDED
-    theirs.close()
-    status, number, _, data = exchange(compiled, ours)
-    assert (status, data) == (kinds.NOT_SENT, None)
-    assert number
+        assert answered(wrong) == kinds.GARBLED
+    assert answered(reply(5, 3, b"x" * 10)[:20], end=True) == kinds.ENDED
+    assert exchange(compiled, ours)[0] == kinds.UNASKED
+
+
+def test_an_exchange_with_nobody(compiled: Fast) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours:
+        theirs.close()
+        assert exchange(compiled, ours)[0] == kinds.UNASKED
+        ours.shutdown(socket.SHUT_RDWR)
+        assert exchange(compiled, ours)[0] == kinds.UNASKED
 
 
 @pytest.mark.parametrize("value", ["0", ""])
