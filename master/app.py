@@ -114,7 +114,8 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
             loop.remove_reader(parent.fd)
         if child is not None:
             await asyncio.to_thread(child.stop)
-        for task in (stopping, *tasks):
+        stopping.cancel()
+        for task in tasks:
             task.cancel()
         await asyncio.gather(stopping, *tasks, return_exceptions=True)
         if election is not None:
