@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm check demo demo-vllm bench bench-vllm proto clean clean-all
+.PHONY: help test test-vllm check demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,8 +35,11 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another computed
 	$(BIN)/python -m kvstore.demo $(ARGS)
 
-bench: $(VENV)/.demo ## Measure this machine, one JSON line per row
-	$(BIN)/kvstore bench --json --transport both $(ARGS)
+bench: $(VENV)/.bench ## Measure this store and Mooncake Store side by side, into docs/benchmarks
+	$(BIN)/python -m kvstore.bench --out docs/benchmarks $(ARGS)
+
+bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into docs/benchmarks
+	$(BIN)/python -m kvstore.bench.growth --out docs/benchmarks $(ARGS)
 
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m kvstore.demo_vllm $(ARGS)
@@ -74,9 +77,13 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
+$(VENV)/.bench: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable '.[bench]'
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable '.[dev,demo]'
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.bench
 
 # The torchvision, torchaudio and torchcodec that come along are built for CUDA and break the
 # import of models on a CPU.

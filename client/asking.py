@@ -9,7 +9,7 @@ import numpy as np
 
 from kvstore import calls
 from kvstore.client.steps import Context, Flow, Transfer, ask, learn
-from kvstore.limits import Key, Namespace
+from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
 
@@ -20,14 +20,26 @@ class Match(NamedTuple):
     matched: int
     """Leading keys that are present, and leased."""
     being_written: int
-    """How many keys after those are being written at this moment."""
+    """How many keys after those are being written at this moment; not looked for beyond the
+    ``BATCH_KEYS_MAX`` keys of the call that found them."""
 
 
 def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[list[Match]]:
-    if not keys:
-        return [Match(0, 0)] * len(namespaces)
-    answer = yield from ask(calls.MatchPrefix(namespaces, keys, False), calls.Matched)
-    return [Match(each.matched, each.being_written) for each in answer.matches]
+    """In pieces of ``BATCH_KEYS_MAX``, from the front, for as long as any namespace has all of a
+    piece: what is not there costs nothing. What a piece has matched is leased, so the prefix stays
+    whole while the next one is asked for."""
+    found = [Match(0, 0)] * len(namespaces)
+    whole = list(range(len(namespaces)))
+    for start in range(0, len(keys), BATCH_KEYS_MAX):
+        piece = keys[start : start + BATCH_KEYS_MAX] if len(keys) > BATCH_KEYS_MAX else keys
+        asked = [namespaces[index] for index in whole]
+        answer = yield from ask(calls.MatchPrefix(asked, piece, False), calls.Matched)
+        for index, each in zip(whole, answer.matches, strict=True):
+            found[index] = Match(start + each.matched, each.being_written)
+        whole = [index for index in whole if found[index].matched == start + len(piece)]
+        if not whole:
+            break
+    return found
 
 
 def exists(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:

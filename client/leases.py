@@ -94,8 +94,8 @@ class Lease:
         """Arrays over this memory; 0: let go."""
         self.unanswered: Named | None = None
         """Of an allocation: what a commit that had no answer may have made of it."""
-        self.renew_at = 0.0
-        self.plan_renewal()
+        now = clock()
+        self.renew_at = now + max((until - now) / 3, RENEW_PAUSE_S)
 
     @property
     def held(self) -> bool:

@@ -102,7 +102,7 @@ class Movers:
         try:
             for transport in self._transports:
                 if transport.reaches(segment):
-                    if transport.maps and transfer.in_memory(transport.memory(segment), deadline):
+                    if transfer.in_one_go(transport, deadline):
                         return None
                     move = transport.write if transfer.write else transport.read
                     move(segment, transfer.moves, deadline)

@@ -8,7 +8,6 @@ give the same outcomes, and ``tests/conformance/test_objects.py`` holds them to 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from xxhash import xxh3_64
 from kvstore.calls import SegmentInfo
 from kvstore.client.placements import Placed
 from kvstore.client.steps import Transfer
-from kvstore.errors import InvalidRangeError, KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import (
     HEADER_BYTES,
@@ -29,15 +27,11 @@ from kvstore.memory.header import (
     unpack,
 )
 from kvstore.native import fast
-from kvstore.native.kinds import CORRUPT, GONE, OUTSIDE, STALE, BatchEnd, ReadRow, WriteRow
-from kvstore.transport.base import Hasher, Move
-from kvstore.transport.pieces import deadline_exceeded, segment_gone
+from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
+from kvstore.transport.base import Hasher, Move, Transport
+from kvstore.transport.pieces import batch_ended
 
 _WIPE = memoryview(WIPE)
-
-COPY_THREADS = min(4, os.cpu_count() or 1)
-"""Of one batch over shared memory, where it is of several MiB: one core does not fill the memory's
-bandwidth."""
 
 Outcome = bytes | int
 """The descriptor of an object that was read; or ``STALE`` or ``CORRUPT``."""
@@ -73,19 +67,12 @@ class ObjectReads(Transfer):
         """``views`` have the payload's size together."""
         self.rows.append((offset, placed.size, placed.epoch, placed.counter, key, views))
 
-    def in_memory(self, memory: memoryview, deadline: float) -> bool:
-        """As ``Transfer.in_memory``."""
-        if fast is None:
-            return False
-        segment = self.segment
-        done = fast.read_objects(
-            memory, segment.generation, segment.seed, self.namespace, self.rows, self.verify,
-            deadline, COPY_THREADS,
-        )  # fmt: skip
-        if isinstance(done, int):
-            raise _ended(done, segment)
-        self.done = done
-        return True
+    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+        """As ``Transfer.in_one_go``."""
+        self.done = transport.read_objects(
+            self.segment, self.namespace, self.rows, self.verify, deadline
+        )
+        return self.done is not None
 
     def outcomes(self) -> list[Outcome]:
         """One per row."""
@@ -129,18 +116,9 @@ class ObjectWrites(Transfer):
         self.namespace = namespace
         self.rows: list[WriteRow] = []
 
-    def in_memory(self, memory: memoryview, deadline: float) -> bool:
-        """As ``Transfer.in_memory``."""
-        if fast is None:
-            return False
-        segment = self.segment
-        ended = fast.write_objects(
-            memory, segment.generation, segment.seed, self.namespace, self.rows, deadline,
-            COPY_THREADS,
-        )  # fmt: skip
-        if ended:
-            raise _ended(ended, segment)
-        return True
+    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+        """As ``Transfer.in_one_go``."""
+        return transport.write_objects(self.segment, self.namespace, self.rows, deadline)
 
     def _made(self) -> list[Move]:
         moves: list[Move] = []
@@ -179,25 +157,17 @@ def headers(
             memory, segment.generation, segment.seed, namespace, rows, False, math.inf, 1
         )
         if isinstance(done, int):
-            raise _ended(done, segment)
+            raise batch_ended(done, segment)
         return done
     outcomes: list[Outcome] = []
     for row in rows:
         offset, size = row[:2]
         if offset < SUPERBLOCK_BYTES or offset + HEADER_BYTES + size > segment.size:
-            raise _ended(OUTSIDE, segment)
+            raise batch_ended(OUTSIDE, segment)
         header = unpack(memory[offset : offset + HEADER_BYTES], segment.seed, offset)
         is_there = header is not None and is_of(header, namespace, row)
         outcomes.append(header.descriptor if header is not None and is_there else STALE)
     return outcomes
-
-
-def _ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
-    if how == OUTSIDE:
-        return InvalidRangeError(
-            f"an object is not within the segment of {segment.size} bytes", node=segment.node
-        )
-    return segment_gone(segment) if how == GONE else deadline_exceeded(segment)
 
 
 def is_of(header: Header, namespace: Namespace, row: ReadRow) -> bool:

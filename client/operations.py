@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
@@ -27,6 +28,7 @@ from kvstore.client.values import (
     Kind,
     Storable,
     Value,
+    array_over,
     decode,
     described_as,
     encode,
@@ -45,6 +47,7 @@ from kvstore.errors import (
 )
 from kvstore.keys import packed_keys
 from kvstore.limits import (
+    MATCH_KEYS_MAX,
     NAMESPACES_MAX,
     REPLICAS_MAX,
     Key,
@@ -308,7 +311,9 @@ class Operations:
         except (SegmentGoneError, InvalidRangeError):
             self.context.segments.forget(segment)
             return [index for index, _ in of]
+        base = int(np.frombuffer(memory, np.uint8).ctypes.data)
         stale: list[int] = []
+        held: list[tuple[NDArray[np.generic], int, Named | Granted, float]] = []
         now = self.context.clock()
         for row, (index, placed), descriptor in zip(rows, of, found, strict=True):
             if not isinstance(descriptor, bytes):
@@ -318,11 +323,13 @@ class Operations:
             if now >= placed.until:
                 stale.append(index)
                 continue
-            array: Bytes1D = np.frombuffer(memory, np.uint8, placed.size, row[0] + HEADER_BYTES)
+            offset = row[0] + HEADER_BYTES
+            array = array_over(descriptor, kind, memory, offset, placed.size)
+            views[index] = _view_of(descriptor, array, kind)
             if placed.size:
                 named = Named(namespace, Key(row[4]), placed.epoch, placed.counter)
-                self.views.add(array, named, placed.until, mounted)
-            views[index] = _view_of(descriptor, array, kind)
+                held.append((array, base + offset, named, placed.until))
+        self.views.add_many(held, mounted)
         return stale
 
     # --- asking -------------------------------------------------------------------------------
@@ -333,7 +340,7 @@ class Operations:
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
         spaces = [self._namespace(each) for each in namespaces]
-        return (yield from asking.match_prefix(spaces, packed_keys(keys)))
+        return (yield from asking.match_prefix(spaces, packed_keys(keys, MATCH_KEYS_MAX)))
 
     def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         return asking.exists(self._namespace(namespace), packed_keys(keys))
@@ -409,11 +416,11 @@ def _array(memory: memoryview) -> Bytes1D:
     return np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
 
 
-def _view_of(descriptor: bytes, array: Bytes1D, kind: Kind | None) -> View:
+def _view_of(descriptor: bytes, array: NDArray[np.generic], kind: Kind | None) -> View:
     wanted = kind or read_descriptor(descriptor).kind
     if wanted == "bytes":
         return memoryview(array).toreadonly()  # type: ignore[arg-type]
-    value = decode(descriptor, array, kind)
-    if isinstance(value, np.ndarray):
-        value.flags.writeable = False
-    return value
+    if wanted == "numpy":
+        array.flags.writeable = False
+        return array
+    return decode(descriptor, cast("Bytes1D", array), kind)

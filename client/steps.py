@@ -25,7 +25,7 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
-from kvstore.transport.base import Move
+from kvstore.transport.base import Move, Transport
 
 log = logging.getLogger("kvstore.client")
 
@@ -63,13 +63,13 @@ class Transfer:
     def _made(self) -> list[Move]:
         raise NotImplementedError
 
-    def in_memory(self, memory: memoryview, deadline: float) -> bool:
-        """Carry it out in the segment's own memory, in one go; False: go move by move.
+    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+        """Have ``transport`` carry it out as a whole; False: it cannot, go move by move.
 
         Raises:
-            SegmentGoneError, DeadlineExceededError, InvalidRangeError: as ``Transport.read``.
+            As ``Transport.read`` and ``write``.
         """
-        del memory, deadline
+        del transport, deadline
         return False
 
 

@@ -277,7 +277,8 @@ class Client:
     def match_prefix(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> int:
         """How many leading keys of a chain are there; those are leased.
 
-        Takes O(log n) steps at the master for a chain that was put with ``put_chain``.
+        Takes O(log n) steps at the master for a chain that was put with ``put_chain``. More than
+        16,384 keys are asked for in several calls, as far as all of a call's keys are there.
         """
         return self._run(self._operations.match_prefix(keys, [namespace]))[0].matched
 

@@ -61,7 +61,7 @@ class Encoded(NamedTuple):
     @property
     def size(self) -> int:
         """In bytes."""
-        return len(self.data) + sum(map(len, self.more))
+        return len(self.data) + (sum(map(len, self.more)) if self.more else 0)
 
 
 # --- values to bytes ---------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def encode(value: Storable) -> Encoded:
     Raises:
         UnsupportedValueError: a type, layout or dtype whose bytes mean nothing elsewhere.
     """
-    torch = _torch_of(value)
+    torch = None if type(value) is np.ndarray else _torch_of(value)
     if torch is not None:
         return _encode_tensor(torch, value)  # type: ignore[arg-type]
     if isinstance(value, np.ndarray | np.generic):
@@ -103,6 +103,10 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     Raises:
         BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
     """
+    if type(buffers) is np.ndarray and buffers.dtype == np.uint8 and buffers.ndim == 1:
+        flags = buffers.flags
+        if flags.c_contiguous and flags.writeable and buffers.size:
+            return [memoryview(buffers)], ""  # type: ignore[arg-type]  # no detours
     views: list[memoryview] = []
     dtypes: set[str] = set()
     several = isinstance(buffers, list | tuple)
@@ -265,6 +269,38 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
         raise CorruptObjectError(
             f"{data.size} bytes are no {described.dtype} of shape {described.shape}: {error}"
         ) from error
+
+
+def array_over(
+    descriptor: bytes, kind: Kind | None, memory: memoryview, offset: int, size: int
+) -> NDArray[np.generic]:
+    """A new array over ``size`` bytes of ``memory``, which it keeps alive: the value, where that is
+    to be a numpy array, else its bytes.
+
+    Raises:
+        UnsupportedValueError: the dtype is not available here.
+        CorruptObjectError: descriptor and bytes disagree.
+    """
+    dtype, shape, expected = _as_array(descriptor, kind)
+    if dtype is None:
+        if not size:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(memory, np.uint8, size, offset)
+    if expected != size:
+        raise CorruptObjectError(f"{size} bytes are no {dtype} of shape {shape}")
+    return np.ndarray(shape, dtype, memory, offset) if size else np.empty(shape, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _as_array(
+    descriptor: bytes, kind: Kind | None
+) -> tuple[np.dtype[np.generic] | None, tuple[int, ...], int]:
+    """dtype, shape and bytes of a value that is to be a numpy array; None: it is to be another."""
+    described = read_descriptor(descriptor)
+    if (kind or described.kind) != "numpy" or described.kind == "bytes":
+        return None, (), 0
+    dtype = _numpy_dtype(described.dtype)
+    return dtype, described.shape, math.prod(described.shape) * dtype.itemsize
 
 
 def described_as(

@@ -13,14 +13,14 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import calls
 from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named
-from kvstore.client.values import Bytes1D
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -32,6 +32,20 @@ Ask = Callable[[calls.Request, float], calls.Reply]
 """The request and the seconds it may take; raises KVStoreError."""
 
 
+class _Watch(weakref.ref["NDArray[np.generic]"]):
+    """Tells when an array's memory is let go; a sixth of what ``weakref.finalize`` costs."""
+
+    __slots__ = ("address", "lease")
+
+    address: int
+    lease: Lease
+
+    __hash__ = object.__hash__  # its own, and not the array's, which has none
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 class Views:
     """All views and allocations of one client, by the address of their memory."""
 
@@ -41,30 +55,51 @@ class Views:
         # Reentrant: a finalizer may run in a thread that holds it.
         self._lock = threading.RLock()
         self._leases = LeaseTable()
+        self._watches: set[_Watch] = set()
         self._dropped: list[Granted] = []  # allocations that died unput, to be revoked
         self._changed = threading.Event()
         self._wake_at = math.inf
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, array: Bytes1D, held: Named | Granted, until: float, mounted: Mounted) -> Lease:
+    def add(
+        self,
+        array: NDArray[np.generic],
+        held: Named | Granted,
+        until: float,
+        mounted: Mounted,
+    ) -> Lease:
         """Watch ``array``, the first array over some payload, until its memory is let go.
 
         Args:
             mounted: whether the segment under it is mounted as it was.
         """
-        address = array.ctypes.data
+        (lease,) = self.add_many([(array, array.ctypes.data, held, until)], mounted)
+        return lease
+
+    def add_many(
+        self,
+        arrays: Iterable[tuple[NDArray[np.generic], int, Named | Granted, float]],
+        mounted: Mounted,
+    ) -> list[Lease]:
+        """``add`` of several on one segment: array, its address, what is held and until when."""
+        leases: list[Lease] = []
+        add, watches, let_go = self._leases.add, self._watches, self._let_go
         with self._lock:
-            lease = self._leases.add(address, array.nbytes, held, until, mounted)
-            weakref.finalize(array, self._let_go, address, lease).atexit = False
+            for array, address, held, until in arrays:
+                lease = add(address, array.nbytes, held, until, mounted)
+                watch = _Watch(array, let_go)
+                watch.address, watch.lease = address, lease
+                watches.add(watch)
+                leases.append(lease)
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(
                     target=self._renew_forever, name="kvstore-renew", daemon=True
                 )
                 self._thread.start()
-            if lease.renew_at < self._wake_at:
+            if leases and min(lease.renew_at for lease in leases) < self._wake_at:
                 self._changed.set()
-        return lease
+        return leases
 
     def of(self, value: Value | memoryview) -> Lease | None:
         """The lease under the memory that ``value`` starts in, None: it is not of this pool."""
@@ -86,9 +121,11 @@ class Views:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def _let_go(self, address: int, lease: Lease) -> None:
+    def _let_go(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
+        assert isinstance(watch, _Watch)
         with self._lock:
-            dropped = self._leases.let_go(address, lease)
+            self._watches.discard(watch)
+            dropped = self._leases.let_go(watch.address, watch.lease)
         if dropped is not None:
             self._dropped.append(dropped)
             self._changed.set()

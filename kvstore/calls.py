@@ -443,6 +443,9 @@ Reply = (
 # --- for nodes: messages of one stream, not calls ----------------------------------------------
 
 
+NO_MARK = Version(0, 0)
+
+
 class SegmentOffer(NamedTuple):
     """A segment that a node mounts: a ``SegmentInfo`` before the master has numbered it."""
 
@@ -455,6 +458,8 @@ class SegmentOffer(NamedTuple):
     generation: int
     fresh: bool
     """Nobody has ever been given an extent of it."""
+    mark: Version = NO_MARK
+    """The last that it was told to keep (``MasterWipe``)."""
 
 
 class NodeJoin(NamedTuple):
@@ -530,6 +535,9 @@ class MasterWipe(NamedTuple):
     offsets: Sequence[int]
     epochs: Sequence[int]
     counters: Sequence[int]
+    mark: Version = NO_MARK
+    """If there is one, to be kept in the segment. Memory whose mark is older than another's was
+    away when something was removed, and is not believed by a master that does not know what."""
 
 
 class MasterClaimed(NamedTuple):

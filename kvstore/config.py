@@ -377,6 +377,13 @@ class MasterConfig(Config):
         description="Objects between put_start and put_end at once: four full batches, some "
         "300 bytes of master memory each.",
     )
+    gather_ms: Milliseconds = Field(
+        default=3_000,
+        ge=0,
+        le=60_000,
+        description="After a restart: what would be a miss waits up to so long for nodes to tell "
+        "what they hold; 4 GiB in 100,000 objects take about two seconds. 0: it is a miss at once.",
+    )
     put_wait_max_ms: Milliseconds = Field(
         default=30_000,
         ge=0,

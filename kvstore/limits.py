@@ -34,6 +34,10 @@ BATCH_KEYS_MAX = 16_384
 ask of so many holds the master's loop for a few milliseconds; to put them would for about 80, so
 clients put at most ``kvstore.client.putting.PUT_KEYS_MAX`` at once."""
 
+MATCH_KEYS_MAX = 1 << 20
+"""Keys in one ``Client.match_prefix``, which asks in several calls where it must: 16 million tokens
+in blocks of 16."""
+
 NAMESPACES_MAX = 256
 """Namespaces in one ``match_prefix``: the ranks and cache groups of one engine."""
 
@@ -73,19 +77,21 @@ def check_key(key: object) -> Key:
     return Key(key)
 
 
-def check_keys(keys: Sequence[object], *, distinct: bool) -> list[Key]:
+def check_keys(
+    keys: Sequence[object], *, distinct: bool, keys_max: int = BATCH_KEYS_MAX
+) -> list[Key]:
     """Each key checked, their number bounded and, where ``distinct``, none twice.
 
     Raises:
-        BatchTooLargeError: more than ``BATCH_KEYS_MAX``.
+        BatchTooLargeError: more than ``keys_max``.
         DuplicateKeyError: a key occurs twice; ``fields["key"]`` is its hex form.
     """
-    if len(keys) > BATCH_KEYS_MAX:
+    if len(keys) > keys_max:
         raise BatchTooLargeError(
-            f"{len(keys)} keys in one call, at most {BATCH_KEYS_MAX} are allowed",
+            f"{len(keys)} keys in one call, at most {keys_max} are allowed",
             advice="Split the batch.",
             keys=len(keys),
-            keys_max=BATCH_KEYS_MAX,
+            keys_max=keys_max,
         )
     checked = _whole_keys(keys) or [check_key(key) for key in keys]
     if distinct and len(set(checked)) != len(checked):

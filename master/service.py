@@ -44,9 +44,9 @@ OUTBOX_MAX: Final = 4_096
 """Messages that a node has not taken yet; one that does not read is cut off."""
 
 _STEPS: Final[dict[type, Callable[[MasterState, int, Any], Any]]] = {
-    calls.MatchPrefix: MasterState.match_prefix,
-    calls.Lookup: MasterState.lookup,
-    calls.Exists: MasterState.exists,
+    calls.MatchPrefix: MasterState.find,
+    calls.Lookup: MasterState.find,
+    calls.Exists: MasterState.find,
     calls.PutStart: MasterState.put_start,
     calls.PutEnd: MasterState.put_end,
     calls.PutRevoke: MasterState.put_revoke,

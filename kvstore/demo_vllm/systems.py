@@ -7,16 +7,14 @@ its own. All of them live at the same time and are asked in turns.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.demo.processes import Child, Children
+from kvstore.bench import mooncake
+from kvstore.demo.processes import Children
 from kvstore.demo_vllm import servers
-from kvstore.demo_vllm.servers import HOST, Server, free_port
+from kvstore.demo_vllm.servers import Server
 
 NONE = "none"
 KVSTORE = "kvstore"
@@ -49,16 +47,7 @@ def missing(name: str) -> str | None:
     """Why a system cannot be started here; None: it can."""
     if name not in (MOONCAKE, MOONCAKE_EMBEDDED):
         return None
-    # In a process of its own: it starts threads, and what it lacks is a library of the system.
-    asked = [sys.executable, "-c", "import mooncake.store"]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if answer.returncode == 0:
-        return None
-    reason = (answer.stderr.strip().splitlines() or ["it cannot be imported"])[-1]
-    return (
-        f"{reason} (pip install mooncake-transfer-engine-non-cuda;"
-        " on Debian also apt-get install libibverbs1 librdmacm1 libnuma1 liburing2)"
-    )
+    return mooncake.missing()
 
 
 def start(children: Children, names: Sequence[str], model: Path, memory_mib: int) -> list[System]:
@@ -95,17 +84,10 @@ def _start(children: Children, name: str, model: Path, memory_mib: int) -> Serve
 
 def _start_mooncake(children: Children, name: str, memory_mib: int) -> Path:
     """Its master and, unless the engine has it, its memory. Returns the engine's configuration."""
-    programs = Path(sys.executable).parent
-    port, metrics_port = free_port(), free_port()
-    master = children.start_command(
-        f"{name}-master", str(programs / "mooncake_master"),
-        f"--rpc_address={HOST}", f"--rpc_port={port}",
-        f"--metrics_host={HOST}", f"--metrics_port={metrics_port}", "--logtostderr",
-    )  # fmt: skip
-    _listens(children, master, port)
     embedded = name == MOONCAKE_EMBEDDED
+    started = mooncake.start(children, 0 if embedded else memory_mib << 20, name=name)
     settings = {
-        "metadata_server": "P2PHANDSHAKE", "master_server_address": f"{HOST}:{port}",
+        "metadata_server": "P2PHANDSHAKE", "master_server_address": started.master,
         "protocol": "tcp", "mode": "embedded" if embedded else "standalone-store",
         "global_segment_size": f"{memory_mib}MB" if embedded else 0,
         "local_buffer_size": f"{BUFFER_MIB}MB",
@@ -113,14 +95,6 @@ def _start_mooncake(children: Children, name: str, memory_mib: int) -> Path:
     config = children.directory / f"{name}.json"
     config.write_text(json.dumps(settings))
     if not embedded:
-        data_port = free_port()
-        memory = children.start_command(
-            f"{name}-memory", str(programs / "mooncake_client"),
-            f"--master_server_address={HOST}:{port}", "--metadata_server=P2PHANDSHAKE",
-            f"--host={HOST}", f"--port={data_port}", "--protocol=tcp",
-            f"--global_segment_size={memory_mib << 20}", "--threads=2", "--logtostderr",
-        )  # fmt: skip
-        _listens(children, memory, data_port)
         _touch(children, name, config, memory_mib)
     return config
 
@@ -133,11 +107,3 @@ def _touch(children: Children, name: str, config: Path, memory_mib: int) -> None
     module = "kvstore.demo_vllm.touch_mooncake"
     job = children.start(f"{name}-touch", module, str(config), str(memory_mib))
     children.result(job, MOONCAKE_SECONDS)
-
-
-def _listens(children: Children, child: Child, port: int) -> None:
-    def connects() -> bool:
-        with socket.socket() as asked:
-            return asked.connect_ex((HOST, port)) == 0
-
-    children.until(child, connects, MOONCAKE_SECONDS)

@@ -26,6 +26,9 @@ header, a header that was copied elsewhere and one left by another segment do no
         56     8   payload checksum, xxh3_64
         64         namespace, key, parent key, descriptor, end to end; the rest is undefined
 
+The superblock goes on at 256 with two words that are not in the checksum either: the mark's epoch
+and counter (``kvstore.calls.MasterWipe``).
+
 Numbers are little-endian. Everything here is a pure function of the given bytes.
 """
 
@@ -59,6 +62,8 @@ DESCRIPTOR_BYTES_MAX: Final = 320
 NODE_NAME_BYTES_MAX: Final = 192
 GENERATION_OFFSET: Final = 16
 """Of the u64 in the superblock that a mapped reader or writer compares; naturally aligned."""
+MARK_OFFSET: Final = 256
+"""Of two u64 in the superblock."""
 
 _MAGIC: Final = b"KVextnt\x01"
 _MAGIC_WORD: Final = np.uint64(int.from_bytes(_MAGIC, "little"))

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvstore.calls import Version
 from kvstore.errors import (
     ConfigError,
     LeftOverMemoryError,
@@ -194,6 +195,19 @@ class Segment:
         generation = self.generation + 1
         self._words[layout.GENERATION_OFFSET // 8] = generation
         return generation
+
+    @property
+    def mark(self) -> Version:
+        """The last that was kept."""
+        at = layout.MARK_OFFSET // 8
+        return Version(self._words[at], self._words[at + 1])
+
+    def keep_mark(self, mark: Version) -> None:
+        """Unless a newer one is kept. If we are killed half-way, an older one is."""
+        if mark > self.mark:
+            at = layout.MARK_OFFSET // 8
+            self._words[at + 1] = 0
+            self._words[at], self._words[at + 1] = mark
 
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> int:
         """Wipe the header at each offset where one of that version stands; returns how many.

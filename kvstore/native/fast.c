@@ -11,200 +11,17 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/sendfile.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 #include <time.h>
 
 #include "xxh3.h"
 
-/* kvstore.memory.header; tests compare what is packed there with what is read here. */
-#define HEADER_BYTES 1024
-#define FIXED_BYTES 64
-#define SUPERBLOCK_BYTES 4096
-#define GENERATION_OFFSET 16
-#define CHECKED_FROM 16
-#define FORMAT_VERSION 2
-#define NAMESPACE_MAX 128
-#define KEY_MAX 256
-#define DESCRIPTOR_MAX 320
-static const uint8_t MAGIC[8] = "KVextnt\x01";
-
-#define PIECE_BYTES (256 << 10) /* between two looks at the clock and the generation */
-#define UNLOCKED_BYTES (512 << 10) /* from here on the interpreter's lock is given up meanwhile */
-#define THREAD_BYTES (2 << 20) /* a thread costs 20 us to start: not for less than this */
-#define THREADS_MAX 16
-#define BUFFERS_MAX 1024 /* parts of one object's payload */
-
-/* How a batch ended, and what became of a row (kvstore.native says what they mean). */
-enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
-enum { WHOLE = 0, STALE = 1, CORRUPT = 2 };
-
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
-static inline uint16_t load16(const uint8_t *at) {
-    uint16_t value;
-    memcpy(&value, at, 2);
-    return value;
-}
-
-/* --- rows: objects of one batch on one segment ------------------------------------------------- */
-
-typedef struct {
-    uint8_t *at;
-    size_t size;
-} Part;
-
-typedef struct {
-    uint64_t offset, size, epoch, counter;
-    const uint8_t *key, *parent, *descriptor; /* the last two: writes only */
-    size_t key_size, parent_size, descriptor_size;
-    Part *parts;
-    size_t part_count;
-    int copied; /* whether the payload moves at all */
-    /* what comes out of a read */
-    int status;
-    uint16_t found_at, found_size;
-    uint8_t found[HEADER_BYTES];
-} Row;
-
-typedef struct {
-    Py_buffer memory;
-    const char *name;
-    Py_ssize_t name_size;
-    uint64_t generation, seed;
-    int64_t deadline_ns;
-    int verify, write;
-    Row *rows;
-    size_t row_count;
-    Part *parts;
-    Py_buffer *held;
-    size_t held_count;
-    _Atomic size_t next;
-    _Atomic int ended;
-} Batch;
-
-static int interrupted(const Batch *batch) {
-    const uint8_t *word = (const uint8_t *)batch->memory.buf + GENERATION_OFFSET;
-    if (__atomic_load_n((const uint64_t *)word, __ATOMIC_ACQUIRE) != batch->generation)
-        return GONE;
-    return now_ns() >= batch->deadline_ns ? LATE : DONE;
-}
-
-/* twin: kvstore.memory.header.unpack, and kvstore.client.objects.is_of. Reads shared memory once:
- * what is checked is what is kept. */
-static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint64_t *checksum) {
-    uint8_t *head = row->found;
-    memcpy(head, place, FIXED_BYTES);
-    size_t name = load16(head + 20), key = load16(head + 22);
-    size_t parent = load16(head + 24), descriptor = load16(head + 26);
-    size_t end = FIXED_BYTES + name + key + parent + descriptor;
-    if (memcmp(head, MAGIC, 8) || load16(head + 16) != FORMAT_VERSION || load16(head + 18) ||
-        end > HEADER_BYTES || parent > KEY_MAX || descriptor > DESCRIPTOR_MAX ||
-        name != (size_t)batch->name_size || key != row->key_size ||
-        load64(head + 32) != row->size || load64(head + 40) != row->epoch ||
-        load64(head + 48) != row->counter)
-        return STALE;
-    memcpy(head + FIXED_BYTES, place + FIXED_BYTES, end - FIXED_BYTES);
-    if (memcmp(head + FIXED_BYTES, batch->name, name) ||
-        memcmp(head + FIXED_BYTES + name, row->key, key) ||
-        xxh3(head + CHECKED_FROM, end - CHECKED_FROM, batch->seed ^ row->offset) != load64(head + 8))
-        return STALE;
-    row->found_at = (uint16_t)(end - descriptor);
-    row->found_size = (uint16_t)descriptor;
-    *checksum = load64(head + 56);
-    return WHOLE;
-}
-
-/* twin: kvstore.memory.header.pack_into */
-static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch *batch, uint64_t checksum) {
-    uint16_t sizes[6] = {FORMAT_VERSION, 0, (uint16_t)batch->name_size, (uint16_t)row->key_size,
-                         (uint16_t)row->parent_size, (uint16_t)row->descriptor_size};
-    uint64_t numbers[4] = {row->size, row->epoch, row->counter, checksum};
-    memcpy(head, MAGIC, 8);
-    memcpy(head + 16, sizes, sizeof sizes);
-    memset(head + 28, 0, 4);
-    memcpy(head + 32, numbers, sizeof numbers);
-    uint8_t *at = head + FIXED_BYTES;
-    memcpy(at, batch->name, (size_t)batch->name_size);
-    at += batch->name_size;
-    memcpy(at, row->key, row->key_size);
-    at += row->key_size;
-    memcpy(at, row->parent, row->parent_size);
-    at += row->parent_size;
-    memcpy(at, row->descriptor, row->descriptor_size);
-    at += row->descriptor_size;
-    *size = (size_t)(at - head);
-    uint64_t sum = xxh3(head + CHECKED_FROM, *size - CHECKED_FROM, batch->seed ^ row->offset);
-    memcpy(head + 8, &sum, 8);
-}
-
-/* Payload between the segment (`place`) and the row's parts; its checksum in `state` if wanted. */
-static int move_payload(const Batch *batch, const Row *row, uint8_t *place, Xxh3 *state) {
-    for (size_t index = 0; index < row->part_count; index++) {
-        uint8_t *part = row->parts[index].at;
-        size_t left = row->parts[index].size;
-        while (left) {
-            size_t size = left < PIECE_BYTES ? left : PIECE_BYTES;
-            uint8_t *to = batch->write ? place : part, *from = batch->write ? part : place;
-            int ended = interrupted(batch);
-            if (ended)
-                return ended;
-            if (state)
-                xxh3_feed(state, to, from, size);
-            else
-                memcpy(to, from, size);
-            part += size;
-            place += size;
-            left -= size;
-        }
-    }
-    return DONE;
-}
-
-static int read_row(const Batch *batch, Row *row) {
-    uint8_t *place = (uint8_t *)batch->memory.buf + row->offset;
-    uint64_t checksum = 0;
-    int ended = interrupted(batch);
-    if (ended)
-        return ended;
-    row->status = check_header(row, place, batch, &checksum);
-    if (row->status != WHOLE || !row->copied)
-        return DONE;
-    Xxh3 state;
-    if (batch->verify)
-        xxh3_begin(&state, 0);
-    ended = move_payload(batch, row, place + HEADER_BYTES, batch->verify ? &state : NULL);
-    if (!ended && batch->verify && xxh3_end(&state) != checksum)
-        row->status = CORRUPT;
-    return ended;
-}
-
-static int write_row(const Batch *batch, Row *row) {
-    uint8_t *place = (uint8_t *)batch->memory.buf + row->offset;
-    int ended = interrupted(batch);
-    if (ended)
-        return ended;
-    memset(place, 0, FIXED_BYTES); /* wiped first: a whole header means a whole payload */
-    atomic_thread_fence(memory_order_seq_cst);
-    Xxh3 state;
-    xxh3_begin(&state, 0);
-    ended = move_payload(batch, row, place + HEADER_BYTES, &state);
-    if (ended)
-        return ended;
-    uint8_t head[HEADER_BYTES];
-    size_t size;
-    pack_header(head, &size, row, batch, xxh3_end(&state));
-    ended = interrupted(batch);
-    if (ended)
-        return ended;
-    atomic_thread_fence(memory_order_seq_cst);
-    memcpy(place, head, size);
-    return DONE;
-}
+#include "rows.h"
+#include "sockets.h"
+#include "tcp.h"
 
 static void *run_batch(void *argument) {
     Batch *batch = argument;
@@ -236,108 +53,6 @@ static void run_threads(Batch *batch, int threads) {
         pthread_join(started[--count], NULL);
 }
 
-static void release_batch(Batch *batch) {
-    for (size_t index = 0; index < batch->held_count; index++)
-        PyBuffer_Release(&batch->held[index]);
-    PyMem_Free(batch->held);
-    PyMem_Free(batch->parts);
-    PyMem_Free(batch->rows);
-    PyBuffer_Release(&batch->memory);
-}
-
-static int take_number(PyObject *row, Py_ssize_t index, uint64_t *number) {
-    *number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(row, index));
-    return *number == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
-}
-
-static int take_bytes(PyObject *row, Py_ssize_t index, size_t most, const uint8_t **at, size_t *size) {
-    char *data;
-    Py_ssize_t length;
-    if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(row, index), &data, &length))
-        return -1;
-    if ((size_t)length > most) {
-        PyErr_SetString(PyExc_ValueError, "a key, parent or descriptor is too long");
-        return -1;
-    }
-    *at = (const uint8_t *)data;
-    *size = (size_t)length;
-    return 0;
-}
-
-/* A list of buffers whose sizes add up to the row's, or None: the payload stays where it is. */
-static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
-    row->copied = buffers != Py_None;
-    if (!row->copied)
-        return 0;
-    Py_ssize_t count = PyList_GET_SIZE(buffers);
-    uint64_t size = 0;
-    row->parts = batch->parts + batch->held_count;
-    row->part_count = (size_t)count;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        Py_buffer *view = &batch->held[batch->held_count];
-        int flags = batch->write ? PyBUF_SIMPLE : PyBUF_WRITABLE;
-        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, index), view, flags))
-            return -1;
-        Part *part = &batch->parts[batch->held_count++];
-        part->at = view->buf;
-        part->size = (size_t)view->len;
-        size += part->size;
-    }
-    if (size != row->size) {
-        PyErr_SetString(PyExc_ValueError, "buffers and payload differ in size");
-        return -1;
-    }
-    return 0;
-}
-
-/* Rows as (offset, size, epoch, counter, key, buffers or None[, parent, descriptor]). Returns -1 on
- * an exception, OUTSIDE when one is not within the segment. */
-static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
-    Py_ssize_t count = PyList_GET_SIZE(rows), width = batch->write ? 8 : 6, buffers = 0;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *row = PyList_GET_ITEM(rows, index);
-        if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != width) {
-            PyErr_SetString(PyExc_TypeError, "a row is a tuple of 6 (to read) or 8 (to write)");
-            return -1;
-        }
-        PyObject *parts = PyTuple_GET_ITEM(row, 5);
-        if (parts == Py_None)
-            continue;
-        if (!PyList_CheckExact(parts) || PyList_GET_SIZE(parts) > BUFFERS_MAX) {
-            PyErr_SetString(PyExc_TypeError, "buffers come in a list, of at most 1024");
-            return -1;
-        }
-        buffers += PyList_GET_SIZE(parts);
-    }
-    batch->rows = PyMem_Calloc((size_t)count + 1, sizeof(Row));
-    batch->parts = PyMem_Calloc((size_t)buffers + 1, sizeof(Part));
-    batch->held = PyMem_Calloc((size_t)buffers + 1, sizeof(Py_buffer));
-    if (!batch->rows || !batch->parts || !batch->held) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    uint64_t room = (uint64_t)batch->memory.len;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *source = PyList_GET_ITEM(rows, index);
-        Row *row = &batch->rows[index];
-        if (take_number(source, 0, &row->offset) || take_number(source, 1, &row->size) ||
-            take_number(source, 2, &row->epoch) || take_number(source, 3, &row->counter) ||
-            take_bytes(source, 4, KEY_MAX, &row->key, &row->key_size) ||
-            take_parts(batch, row, PyTuple_GET_ITEM(source, 5)))
-            return -1;
-        if (batch->write &&
-            (take_bytes(source, 6, KEY_MAX, &row->parent, &row->parent_size) ||
-             take_bytes(source, 7, DESCRIPTOR_MAX, &row->descriptor, &row->descriptor_size)))
-            return -1;
-        if (row->offset < SUPERBLOCK_BYTES || row->offset > room || room - row->offset < HEADER_BYTES ||
-            room - row->offset - HEADER_BYTES < row->size)
-            return OUTSIDE;
-        batch->row_count++;
-        *total += row->copied ? row->size : 0;
-    }
-    return DONE;
-}
-
 static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
     if (!PyList_CheckExact(rows)) {
         PyErr_SetString(PyExc_TypeError, "rows come in a list");
@@ -349,6 +64,7 @@ static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
         return -1;
     }
     uint64_t total = 0;
+    batch->room = (uint64_t)batch->memory.len;
     int ended = take_rows(batch, rows, &total);
     if (ended)
         return ended;
@@ -383,23 +99,12 @@ static PyObject *read_objects(PyObject *self, PyObject *args) {
         return NULL;
     batch.generation = generation;
     batch.seed = seed;
-    batch.deadline_ns = deadline > 9e9 ? INT64_MAX : (int64_t)(deadline * 1e9);
+    batch.deadline_ns = as_ns(deadline);
     int ended = start_batch(&batch, rows, threads);
     if (ended > 0)
         results = PyLong_FromLong(ended);
-    else if (!ended && (results = PyList_New((Py_ssize_t)batch.row_count))) {
-        for (size_t index = 0; index < batch.row_count; index++) {
-            Row *row = &batch.rows[index];
-            PyObject *item = row->status == WHOLE
-                ? PyBytes_FromStringAndSize((char *)row->found + row->found_at, row->found_size)
-                : PyLong_FromLong(row->status);
-            if (!item) {
-                Py_CLEAR(results);
-                break;
-            }
-            PyList_SET_ITEM(results, (Py_ssize_t)index, item);
-        }
-    }
+    else if (!ended)
+        results = outcomes(&batch);
     release_batch(&batch);
     return results;
 }
@@ -420,7 +125,7 @@ static PyObject *write_objects(PyObject *self, PyObject *args) {
         return NULL;
     batch.generation = generation;
     batch.seed = seed;
-    batch.deadline_ns = deadline > 9e9 ? INT64_MAX : (int64_t)(deadline * 1e9);
+    batch.deadline_ns = as_ns(deadline);
     int ended = start_batch(&batch, rows, threads);
     release_batch(&batch);
     return ended < 0 ? NULL : PyLong_FromLong(ended);
@@ -540,63 +245,7 @@ done:
     return result;
 }
 
-/* --- sockets ----------------------------------------------------------------------------------- */
-
-#define LANE_HEAD 14 /* kvstore.wire.frames: u32 length, u64 call id, u8 kind, u8 name length */
-#define LANE_BUFFER (32 << 10)
-
-enum { ANSWERED = 0, TIMED_OUT = 1, NOT_SENT = 2, BROKEN = 3, ENDED = 4, GARBLED = 5, UNASKED = 6, SIGNALLED = 7 };
-
-/* Waits for `events`; 0, TIMED_OUT or SIGNALLED. */
-static int wait_for(int fd, short events, int64_t deadline_ns) {
-    struct pollfd polled = {.fd = fd, .events = events};
-    int64_t left = deadline_ns - now_ns();
-    if (left <= 0)
-        return TIMED_OUT;
-    int64_t left_ms = left / 1000000 + 1;
-    int ready = poll(&polled, 1, left_ms > 3600000 ? 3600000 : (int)left_ms);
-    return ready < 0 && errno == EINTR ? SIGNALLED : 0;
-}
-
-/* Sends all of it, from `*sent` on. */
-static int send_all(int fd, const char *data, size_t size, size_t *sent, int64_t deadline_ns) {
-    while (*sent < size) {
-        ssize_t count = send(fd, data + *sent, size - *sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (count >= 0) {
-            *sent += (size_t)count;
-        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            int waited = wait_for(fd, POLLOUT, deadline_ns);
-            if (waited)
-                return waited;
-        } else if (errno != EINTR) {
-            return NOT_SENT;
-        }
-    }
-    return ANSWERED;
-}
-
-/* Receives at least `wanted` bytes; polls until `*spin_until`, which is 0 once that was in vain. */
-static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *received,
-                        int64_t *spin_until, int64_t deadline_ns) {
-    while (*received < wanted) {
-        ssize_t count = recv(fd, into + *received, room - *received, MSG_DONTWAIT);
-        if (count > 0) {
-            *received += (size_t)count;
-        } else if (!count) {
-            return ENDED;
-        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            if (*spin_until && now_ns() < *spin_until)
-                continue;
-            *spin_until = 0;
-            int waited = wait_for(fd, POLLIN, deadline_ns);
-            if (waited)
-                return waited;
-        } else if (errno != EINTR) {
-            return BROKEN;
-        }
-    }
-    return ANSWERED;
-}
+/* --- the lane ----------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(exchange_doc, "exchange(fd, request, call_id, spin, deadline, length_max)\n"
                            "See kvstore.native.kinds.Fast.");
@@ -610,7 +259,7 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "iy*KddK", &fd, &request, &call_id, &spin, &deadline, &length_max))
         return NULL;
-    int64_t deadline_ns = deadline > 9e9 ? INT64_MAX : (int64_t)(deadline * 1e9), spin_until = 0;
+    int64_t deadline_ns = as_ns(deadline), spin_until = 0;
     char head[LANE_BUFFER];
     size_t sent = 0, received = 0;
     int status, number = 0, sending = 1;
@@ -701,6 +350,9 @@ static PyMethodDef METHODS[] = {
     {"presence", presence, METH_VARARGS, presence_doc},
     {"read_objects", read_objects, METH_VARARGS, read_objects_doc},
     {"write_objects", write_objects, METH_VARARGS, write_objects_doc},
+    {"serve", serve, METH_VARARGS, serve_doc},
+    {"tcp_read", tcp_read, METH_VARARGS, tcp_read_doc},
+    {"tcp_write", tcp_write, METH_VARARGS, tcp_write_doc},
     {"xxh3_64", xxh3_64, METH_VARARGS, xxh3_64_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -44,4 +44,37 @@ def exchange(
     length_max: int,
     /,
 ) -> tuple[int, int, int, bytes | None]: ...
+def tcp_read(
+    fd: int,
+    size: int,
+    seed: int,
+    namespace: str,
+    rows: list[ReadRow],
+    verify: bool,
+    deadline: float,
+    spin_s: float,
+    /,
+) -> tuple[int, int, int, list[bytes | int] | None]: ...
+def tcp_write(
+    fd: int,
+    size: int,
+    seed: int,
+    namespace: str,
+    rows: list[WriteRow],
+    deadline: float,
+    spin_s: float,
+    /,
+) -> tuple[int, int, int, None]: ...
+def serve(
+    fd: int,
+    file: int,
+    memory: memoryview,
+    generation: int,
+    cut: bytearray,
+    counts: bytearray,
+    stall_s: float,
+    idle_s: float,
+    spin_s: float,
+    /,
+) -> tuple[int, int]: ...
 def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int: ...

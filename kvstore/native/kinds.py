@@ -29,6 +29,9 @@ GARBLED: Final = 5
 UNASKED: Final = 6
 """Something had come before anything was sent; nothing was sent."""
 
+REFUSED: Final = 8
+"""The other end has said why, with a ``Status``; -1: it speaks another protocol."""
+
 Buffers = list[memoryview]
 ReadRow = tuple[int, int, int, int, bytes, Buffers | None]
 """Offset of the extent, payload bytes, epoch and counter of the version, key, and where the payload
@@ -124,6 +127,72 @@ class Fast(Protocol):
             ``ANSWERED``, whether polling was enough, the frame's kind and its payload. Or what
             went wrong, an errno (of ``NOT_SENT`` and ``BROKEN``), 0 and None; of ``GARBLED`` with
             an answer to another call its kind and payload.
+        """
+        ...
+
+    def tcp_read(
+        self,
+        fd: int,
+        size: int,
+        seed: int,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+        spin_s: float,
+        /,
+    ) -> tuple[int, int, int, list[bytes | int] | None]:
+        """``read_objects`` over a greeted connection to a data server; one request.
+
+        Args:
+            fd: of a blocking socket; its time-outs are changed.
+            size: of the segment, bytes.
+            rows: at most ``RANGES_MAX``; none without buffers.
+
+        Returns:
+            ``ANSWERED``, whether polling was enough, 1, and the outcomes. Or what went wrong, the
+            errno or ``Status``, whether no byte can land in the segment any more, and None.
+        """
+        ...
+
+    def tcp_write(
+        self,
+        fd: int,
+        size: int,
+        seed: int,
+        namespace: str,
+        rows: list[WriteRow],
+        deadline: float,
+        spin_s: float,
+        /,
+    ) -> tuple[int, int, int, None]:
+        """``write_objects`` in the same way; at most a third of ``RANGES_MAX`` rows."""
+        ...
+
+    def serve(
+        self,
+        fd: int,
+        file: int,
+        memory: memoryview,
+        generation: int,
+        cut: bytearray,
+        counts: bytearray,
+        stall_s: float,
+        idle_s: float,
+        spin_s: float,
+        /,
+    ) -> tuple[int, int]:
+        """Serve the requests of a greeted connection until it ends.
+
+        Args:
+            file: descriptor of the segment.
+            cut: its first byte, once not 0, ends it where nothing is being received.
+            counts: four numbers of 8 bytes, added to: reads, their bytes, writes, their bytes.
+            stall_s: how long the peer may take over one piece.
+            idle_s: how long a connection may wait for its next request.
+
+        Returns:
+            How it ended, and the errno or, of ``REFUSED``, the ``Status`` to be told.
         """
         ...
 

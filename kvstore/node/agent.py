@@ -43,8 +43,9 @@ from kvstore.wire.node_stream import NodeStream
 
 log = logging.getLogger("kvstore.node")
 
-BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Pauses between attempts to reach a master; the last one is repeated."""
+BACKOFF_S: Final = (0.05, 0.1, 0.2)
+"""Pauses between attempts to reach a master; the last one is repeated. A master that was started
+again waits for us that long (``JOINING_MS``), and a little longer."""
 
 PAUSE_SEVERAL_S: Final = 0.25
 """The longest pause where there are several masters, one of which will lead within seconds."""
@@ -179,6 +180,7 @@ class NodeAgent:
                 seed=segment.seed,
                 generation=segment.generation,
                 fresh=self._fresh,
+                mark=segment.mark,
             )
             join = NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
             accepted = await self._answer_to(link, join)
@@ -305,9 +307,10 @@ class NodeAgent:
                     pass
                 case MasterClaimed():
                     answers.release()
-                case MasterWipe(order, uuid, offsets, epochs, counters):
+                case MasterWipe(order, uuid, offsets, epochs, counters, mark):
                     if uuid == self._segment.uuid:
                         self._segment.wipe(offsets, epochs, counters)
+                        self._segment.keep_mark(mark)
                     await self._send(link, NodeWiped(order))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")

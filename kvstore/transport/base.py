@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.calls import SegmentInfo
+from kvstore.native.kinds import ReadRow, WriteRow
 
 PIECE_BYTES = 256 << 10
 """Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""
@@ -79,6 +80,37 @@ class Transport(Protocol):
 
         Raises:
             As ``read``; see ``settled`` above.
+        """
+        ...
+
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
+        """Read whole objects in one go: per row its descriptor, or ``STALE`` or ``CORRUPT``. None:
+        this transport cannot, here and now; move by move it can.
+
+        Args:
+            rows: each with buffers.
+            verify: payloads, too, and not only headers.
+
+        Raises:
+            As ``read``.
+        """
+        ...
+
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
+        """Write whole objects in one go: each wiped, then its payload, then its header. False: this
+        transport cannot, and nothing was written.
+
+        Raises:
+            As ``write``.
         """
         ...
 

@@ -6,8 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvstore.calls import SegmentInfo
-from kvstore.errors import DeadlineExceededError, InvalidRangeError, SegmentGoneError
+from kvstore.errors import (
+    DeadlineExceededError,
+    InvalidRangeError,
+    KVStoreError,
+    SegmentGoneError,
+)
 from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.native.kinds import GONE, OUTSIDE, BatchEnd
 from kvstore.transport.base import Hasher, Move
 
 HASH_BYTES: Final = 64 << 10
@@ -49,6 +55,15 @@ def deadline_exceeded(segment: SegmentInfo, *, settled: int = 1) -> DeadlineExce
         node=segment.node,
         settled=settled,
     )
+
+
+def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:
+    """Why a batch over mapped memory was not carried out whole."""
+    if how == OUTSIDE:
+        return InvalidRangeError(
+            f"an object is not within the segment of {segment.size} bytes", node=segment.node
+        )
+    return segment_gone(segment) if how == GONE else deadline_exceeded(segment)
 
 
 def feed(hasher: Hasher, data: memoryview) -> None:

@@ -10,6 +10,7 @@ takeover may finish the piece it is in, which the master's quarantine covers.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -19,14 +20,20 @@ from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
 from kvstore.host import host_id
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.segment import Mapping
+from kvstore.native import fast
+from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import (
+    batch_ended,
     check_moves,
     deadline_exceeded,
     feed,
     invalid_range,
     segment_gone,
 )
+
+COPY_THREADS = min(4, os.cpu_count() or 1)
+"""Of one batch, where it is of several MiB: one core does not fill the memory's bandwidth."""
 
 
 class ShmTransport:
@@ -59,6 +66,39 @@ class ShmTransport:
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.write``."""
         self._run(segment, moves, deadline, is_write=True)
+
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
+        """As ``Transport.read_objects``."""
+        if fast is None:
+            return None
+        done = fast.read_objects(
+            self.memory(segment), segment.generation, segment.seed, namespace, rows, verify,
+            deadline, COPY_THREADS,
+        )  # fmt: skip
+        if isinstance(done, int):
+            raise batch_ended(done, segment)
+        return done
+
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
+        """As ``Transport.write_objects``."""
+        if fast is None:
+            return False
+        ended = fast.write_objects(
+            self.memory(segment), segment.generation, segment.seed, namespace, rows, deadline,
+            COPY_THREADS,
+        )  # fmt: skip
+        if ended:
+            raise batch_ended(ended, segment)
+        return True
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         """As ``Transport.memory``."""

@@ -56,6 +56,11 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_MS // 2000)
 
+    @property
+    def fileno(self) -> int:
+        """For system calls of others; they change its time-outs, and end by their deadline."""
+        return self._sock.fileno()
+
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
         """Fill all of ``buffers`` (``B``-formatted, writable, at most ``IOV_MAX`` of them).
 

@@ -10,10 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstore.calls import SegmentInfo
 from kvstore.errors import ClosedError
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.native import fast
+from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import Move
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import ClientConnection
@@ -22,6 +25,8 @@ from kvstore.transport.tcp_protocol import RANGES_MAX
 CONNECTIONS_MAX: Final = 8
 """Per segment; further calls wait for one. One stream saturates what one core can receive and hash,
 so more serve calls from several threads only."""
+
+RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 _PoolKey = tuple[str, bytes, int]
 
@@ -67,6 +72,34 @@ class TcpTransport:
         with self._lend(segment, deadline) as connection:
             for batch in _batches(segment, moves):
                 connection.write(batch, deadline)
+
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
+        """As ``Transport.read_objects``; errors as ``read``."""
+        if fast is None:
+            return None
+        done: list[bytes | int] = []
+        with self._lend(segment, deadline) as connection:
+            for batch in _row_batches(segment, rows, RANGES_MAX):
+                done += connection.read_objects(fast, namespace, batch, verify, deadline)
+        return done
+
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
+        """As ``Transport.write_objects``; errors as ``write``."""
+        if fast is None:
+            return False
+        with self._lend(segment, deadline) as connection:
+            for batch in _row_batches(segment, rows, RANGES_MAX // 3):
+                connection.write_objects(fast, namespace, batch, deadline)
+        return True
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         """The memory is elsewhere."""
@@ -181,4 +214,24 @@ def _batches(segment: SegmentInfo, moves: Sequence[Move]) -> Iterator[Sequence[M
             room = segment.size
         batch.append(move)
         room -= len(move.buffer)
+    yield batch
+
+
+def _row_batches(segment: SegmentInfo, rows: list[RowT], rows_max: int) -> Iterator[list[RowT]]:
+    """As ``_batches``, of whole objects."""
+    total = sum(row[1] for row in rows)
+    if len(rows) <= rows_max and total + 2 * HEADER_BYTES * len(rows) <= segment.size:
+        if rows:
+            yield rows
+        return
+    batch: list[RowT] = []
+    room = segment.size
+    for row in rows:
+        length = row[1] + 2 * HEADER_BYTES
+        if batch and (len(batch) == rows_max or length > room):
+            yield batch
+            batch = []
+            room = segment.size
+        batch.append(row)
+        room -= length
     yield batch

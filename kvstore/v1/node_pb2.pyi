@@ -145,6 +145,7 @@ class SegmentOffer(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -156,6 +157,10 @@ class SegmentOffer(_message.Message):
     generation: _builtins.int
     fresh: _builtins.bool
     """Nobody has ever been given an extent of it."""
+    @_builtins.property
+    def mark(self) -> _common_pb2.Version:
+        """The last mark that its node was told to keep: see MasterWipe."""
+
     def __init__(
         self,
         *,
@@ -167,10 +172,11 @@ class SegmentOffer(_message.Message):
         seed: _builtins.int = ...,
         generation: _builtins.int = ...,
         fresh: _builtins.bool = ...,
+        mark: _common_pb2.Version | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mark", b"mark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fresh", b"fresh", "generation", b"generation", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -372,6 +378,7 @@ class MasterWipe(_message.Message):
     OFFSETS_FIELD_NUMBER: _builtins.int
     EPOCHS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
     order: _builtins.int
     uuid: _builtins.bytes
     """Of the segment."""
@@ -381,6 +388,12 @@ class MasterWipe(_message.Message):
     def epochs(self) -> _common_pb2.Column: ...
     @_builtins.property
     def counters(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def mark(self) -> _common_pb2.Version:
+        """Where given, to be kept in the segment. Memory whose mark is older than another's was away when
+        something was removed, and is not believed by a master that does not know what.
+        """
+
     def __init__(
         self,
         *,
@@ -389,10 +402,11 @@ class MasterWipe(_message.Message):
         offsets: _common_pb2.Column | None = ...,
         epochs: _common_pb2.Column | None = ...,
         counters: _common_pb2.Column | None = ...,
+        mark: _common_pb2.Version | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "offsets", b"offsets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

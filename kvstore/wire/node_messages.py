@@ -11,7 +11,7 @@ from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError, ProtocolError, UsageError
 from kvstore.limits import BATCH_KEYS_MAX, CLAIMS_PER_MESSAGE_MAX, Key, check_namespace
-from kvstore.v1 import node_pb2
+from kvstore.v1 import common_pb2, node_pb2
 from kvstore.wire.messages import SIZE_BYTES_MAX, UNENCODABLE
 from kvstore.wire.packed import (
     pack_column,
@@ -55,7 +55,9 @@ def _packed(message: NodeMessage) -> node_pb2.NodeMessage:
             m.join.resume_epoch = message.resume_epoch
             m.join.SetInParent()
             for offer in message.segments:
-                m.join.segments.add(**offer._asdict())
+                fields = offer._asdict()
+                mark = common_pb2.Version(**fields.pop("mark")._asdict())
+                m.join.segments.add(**fields, mark=mark)
         case calls.NodeClaims():
             _pack_claims(m.claims, message)
     return m
@@ -118,6 +120,7 @@ def _node_join(m: node_pb2.NodeJoin) -> calls.NodeJoin:
                 offer.seed,
                 offer.generation,
                 offer.fresh,
+                calls.Version(offer.mark.epoch, offer.mark.counter),
             )
             for offer in m.segments
         ],
@@ -171,6 +174,8 @@ def encode_master_message(message: MasterMessage) -> bytes:
             pack_column(m.wipe.offsets, message.offsets)
             pack_column(m.wipe.epochs, message.epochs)
             pack_column(m.wipe.counters, message.counters)
+            if message.mark != calls.NO_MARK:
+                m.wipe.mark.epoch, m.wipe.mark.counter = message.mark
         case calls.MasterClaimed():
             m.claimed.segment = message.segment
             m.claimed.SetInParent()
@@ -217,4 +222,5 @@ def _wipe(m: node_pb2.MasterWipe) -> calls.MasterWipe:
         offsets,
         unpack_column(m.epochs, "epochs", rows=len(offsets)),
         unpack_column(m.counters, "counters", rows=len(offsets)),
+        calls.Version(m.mark.epoch, m.mark.counter),
     )

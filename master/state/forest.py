@@ -62,6 +62,11 @@ class Forest:
         breaks = self.breaks
         if record.checked == breaks:
             return True
+        segment, parent = record.segment, record.parent
+        if segment is not None and segment.alive and (parent is None or parent.checked == breaks):
+            record.checked = breaks
+            self.steps += 1
+            return True
         detached = -(breaks + self.mends)
         walked: list[ObjectRecord] = []
         cut_off = 0  # how many of those have something missing at or above them
@@ -151,10 +156,15 @@ class Forest:
 
     def ensure(self, namespace: Namespace, key: Key) -> ObjectRecord:
         """The record of that key, made if it is not there; the caller gives it reason to stay."""
+        table = self.ensure_table(namespace)
+        return table.get(key) or table.add(key)
+
+    def ensure_table(self, namespace: Namespace) -> NamespaceTable:
+        """That namespace's, made if it is not there; the caller adds a record."""
         table = self.namespaces.get(namespace)
         if table is None:
             table = self.namespaces[namespace] = NamespaceTable(namespace)
-        return table.get(key) or table.add(key)
+        return table
 
     def link(self, record: ObjectRecord, parent: ObjectRecord | None) -> ObjectRecord | None:
         """Make ``parent`` the parent of a record that is not complete.

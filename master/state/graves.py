@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore import calls
-from kvstore.calls import MasterWipe
+from kvstore.calls import NO_MARK, MasterWipe, Version
 from kvstore.master.state.effects import Answer, Effect, Send
-from kvstore.master.state.records import Name, Remains, Segment
+from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
@@ -42,6 +42,10 @@ class Grave:
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
+    mark: Version = NO_MARK
+    """To be kept by the node, when the headers are wiped."""
+    ahead: bool = False
+    """Evicted ahead of need."""
     released: bool = False
     """Its bytes are not its own any more: free in the allocator, or in quarantine."""
 
@@ -52,7 +56,7 @@ class Grave:
 
     def order_message(self) -> MasterWipe:
         uuid = self.segment.offer.uuid
-        return MasterWipe(self.order, uuid, self.offsets, self.epochs, self.counters)
+        return MasterWipe(self.order, uuid, self.offsets, self.epochs, self.counters, self.mark)
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +77,8 @@ class Graveyard:
         self._unwiped_of: dict[Name, list[Grave]] = {}
         self._unclean: dict[Segment, dict[int, Grave]] = {}
         """Released orders not done yet, by segment and number."""
+        self._mourned: deque[tuple[Version, Grave]] = deque()
+        """Segments that died within the last lease, each with the newest version then."""
         self._next_order = 0
 
     def of_objects(self, names: Iterable[Name]) -> list[Grave]:
@@ -105,9 +111,9 @@ class Graveyard:
         removal = _Removal(ticket, reply)
         graves = self._dig(gone, free_at_ms)
         self._by_end.extend(graves)
-        for grave in (*graves, *earlier):
+        for grave in dict.fromkeys((*graves, *earlier)):
             grave.removals.append(removal)
-        removal.orders = len(graves) + len(earlier)
+            removal.orders += 1
         return [effect for grave in graves for effect in _send(grave)], removal.orders > 0
 
     def clean(self, gone: Iterable[Remains]) -> list[Effect]:
@@ -118,6 +124,46 @@ class Graveyard:
             self._unclean.setdefault(grave.segment, {})[grave.order] = grave
             effects += _send(grave)
         return effects
+
+    def mourn(self, segment: Segment, newest: Version, until_ms: int) -> None:
+        """It died, and until then somebody may read there what he has a lease on. ``until_ms`` must
+        not be earlier than in any call before."""
+        self._next_order += 1
+        grave = Grave(self._next_order, segment, until_ms, [])
+        self._unwiped[grave.order] = grave
+        self._mourned.append((newest, grave))
+
+    def mourned(self, record: ObjectRecord | None) -> list[Grave]:
+        """Segments on which somebody may read an earlier version of this object, or what was known
+        of it and is not any more."""
+        if not self._mourned:
+            return []
+        if record is None or not record.complete:
+            return [grave for _, grave in self._mourned]
+        version = record.epoch, record.counter
+        on = {segment for segment, _ in record.extents()}
+        return [g for newest, g in self._mourned if version > newest or g.segment in on]
+
+    def keep_mark(self, segment: Segment, mark: Version) -> list[Effect]:
+        """Order it kept, after all that was ordered before."""
+        self._next_order += 1
+        grave = Grave(self._next_order, segment, 0, [], mark=mark, ended=True, released=True)
+        self._unwiped[grave.order] = grave
+        self._unclean.setdefault(segment, {})[grave.order] = grave
+        return _send(grave)
+
+    def unmarked(self) -> list[Grave]:
+        """Orders to keep a mark that were not done yet."""
+        unclean = (grave for graves in self._unclean.values() for grave in graves.values())
+        return [grave for grave in unclean if grave.mark != NO_MARK]
+
+    def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:
+        """Order headers wiped, and free their extents when that is done; they are counted in their
+        segments' ``wiping_bytes``."""
+        graves = self._dig(gone, 0)
+        for grave in graves:
+            grave.ended = grave.ahead = True
+        return [effect for grave in graves for effect in _send(grave)]
 
     def unclean(self, segments: Iterable[Segment]) -> list[Grave]:
         """Orders that must be done before anybody writes in free bytes of these segments."""
@@ -158,8 +204,9 @@ class Graveyard:
         """Removals that waited for it wait for the wipings of its segment now, if there are any."""
         wipings = self.unclean((held.segment,))
         for removal in held.removals:
-            removal.orders += len(wipings) - 1
-            for grave in wipings:
+            further = [grave for grave in wipings if removal not in grave.removals]
+            removal.orders += len(further) - 1
+            for grave in further:
                 grave.removals.append(removal)
         return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
 
@@ -176,6 +223,8 @@ class Graveyard:
                 del self._unclean[grave.segment]
         elif grave.ended:
             grave.free()
+        if grave.ahead:
+            grave.segment.wiping_bytes -= sum(grave.lengths)
         for name in grave.names:
             graves = self._unwiped_of[name]
             graves.remove(grave)
@@ -208,8 +257,18 @@ class Graveyard:
             grave.free()
         return ([] if grave.segment.alive else self.wiped(grave.order)), True
 
+    def end_mourning(self, now_ms: int) -> list[Effect]:
+        """Nobody reads any more on segments that died long ago."""
+        effects: list[Effect] = []
+        while self._mourned and self._mourned[0][1].free_at_ms <= now_ms:
+            effects += self.wiped(self._mourned.popleft()[1].order)
+        return effects
+
     def next_end_ms(self) -> int | None:
-        return self._by_end[0].free_at_ms if self._by_end else None
+        ends = [self._by_end[0].free_at_ms] if self._by_end else []
+        if self._mourned:
+            ends.append(self._mourned[0][1].free_at_ms)
+        return min(ends, default=None)
 
     def ranges(self) -> Iterator[tuple[Segment, int, int]]:
         """All extents that are not free, as (segment, offset, length)."""

@@ -45,6 +45,9 @@ class Inventory:
         """``absent_since``: as ``Tombstones.forbids``."""
         self.segment = segment
         self.absent_since = absent_since
+        self.outdated = False
+        """Whether nothing of it is to be believed: a master before us removed something while it
+        was away, and nobody knows what."""
         self.claimed = 0
         self.refused = 0
         self._use_ms = joined_ms

@@ -31,6 +31,7 @@ from kvstore.errors import (
     KVStoreError,
     NoSpaceError,
     ProtocolError,
+    UnavailableError,
     ValueTooLargeError,
 )
 from kvstore.limits import REPLICAS_MAX, Key, Namespace
@@ -65,8 +66,17 @@ SWEEP_STEPS = 2_000
 _MISS = ObjectRecord(Namespace(""), Key(b""))
 """In place of what is not there; never changed."""
 
+EVICTIONS_AHEAD = 64
+"""In one slice of background work: 1 to 2 ms."""
+
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
+
+JOINING_MS = 600
+"""Nodes that were with the master before have joined by then: they try several times a second."""
+
+ASKING_MAX = 4_096
+"""Questions that wait for inventories; further ones are answered at once."""
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
@@ -79,6 +89,8 @@ class MasterRules:
     put_deadline_ms: int = 30_000
     quarantine_ms: int = 20_000
     put_wait_max_ms: int = 30_000
+    gather_ms: int = 0
+    """After the start: what would be a miss waits so long for nodes to tell what they hold."""
     pending_puts_max: int = 65_536
     waiting_puts_max: int = 256
     beat_ms: int = 500
@@ -127,9 +139,23 @@ class MasterState:
         self._tombstones = Tombstones()
         self._absent_since: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and how many tombstones there were then."""
+        self._mark = calls.NO_MARK
+        """The newest that any memory keeps: what has an older one was away when something was
+        removed."""
+        self._found_mark = calls.NO_MARK
+        """The newest of a master before us."""
+        self._outdated: set[bytes] = set()
+        """Memory (uuid) that was believed until it was found to be outdated."""
+        self._in_doubt = True
+        """Whether some memory may have gone away, or stayed away, since the last mark was made."""
+        self._pressed: dict[Segment, None] = {}
+        """Full segments with less free than should be."""
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """Background work: a segment and how far its candidates were seen; None: it is dead."""
         self._swept_breaks = self.forest.breaks
+        self._gathering = rules.gather_ms > 0
+        self._asking: deque[tuple[int, calls.MatchPrefix | calls.Lookup | calls.Exists]] = deque()
+        """Questions that wait for inventories, with their tickets."""
         self._graves_due = False
         """Whether more removed bytes may be free now than one tick frees."""
         self._next_token = 0
@@ -144,6 +170,41 @@ class MasterState:
         return effects
 
     # --- getting ------------------------------------------------------------------------------
+
+    def find(
+        self, now_ms: int, request: calls.MatchPrefix | calls.Lookup | calls.Exists
+    ) -> calls.Matched | calls.Found | calls.Existing | Later:
+        """Answers at once, but for what would be a miss while a new master hears what is there."""
+        reply = self._find(now_ms, request)
+        if not (self._gathering and self._gathers(now_ms) and _misses(request, reply)):
+            return reply
+        if len(self._asking) == ASKING_MAX:
+            return reply
+        ticket = self._ticket()
+        self._asking.append((ticket, request))
+        return Later(ticket)
+
+    def _find(
+        self, now_ms: int, request: calls.MatchPrefix | calls.Lookup | calls.Exists
+    ) -> calls.Matched | calls.Found | calls.Existing:
+        match request:
+            case calls.MatchPrefix():
+                return self.match_prefix(now_ms, request)
+            case calls.Lookup():
+                return self.lookup(now_ms, request)
+            case calls.Exists():
+                return self.exists(now_ms, request)
+
+    def _gathers(self, now_ms: int) -> bool:
+        """Whether it is worth waiting for what nodes have to tell."""
+        age_ms = now_ms - self.started_ms
+        joining = age_ms < JOINING_MS and not any(
+            s.offer.fresh for s in self.pool.segments.values()
+        )
+        self._gathering = age_ms < self.rules.gather_ms and (
+            age_ms < JOINING_MS or bool(self._inventories)
+        )
+        return self._gathering and (joining or bool(self._inventories))
 
     def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
         lease_until_ms = now_ms + self.rules.lease_ms
@@ -174,15 +235,18 @@ class MasterState:
 
     def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
         table = self.forest.table(request.namespace)
-        records: list[ObjectRecord | None] = [None] * len(request.keys)
-        if table is not None:
-            lease_until_ms = now_ms + self.rules.lease_ms
-            for index, key in enumerate(request.keys):
-                record = table.get(key)
-                if record is not None and record.complete:
-                    record.last_used_ms = now_ms
-                    record.lease_until_ms = lease_until_ms
-                    records[index] = record
+        records: list[ObjectRecord | None]
+        records = [None] * len(request.keys) if table is None else table.get_many(request.keys)
+        lease_until_ms = now_ms + self.rules.lease_ms
+        for index, record in enumerate(records):
+            if record is None:
+                continue
+            segment = record.segment
+            if segment is not None and (segment.alive or record.complete):
+                record.last_used_ms = now_ms
+                record.lease_until_ms = lease_until_ms
+            else:
+                records[index] = None
         return calls.Found(self.epoch, self.rules.lease_ms, self.placements(records, now_ms))
 
     def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
@@ -238,29 +302,37 @@ class MasterState:
         return self._grant_or_wait(now_ms, request)
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
-        outcomes = bytearray(len(request.tokens))
+        outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
         replaced: list[Remains] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
-        for index, token in enumerate(request.tokens):
-            outcomes[index] = PutOutcome.REFUSED
-            put = self._granted(now_ms, request.epoch, token)
-            if put is None or put.record is None:
+        mourned: list[Grave] = []
+        pending = self._pending
+        for index, token in enumerate(request.tokens if request.epoch == self.epoch else ()):
+            put = pending.get(token)
+            if put is None or now_ms > put.deadline_ms or put.record is None:
                 continue
-            self._pending.pop(token)
-            alive = [extent for extent in put.extents if extent[0].alive]
+            pending.pop(token)
+            alive = put.extents
+            if len(alive) > 1 or not alive[0][0].alive:
+                alive = [extent for extent in put.extents if extent[0].alive]
             if not alive:
                 self._abandon(put, now_ms)
                 continue
             ended.append((put, alive))
+            if put.overwrite:
+                mourned += self._graves.mourned(put.record)
             outcomes[index] = PutOutcome.STORED
         for put, alive in ended:
             replaced += self._store(put, put.record, alive, put.size, now_ms)
+        self._count_stored(len(ended), sum(put.size for put, _ in ended))
         for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
-            self._settle(put.record)
+            if put.record is not None and not put.record.children:
+                self.pool.settle(put.record)
+        self._room_made |= bool(ended)  # they can be evicted
         reply = calls.PutEnded(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
-            return self._replace(now_ms, replaced, overwriting, reply)
+            return self._replace(now_ms, replaced, overwriting, reply, mourned)
         return reply
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
@@ -300,6 +372,7 @@ class MasterState:
         namespace, parent = request.namespace, request.parent
         above = None if parent is None else self.forest.ensure(namespace, parent)
         record = self.forest.ensure(namespace, request.key)
+        mourned = self._graves.mourned(record) if request.overwrite else []
         self._adopt(now_ms, record, above)
         self._pending.pop(request.token)
         kept = extent_bytes(request.size)
@@ -307,6 +380,7 @@ class MasterState:
             tails = [(segment, offset + kept) for segment, offset in alive]
             self.pool.free(tails, put.length - kept)
         replaced = self._store(put, record, alive, request.size, now_ms)
+        self._count_stored(1, request.size)
         # Its owner has it mapped, and can renew the lease only when this reply is there.
         record.lease_until_ms = max(record.lease_until_ms, now_ms + self.rules.lease_ms)
         self._settle(record)
@@ -314,23 +388,49 @@ class MasterState:
         put.record = record
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
-            return self._replace(now_ms, replaced, overwriting, reply)
+            return self._replace(now_ms, replaced, overwriting, reply, mourned)
         return reply
 
     def _replace(
-        self, now_ms: int, replaced: list[Remains], puts: Sequence[PendingPut], reply: AnyReply
+        self,
+        now_ms: int,
+        replaced: list[Remains],
+        puts: Sequence[PendingPut],
+        reply: AnyReply,
+        mourned: Sequence[Grave],
     ) -> AnyReply | Later:
         """Answer with ``reply`` once nothing older of what these puts have written is left."""
         names = [(put.record.namespace, put.record.key) for put in puts if put.record is not None]
         for put, (namespace, key) in zip(puts, names, strict=True):
             self._tombstones.add(namespace, key, Version(self.epoch, put.token - 1))
-        return self._bury(now_ms, replaced, reply, self._earlier(names))
+        return self._bury(now_ms, replaced, reply, [*self._earlier(names), *mourned])
 
     def _earlier(self, names: Sequence[Name]) -> list[Grave]:
         """What else may hold these objects: earlier versions, removals of them (this one may be the
         same, sent again), memory that has not yet told what it holds."""
+        return [*self._graves.of_objects(names), *self._elsewhere()]
+
+    def _check_remembered(self) -> None:
+        """Raises UnavailableError: memory that may hold what is to be removed is away, and nobody
+        is there who would remember that if we died."""
+        if self._absent_since and not self.pool.segments:
+            raise UnavailableError(
+                "no node is there, and those that were may come back with what they hold",
+                advice="Try again when one has joined.",
+            )
+
+    def _elsewhere(self) -> list[Grave]:
+        """What a removal must wait for, because other memory may hold what is removed: that which
+        has not told yet what it holds; and that others know that the rest is outdated."""
+        if self._in_doubt:
+            self._in_doubt = False
+            number = self._mark.counter + 1 if self._mark.epoch == self.epoch else 1
+            self._mark = Version(self.epoch, number)
+            for segment in self.pool.segments.values():
+                if segment.whole:
+                    self.effects += self._graves.keep_mark(segment, self._mark)
         untold = [held for _, held in self._inventories.values()]
-        return [*self._graves.of_objects(names), *untold]
+        return [*untold, *self._graves.unmarked()]
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         capacity_max = self.pool.capacity_max
@@ -388,12 +488,16 @@ class MasterState:
         lease_until_ms = now_ms + self.rules.lease_ms
         outcomes = bytearray(len(keys))
         granted: list[int] = []
-        for index, key in enumerate(keys):
-            found = None if table is None else table.get(key)
+        known = [None] * len(keys) if table is None else table.get_many(keys)
+        for index, found in enumerate(known):
+            if found is None:
+                outcomes[index] = PutOutcome.WRITE
+                granted.append(index)
+                continue
             outcome = outcomes[index] = self._outcome_of(found, request.overwrite)
             if outcome is PutOutcome.WRITE:
                 granted.append(index)
-            elif outcome is PutOutcome.FOUND and found is not None:
+            elif outcome is PutOutcome.FOUND:
                 found.last_used_ms = now_ms
                 found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
         if not granted:
@@ -411,6 +515,9 @@ class MasterState:
             return taken
         puts: list[PendingPut] = []
         record: ObjectRecord | None = None
+        table = self.forest.ensure_table(request.namespace)
+        deadline_ms, token = now_ms + self.rules.put_deadline_ms, self._next_token
+        self._next_token += len(granted)
         for extents, index, size in zip(taken, granted, sizes, strict=True):
             parent_key = keys[index - 1] if request.chain and index else request.parent
             if parent_key is None:
@@ -418,11 +525,18 @@ class MasterState:
             elif record is not None and record.key is parent_key:
                 above = record
             else:
-                above = self.forest.ensure(request.namespace, parent_key)
-            record = self.forest.ensure(request.namespace, keys[index])
-            put = self._new_put(now_ms, record, extents, size)
-            put.overwrite = request.overwrite
+                above = table.get(parent_key) or table.add(parent_key)
+            found = known[index]
+            record = table.add(keys[index]) if found is None else found
+            token += 1
+            put = PendingPut(
+                token, record, extents, extent_bytes(size), size, deadline_ms, request.overwrite
+            )
+            record.writer = token
+            self._pending.add(put)
             puts.append(put)
+            if found is None and above is None:
+                continue  # a new root
             try:
                 self._adopt(now_ms, record, above)
             except InvalidArgumentError:
@@ -461,8 +575,16 @@ class MasterState:
             sizes, replicas=replicas, usable=usable, near=near, host=host, now_ms=now_ms
         )
         if self.pool.evicted:
+            for remains in self.pool.evicted:
+                for segment, _ in remains.extents:
+                    segment.pressed = True
             self.effects += self._graves.clean(self.pool.evicted)
             self.pool.evicted.clear()
+        for segment in usable:
+            if segment.pressed:
+                free = segment.allocator.free_bytes + segment.wiping_bytes
+                if free < segment.reserve_bytes // 2:
+                    self._pressed[segment] = None
         return taken
 
     def _new_put(
@@ -531,9 +653,11 @@ class MasterState:
             self.pool.strip(record)
         record.writer = 0
         self.pool.store(record, extents, size, (self.epoch, put.token), now_ms)
-        self.counters["stored_objects"] += 1
-        self.counters["stored_bytes"] += size
         return replaced
+
+    def _count_stored(self, objects: int, size: int) -> None:
+        self.counters["stored_objects"] += objects
+        self.counters["stored_bytes"] += size
 
     def _settle(self, record: ObjectRecord | None) -> None:
         if record is not None and not record.children:
@@ -580,21 +704,25 @@ class MasterState:
     # --- removing -----------------------------------------------------------------------------
 
     def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
+        self._check_remembered()
         removed = bytearray(len(request.keys))
         gone: list[Remains] = []
+        mourned: list[Grave] = []
         steps_max = self.forest.steps + HIDE_STEPS
         for index, key in enumerate(request.keys):
             record = self.forest.get(request.namespace, key)
+            mourned += self._graves.mourned(record)
             if record is not None and record.segment is not None:
                 removed[index] = record.complete
                 gone.append(Remains.of(record))
                 self.pool.hide(record, steps_max)
             self._tombstones.add(request.namespace, key, self._present)
         self.counters["removed_objects"] += len(gone)
-        earlier = self._earlier([(request.namespace, key) for key in request.keys])
+        earlier = [*self._earlier([(request.namespace, key) for key in request.keys]), *mourned]
         return self._bury(now_ms, gone, calls.Removed(bytes(removed)), earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
+        self._check_remembered()
         if request.namespace:
             table = self.forest.table(request.namespace)
             tables = [] if table is None else [table]
@@ -612,8 +740,8 @@ class MasterState:
         remaining = sum(table.objects for table in tables)
         reply = calls.Cleared(len(gone), remaining)
         self._tombstones.add(request.namespace, None, self._present)
-        untold = [held for _, held in self._inventories.values()]
-        earlier = [*self._graves.of_namespace(request.namespace), *untold]
+        earlier = [*self._graves.of_namespace(request.namespace), *self._elsewhere()]
+        earlier += self._graves.mourned(None)
         return self._bury(now_ms, gone, reply, earlier)
 
     @property
@@ -638,6 +766,10 @@ class MasterState:
                 self._waiting.remove(waiting)
                 self._room_made = True  # the next in the queue may want less
                 return
+        for asking in self._asking:
+            if asking[0] == ticket:
+                self._asking.remove(asking)
+                return
 
     # --- segments and nodes -------------------------------------------------------------------
 
@@ -654,18 +786,34 @@ class MasterState:
                 self.membership.reported(now_ms, segment.node)
                 self.counters["reported_failures"] += 1
         self.membership.bury_dead(now_ms)
-        self._after_membership()
+        self._after_membership(now_ms)
         states = [self.membership.state_of(n, now_ms) for n in self.membership.nodes.values()]
         return calls.Reported(states.count(liveness.SUSPECT))
 
     def node_joined(self, now_ms: int, session: int, join: calls.NodeJoin) -> calls.MasterAccepted:
         """First message on a node's stream; errors as ``Membership.join``, and then no session."""
         accepted = self.membership.join(now_ms, session, join)
-        self._after_membership()
+        if not join.resume_epoch:
+            self._found(session, max(offer.mark for offer in join.segments))
+        self._after_membership(now_ms)
         for segment_id in accepted.segment_ids:
             self.effects += self._graves.send_again(self.pool.segments[segment_id])
         self._room_made = True
         return accepted
+
+    def _found(self, session: int, mark: Version) -> None:
+        """A node that joins has kept a mark of a master before us. Whoever joined before with an
+        older one must join again, and is not believed then."""
+        if mark.epoch >= self.epoch or mark <= self._found_mark:
+            return
+        self._found_mark = mark
+        self._mark = max(self._mark, mark)
+        for node in list(self.membership.nodes.values()):
+            segments = self.membership.segments[node.name]
+            older = [s for s in segments if s.offer.mark < mark and not s.offer.fresh]
+            if older and node.session != session:
+                self._outdated.update(segment.offer.uuid for segment in older)
+                self.membership.declare_dead(node, "outdated")
 
     def node_said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
         """Any later message. What comes on a session that is over is ignored."""
@@ -687,18 +835,20 @@ class MasterState:
                 self._take_claims(node, index, message)
             case calls.NodeLeave():
                 self.membership.leave(node)
-                self._after_membership()
+                self._after_membership(now_ms, left=True)
             case calls.NodeJoin():
                 raise ProtocolError("a node joins once per stream")
 
     def node_stream_broken(self, session: int) -> None:
         self.membership.stream_broken(session)
-        self._after_membership()
+        self._after_membership(0)  # nobody dies of that
 
-    def _after_membership(self) -> None:
+    def _after_membership(self, now_ms: int, *, left: bool = False) -> None:
+        """``left``: a node has said so, and serves nobody any more."""
         members = self.membership
         self.effects += members.effects
         for segment in members.lost:
+            self._in_doubt = True
             self.pool.unmount(segment)
             self._sweeps.append((segment, None))
             absent_since = self._tombstones.made
@@ -711,14 +861,26 @@ class MasterState:
             if len(self._absent_since) > GONE_MAX:
                 del self._absent_since[next(iter(self._absent_since))]
             self.effects += self._graves.segment_died(segment)
+            if not left:
+                self._graves.mourn(segment, self._present, now_ms + self.rules.lease_ms)
         for segment in members.mounted:
             self.pool.mount(segment)
             absent_since = self._absent_since.pop(segment.offer.uuid, 0)
-            if not segment.whole:
+            if segment.whole:
+                self._up_to_date(segment)
+            else:
                 inventory = Inventory(segment, segment.node.heard_ms, absent_since)
+                inventory.outdated = (
+                    segment.offer.uuid in self._outdated or segment.offer.mark < self._found_mark
+                )
                 self._inventories[segment] = inventory, self._graves.hold(segment)
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()
+
+    def _up_to_date(self, segment: Segment) -> None:
+        """Whatever was removed by now it does not hold."""
+        if segment.offer.mark < self._mark:
+            self.effects += self._graves.keep_mark(segment, self._mark)
 
     # --- inventories --------------------------------------------------------------------------
 
@@ -741,6 +903,9 @@ class MasterState:
                 if inventory.free_gaps():
                     segment.whole = self._room_made = True
                     del self._inventories[segment]
+                    self._outdated.discard(segment.offer.uuid)
+                    self._gathers(now_ms)
+                    self._up_to_date(segment)
                     self.effects += self._graves.let_go(held)
                     fields = {"claimed": inventory.claimed, "refused": inventory.refused}
                     self._effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
@@ -790,6 +955,7 @@ class MasterState:
             version > self._present
             or (version.epoch == self.epoch and self._pending.get(version.counter) is not None)
             or parent == key
+            or inventory.outdated
             or self._tombstones.forbids(claim.name, version, inventory.absent_since)
             or not inventory.take(offset, size)
         ):
@@ -837,7 +1003,7 @@ class MasterState:
     def tick(self, now_ms: int) -> None:
         """Do all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
         self.membership.bury_dead(now_ms)
-        self._after_membership()
+        self._after_membership(now_ms)
         expired = list(islice(self._pending.pop_expired(now_ms), PUTS_PER_TICK))
         for put in expired:
             self._abandon(put, now_ms)
@@ -851,7 +1017,17 @@ class MasterState:
             self._room_made = True
         self.effects += self._graves.clean(over)
         self._free_graves(now_ms)
+        if self._asking:
+            self._answer_asking(now_ms)
         self._try_waiting(now_ms)
+
+    def _answer_asking(self, now_ms: int) -> None:
+        """A few of those that need not wait any more."""
+        if self._gathers(now_ms):
+            return
+        for _ in range(min(SERVED_PER_STEP, len(self._asking))):
+            ticket, request = self._asking.popleft()
+            self._effect(Answer(ticket, self._find(now_ms, request)))
 
     def next_tick_ms(self, now_ms: int) -> int | None:
         """When ``tick`` has something to do next; None: not before another call."""
@@ -874,7 +1050,9 @@ class MasterState:
         """Whether ``work`` should be called soon, between other calls."""
         return (
             bool(self._sweeps)
+            or bool(self._pressed)
             or any(inventory.has_work for inventory, _ in self._inventories.values())
+            or (bool(self._asking) and not self._gathering)
             or bool(self.pool.unsettled)
             or self._graves_due
             or self._swept_breaks != self.forest.breaks
@@ -890,6 +1068,12 @@ class MasterState:
             self._free_graves(now_ms)
             return
         if self._inventories and self._claim_more(now_ms):
+            return
+        if self._asking and not self._gathering:
+            self._answer_asking(now_ms)
+            return
+        if self._pressed:
+            self._evict_ahead(now_ms)
             return
         if self.pool.unsettled:
             self.pool.settle_more(SWEEP_STEPS)
@@ -911,7 +1095,18 @@ class MasterState:
         else:
             self._sweeps[0] = (segment, further)
 
+    def _evict_ahead(self, now_ms: int) -> None:
+        segment = next(iter(self._pressed))
+        evicted: list[Remains] = []
+        goes_on = False
+        if segment.alive and segment.usable(now_ms):
+            evicted, goes_on = self.pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
+        if not goes_on:
+            del self._pressed[segment]
+        self.effects += self._graves.clean_ahead(evicted)
+
     def _free_graves(self, now_ms: int) -> None:
+        self.effects += self._graves.end_mourning(now_ms)
         effects, self._graves_due = self._graves.end_next(now_ms)
         self.effects += effects
         self._room_made |= self._graves_due
@@ -960,8 +1155,9 @@ class MasterState:
 
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
         """Columns of where these are, all complete or None; replicas of suspect nodes come last."""
-        found = [record for record in records if record is not None]
-        if any(record.more for record in found):
+        rows = [_MISS if record is None else record for record in records]
+        found = [record for record in rows if record is not _MISS]
+        if any([record.more for record in found]):  # noqa: C419  # a third of the time
             extents = [self._extents_to_read(record, now_ms) for record in found]
             flat = [extent for of_record in extents for extent in of_record]
             segments = [segment.segment_id for segment, _ in flat]
@@ -971,8 +1167,7 @@ class MasterState:
         else:
             segments = [r.segment.segment_id for r in found if r.segment is not None]
             offsets = [record.offset for record in found]
-            replicas = [0 if record is None else 1 for record in records]
-        rows = found if len(found) == len(records) else [_MISS if r is None else r for r in records]
+            replicas = [0 if record is _MISS else 1 for record in rows]
         return Placements(
             sizes=[record.size for record in rows],
             epochs=[record.epoch for record in rows],
@@ -1014,6 +1209,19 @@ class MasterState:
         assert {id(s) for s in mounted} == {id(s) for s in self.pool.segments.values()}
         assert {s for s in mounted if not s.whole} == self._inventories.keys()
         assert len(self._waiting) <= self.rules.waiting_puts_max
+
+
+def _misses(
+    request: calls.MatchPrefix | calls.Lookup | calls.Exists,
+    reply: calls.Matched | calls.Found | calls.Existing,
+) -> bool:
+    match reply:
+        case calls.Matched(matches=matches):
+            return any(match.matched < len(request.keys) for match in matches)
+        case calls.Found(placements=placements):
+            return 0 in placements.replicas
+        case calls.Existing(presence=presence):
+            return 0 in presence
 
 
 def _asked_bytes(request: calls.PutStart | calls.Allocate) -> int:

@@ -168,11 +168,35 @@ class Pool:
             self.unsettled.append(record)
         return extents
 
-    def evict(self, record: ObjectRecord) -> ObjectRecord | None:
-        """Free the bytes of a candidate; returns the candidate that it leaves, if any."""
+    def evict_ahead(self, segment: Segment, count: int, now_ms: int) -> tuple[list[Remains], bool]:
+        """Evict up to ``count`` objects, until enough of a full segment is free or being wiped.
+        Returns what they leave, still allocated, and whether that was not enough."""
+        evicted: list[Remains] = []
+        eviction = _Eviction(self, [segment], now_ms)
+        reserve, allocator = segment.reserve_bytes, segment.allocator
+        while len(evicted) < count:
+            missing = reserve - allocator.free_bytes - segment.wiping_bytes
+            head = eviction.head(segment)
+            if head is None or missing <= 0 or extent_bytes(head.size) > reserve:
+                return evicted, False
+            eviction.forget(segment)
+            evicted.append(Remains.of(head))
+            self.evict(head, free=False)
+            for other, _ in evicted[-1].extents:
+                other.wiping_bytes += extent_bytes(evicted[-1].size)
+        return evicted, True
+
+    def evict(self, record: ObjectRecord, *, free: bool = True) -> ObjectRecord | None:
+        """Free the bytes of a candidate; returns the candidate that it leaves, if any.
+
+        Without ``free`` they stay allocated, which the caller sees to, and to the wiping.
+        """
         detached, size = self.marked_detached(record), record.size
-        self.evicted.append(Remains.of(record))
-        self.free(self.strip(record), extent_bytes(size))
+        if free:
+            self.evicted.append(Remains.of(record))
+            self.free(self.strip(record), extent_bytes(size))
+        else:
+            self.strip(record)
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
         return self.settle(record, detached=detached)
@@ -406,6 +430,16 @@ class _Eviction:
     def goes_on(self) -> bool:
         """After ``next`` found none: whether another step may find one."""
         return not self._budget or any(s.candidates.unfinished for s in self._heads)
+
+    def head(self, segment: Segment) -> ObjectRecord | None:
+        """The next to go of this segment."""
+        if self._heads[segment] is None:
+            self._heads[segment] = self._head(segment)
+        return self._heads[segment]
+
+    def forget(self, segment: Segment) -> None:
+        """Look anew for the next to go there."""
+        self._heads[segment] = None
 
     def next(self, order: list[Segment]) -> list[tuple[Segment, int]] | None:
         """Evict the oldest candidate of these segments, or one of other segments that keeps bytes

@@ -32,6 +32,12 @@ ONE_SHARD_RECORDS = 4_096
 """A namespace of up to so many records has one dictionary: 256 empty ones take 18 KiB."""
 
 
+RESERVE_SHIFT = 5
+RESERVE_BYTES_MAX = 64 << 20
+"""A full segment has a 32nd of it free, at most so much: what is evicted must be wiped before it is
+given out, and a put should not have to wait for that."""
+
+
 class Segment:
     """A mounted segment. ``alive`` ends once, for good; a return is another Segment."""
 
@@ -42,9 +48,11 @@ class Segment:
         "candidates",
         "node",
         "offer",
+        "pressed",
         "segment_id",
         "usable_at_ms",
         "whole",
+        "wiping_bytes",
     )
 
     def __init__(
@@ -68,6 +76,16 @@ class Segment:
         """No allocation before: what was promised before it was mounted may still hold."""
         self.allocated_until_ms = 0
         """Owners of allocations may write until then, which no fence stops: they have it mapped."""
+
+        self.pressed = False
+        """Whether room had to be made here: it is full, and is kept a little less than that."""
+        self.wiping_bytes = 0
+        """Evicted ahead of need, and free as soon as the node has wiped it."""
+
+    @property
+    def reserve_bytes(self) -> int:
+        """To be kept free once it is full."""
+        return min(self.capacity >> RESERVE_SHIFT, RESERVE_BYTES_MAX)
 
     def usable(self, now_ms: int) -> bool:
         """Whether extents of it may be given out."""
@@ -196,6 +214,13 @@ class NamespaceTable:
 
     def get(self, key: Key) -> ObjectRecord | None:
         return self.shards[hash(key) & self._mask].get(key)
+
+    def get_many(self, keys: Sequence[Key]) -> list[ObjectRecord | None]:
+        """``get`` of each."""
+        if not self._mask:
+            return list(map(self.shards[0].get, keys))
+        shards, mask = self.shards, self._mask
+        return [shards[hash(key) & mask].get(key) for key in keys]
 
     def presence(self, keys: Sequence[Key]) -> bytes:
         """One ``Presence`` per key."""

@@ -355,8 +355,8 @@ def test_a_node_that_freezes_costs_no_more_than_the_deadline(
 ) -> None:
     """In the middle of a call, and before one. Shared memory needs nobody at the other end."""
     action = transport.read if verb == "read" else transport.write
-    start = time.monotonic()
     moves = [Move(MIB, noise(LARGE_BYTES), At(peer.stop))]
+    start = time.monotonic()
     if transport.name == "shm":
         action(peer.info, moves, soon())
         return

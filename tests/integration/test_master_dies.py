@@ -55,7 +55,7 @@ def test_calls_wait_for_a_master_that_comes_back(cluster: Cluster) -> None:
         for worker in workers:
             assert set(worker.finish()) == {"stored"}
         for number, client in enumerate(clients):
-            assert client.get(f"k{number}") is None
+            assert client.get(f"k{number}") == b"old"
             assert client.get(f"new{number}-1") == content(f"new{number}-1")
     (node,) = cluster.status().nodes
     assert node.name == cluster.nodes[0].name
@@ -88,7 +88,7 @@ def test_what_was_promised_before_holds_after(cluster: Cluster) -> None:
     assert client.put("after", old, wait_ms=2_000) is STORED
 
 
-def test_a_cached_place_of_another_epoch_is_not_used(cluster: Cluster) -> None:
+def test_a_cached_place_of_another_epoch_is_asked_for_again(cluster: Cluster) -> None:
     cluster.start()
     for transport in ("shm", "tcp"):
         client = cluster.client(transports=(transport,))
@@ -97,8 +97,9 @@ def test_a_cached_place_of_another_epoch_is_not_used(cluster: Cluster) -> None:
         kill_master(cluster)
         cluster.master()
         until(lambda: cluster.status().nodes)
+        assert client.get("k") == b"old"
+        assert client.remove("k")
         assert client.get("k") is None
-        assert client.get("k", copy=False) is None
         assert cluster.state_of(cluster.nodes[0]) == "alive", "nobody may call it suspect"
 
 
@@ -165,7 +166,7 @@ def test_everything_stops_cleanly_in_any_order(cluster: Cluster, order: str) -> 
     cluster.master_server = None  # it is not to serve any more
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_master_with_memory_takes_its_node_along(tmp_path: Path, number: int) -> None:
     cluster = Cluster(tmp_path)
     try:
@@ -178,7 +179,7 @@ def test_a_master_with_memory_takes_its_node_along(tmp_path: Path, number: int) 
         children = children_of(master.pid)
         assert len(children) == 1
         master.process.send_signal(number)
-        assert master.wait() == (0 if number != signal.SIGKILL else -signal.SIGKILL)
+        assert master.wait() == 0
         until(lambda: not any(map(is_running, children)))
         until(lambda: not Path(f"/dev/shm/kvstore.{name}").exists())
         assert "Traceback" not in master.errors

@@ -92,22 +92,6 @@ def test_with_two_replicas_nobody_notices(cluster: Cluster, transport: str) -> N
     assert set(writer.counts) <= {"stored", "found"}
 
 
-def test_a_killed_node_comes_back_under_its_name(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client()
-    fill(client)
-    node = cluster.nodes[0]
-    node.kill()
-    assert node.entry.exists()
-    until(lambda: cluster.state_of(node) == "gone")
-    again = cluster.node(name=node.name)
-    assert client.get_many(KEYS) == [None] * len(KEYS)
-    fill(client)
-    assert client.get(KEYS[0]) == content(KEYS[0])
-    assert again.terminate() == 0
-    assert not node.entry.exists()
-
-
 # --- stopped, not dead -------------------------------------------------------------------------
 
 

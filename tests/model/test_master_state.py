@@ -7,7 +7,7 @@ above all that no range of memory is given out while a reader, a writer or a wip
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -25,11 +25,12 @@ from kvstore.errors import (
     NodeNameTakenError,
     NoSpaceError,
     SegmentGoneError,
+    UnavailableError,
     ValueTooLargeError,
 )
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state import eviction, graves, master_state, pool, records
-from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
+from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Send
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MAKING_ROOM_MS, MasterRules, MasterState
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
@@ -152,6 +153,8 @@ class MasterMachine(RuleBasedStateMachine):
         self.put_ms = -RULES.lease_ms
         """When a put last leased what it found, or its parent, while it waits or writes."""
         self.waiting: dict[int, Waiting] = {}
+        self.cleaning: dict[int, calls.PutStart | calls.Allocate] = {}
+        """Granted, but not told before what was evicted for it is wiped."""
         self.tickets: set[int] = set()  # all that were ever given
 
     # --- nodes -------------------------------------------------------------------------------
@@ -221,6 +224,11 @@ class MasterMachine(RuleBasedStateMachine):
             assert segment_id not in self.uuids, "a segment id was used twice"
             self.uuids[segment_id] = offer.uuid
         self.offers[name] = offers
+        self._see()
+        for index, offer in enumerate(offers):
+            if not offer.fresh:
+                told = calls.NodeClaims(index, True, True, [], [], [], [], [], [], [], [])
+                self._hear(self.nodes[name], told)
         self._see()
 
     @precondition(lambda self: self.nodes)
@@ -490,6 +498,11 @@ class MasterMachine(RuleBasedStateMachine):
             return
         if isinstance(result, Later):
             self._new_ticket(result.ticket)
+            if not any(put.ticket == result.ticket for put in self.state._waiting):
+                assert not busy
+                self.cleaning[result.ticket] = request
+                self._see(may_evict=True)
+                return
             assert len(self.waiting) < RULES.waiting_puts_max
             wait_ms = min(request.wait_ms, RULES.put_wait_max_ms)
             deadline_ms = self.state._waiting[-1].deadline_ms
@@ -578,7 +591,7 @@ class MasterMachine(RuleBasedStateMachine):
     def _usable(self, node: ModelNode) -> list[int]:
         """What each of its segments that may be used could hold, in bytes."""
         segments = [self.state.pool.segments[segment_id] for segment_id in node.ids]
-        return [s.capacity for s in segments if s.usable_at_ms <= self.now_ms]
+        return [s.capacity for s in segments if s.usable(self.now_ms)]
 
     def _take_grants(self, request: calls.PutStart | calls.Allocate, grants: calls.Grants) -> None:
         assert grants.epoch == EPOCH
@@ -901,6 +914,10 @@ class MasterMachine(RuleBasedStateMachine):
         for key in batch:
             removed.append((namespace, key) in self.objects)
             self._bury((namespace, key))
+        if not self.nodes and self.state._absent_since:
+            with pytest.raises(UnavailableError):
+                self.state.remove(self.now_ms, calls.Remove(namespace, batch))
+            return
         names = {(namespace, key) for key in batch}
         items = {item for item, unwiped in self.unwiped.items() if unwiped.name in names}
         result = self.state.remove(self.now_ms, calls.Remove(namespace, batch))
@@ -913,6 +930,10 @@ class MasterMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(["", "a", "b"]), limit=st.integers(1, 5))
     def clear(self, namespace: str, limit: int) -> None:
         before = set(self.objects)
+        if not self.nodes and self.state._absent_since:
+            with pytest.raises(UnavailableError):
+                self.state.clear(self.now_ms, calls.Clear(namespace, limit))
+            return
         result = self.state.clear(self.now_ms, calls.Clear(namespace, limit))
         gone = {name for name in before if self._actual(name) is None}
         assert len(gone) <= limit
@@ -942,10 +963,15 @@ class MasterMachine(RuleBasedStateMachine):
             for item in items:
                 self._check_nobody_reads(item)
             return result
-        assert items, "what is there to wait for?"
+        assert items or self._waits_for_others(), "what is there to wait for?"
         self._new_ticket(result.ticket)
         self.removals[result.ticket] = set(items)
         return None
+
+    def _waits_for_others(self) -> bool:
+        """Whether there may be more to a removal than wiping what the model knows of."""
+        graves = self.state._graves
+        return bool(self.state._inventories or graves._mourned or graves._unclean)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -1057,17 +1083,22 @@ class MasterMachine(RuleBasedStateMachine):
     def _see(self, *, may_evict: bool = False) -> None:
         """Take note of the effects, and of what was evicted."""
         sessions = {node.session: node for node in self.nodes.values() if node.session is not None}
-        for effect in self.state.take_effects():
+        for effect in self._effects():
             match effect:
                 case Answer(ticket, result):
                     self._see_answer(ticket, result)
                 case Send(session, message):
                     if isinstance(message, calls.MasterWipe):
                         node = sessions[session]
-                        assert all(item in self.unwiped for item in self._of_order(node, message))
-                        node.orders.append(message)
+                        ordered = self._of_order(node, message)
+                        if ordered and all(item in self.unwiped for item in ordered):
+                            node.orders.append(message)
+                        else:  # evicted, or given up, or a mark: it is done at once
+                            assert not any(item in self.unwiped for item in ordered)
+                            self._hear(node, calls.NodeWiped(message.order))
+                            node.heard_ms = self.now_ms
                     else:
-                        assert isinstance(message, calls.MasterBeat)
+                        assert isinstance(message, calls.MasterBeat | calls.MasterClaimed)
                 case Hangup(session, error):
                     assert session not in sessions
                     assert session in self.old_sessions
@@ -1078,8 +1109,13 @@ class MasterMachine(RuleBasedStateMachine):
         if self.waiting:
             self.put_ms = self.now_ms
         for ticket, items in self.removals.items():
-            assert items, f"ticket {ticket} was not answered, although all is wiped"
+            if not self._waits_for_others():
+                assert items, f"ticket {ticket} was not answered, although all is wiped"
         self._see_gone(may_evict=may_evict)
+
+    def _effects(self) -> Iterator[Effect]:
+        while self.state.effects:
+            yield from self.state.take_effects()
 
     def _see_answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         if ticket in self.removals:
@@ -1088,6 +1124,11 @@ class MasterMachine(RuleBasedStateMachine):
             assert isinstance(
                 result, (calls.Removed, calls.Cleared, calls.PutEnded, calls.Committed)
             )
+            return
+        if ticket in self.cleaning:
+            assert isinstance(result, calls.Grants)
+            self._see_gone(may_evict=True)
+            self._take_grants(self.cleaning.pop(ticket), result)
             return
         waited = self.waiting.pop(ticket)  # once only
         request = waited.request

@@ -30,6 +30,7 @@ _STEPS = {
     )
 }
 """Request and method of the state."""
+_STEPS |= dict.fromkeys((calls.MatchPrefix, calls.Lookup, calls.Exists), "find")
 
 
 class Master:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, cast
 
+from kvstore.calls import NO_MARK
 from kvstore.memory.header import GENERATION_OFFSET, Superblock, pack_superblock
 from kvstore.memory.segment import Segment
 
@@ -25,6 +26,7 @@ class Memory:
         self.seed = random.getrandbits(64)
         self.token = random.randbytes(16)
         self.shm_name = f"kvstore.{node}"
+        self.mark = NO_MARK
         self.linked = True
         """Whether ``/dev/shm`` still has it under that name."""
         self.memory = memoryview(bytearray(random.randbytes(size)))  # nobody zeroes a pool

@@ -129,7 +129,7 @@ class Node:
             offer = SegmentOffer(
                 size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
-                generation=memory.generation, fresh=self._fresh,
+                generation=memory.generation, fresh=self._fresh, mark=memory.mark,
             )  # fmt: skip
             join = NodeJoin(self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer])
             link.send(encode_node_message(join))
@@ -164,6 +164,7 @@ class Node:
     def _wipe(self, message: MasterWipe) -> None:
         if message.uuid == self.memory.uuid and self.wipes:
             self.memory.wipe(message.offsets, message.epochs, message.counters)
+            self.memory.mark = max(self.memory.mark, message.mark)
             self._oracle.wiped(self.memory, message)
 
     async def _tell(self, link: End) -> None:

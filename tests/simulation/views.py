@@ -3,10 +3,11 @@ the thread and the finalizers. They end when the simulated program lets go."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore import calls
 from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named, What
@@ -50,6 +51,16 @@ class SimViews:
         if lease not in self._held:
             self._held[lease] = Held(array, *self._extent_at(address), held, array.tobytes())
         return lease
+
+    def add_many(
+        self,
+        arrays: Iterable[tuple[NDArray[np.generic], int, Named | Granted, float]],
+        mounted: Mounted,
+    ) -> list[Lease]:
+        return [
+            self.add(array.reshape(-1).view(np.uint8), held, until, mounted)
+            for array, _, held, until in arrays
+        ]
 
     def _extent_at(self, address: int) -> tuple[bytes, int]:
         """uuid and extent's offset of the payload at this address."""

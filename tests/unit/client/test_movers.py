@@ -46,6 +46,12 @@ class FakeTransport:
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         self._move("write", segment, deadline)
 
+    def read_objects(self, *whatever: object) -> None:
+        raise AssertionError("nobody asks for objects here")
+
+    def write_objects(self, *whatever: object) -> bool:
+        raise AssertionError("nobody asks for objects here")
+
     def memory(self, segment: SegmentInfo) -> memoryview:
         if segment.segment_id in self.errors:
             raise self.errors[segment.segment_id]

@@ -69,6 +69,9 @@ class Cluster:
         self.notices: list[str] = []
         for name, blocks in nodes.items():
             self.join(name, blocks)
+        self.remove_later("?")  # so that all know that nothing was removed without them
+        self.wipe()
+        self.answers.clear()
 
     # --- nodes --------------------------------------------------------------------------------
 
@@ -355,6 +358,8 @@ class Cluster:
         self._settle()
         if not isinstance(result, Later):
             return result
+        if result.ticket not in self.answers:  # somebody may still read on a node that died
+            self.after(self.rules.lease_ms)
         answer = self.answers.pop(result.ticket)
         assert not isinstance(answer, KVStoreError)
         return answer

@@ -1,0 +1,95 @@
+"""The command ``python -m kvstore.bench``: this store and Mooncake Store, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from kvstore.bench import mooncake, report
+from kvstore.bench.machine import machine, today
+from kvstore.bench.results import Measured
+from kvstore.bench.rows import ROWS, Row, chosen
+from kvstore.bench.show import (
+    bar,
+    ended_by_signals,
+    exit_with,
+    out_option,
+    output,
+    redraw_option,
+    write_page,
+)
+from kvstore.bench.side_by_side import Plan, compare, steps
+
+PACKAGES = (mooncake.PACKAGE, "numpy", "grpcio", "xxhash")
+POOL_BYTES = 2 << 30
+QUICK_SECONDS = 0.1
+NAME = "mooncake"
+EXAMPLE = """\b
+Examples:
+  python -m kvstore.bench
+  python -m kvstore.bench --rows 'exist,match_prefix,*/shm/4KiB/1' --rounds 9 --out /tmp/found
+  python -m kvstore.bench --quick
+  python -m kvstore.bench --redraw docs/benchmarks/mooncake.json
+"""
+
+
+def _rows(context: click.Context, parameter: click.Parameter, value: str) -> list[Row]:
+    rows = chosen([pattern.strip() for pattern in value.split(",")])
+    if not rows:
+        ids = ", ".join(row.id for row in ROWS)
+        raise click.BadParameter(f"no row is called {value!r}; there are {ids}")
+    return rows
+
+
+@click.command(epilog=EXAMPLE)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True,
+              help="Each with new processes on both sides.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(min=0.01), default=0.5, show_default=True,
+              help="Per row, round and system.")  # fmt: skip
+@click.option(
+    "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
+    help="Only these: OP/PATH/SIZE/BATCH or a beginning, such as 'put' or 'get/tcp'.",
+)  # fmt: skip
+@click.option(
+    "--quick", is_flag=True, help="One short round: whether it works, not how fast it is."
+)
+@out_option
+@redraw_option
+def main(
+    rounds: int, seconds: float, rows: list[Row], quick: bool, out: Path | None, redraw: Path | None
+) -> None:
+    """Measure this store and Mooncake Store on this machine, row by row, in turn.
+
+    Needs the extra kvstore[bench]. Writes mooncake.md, mooncake.json and mooncake.png. The exit
+    status is 0 when everything was measured, whether or not the goals are met.
+    """
+    console = output()
+    if redraw is not None:
+        measured = Measured.from_json(json.loads(redraw.read_text()))
+    else:
+        if reason := mooncake.missing():
+            raise click.ClickException(reason)
+        plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
+        if quick:
+            plan = Plan(rounds=1, seconds=QUICK_SECONDS, pool_bytes=POOL_BYTES)
+        with ended_by_signals(), exit_with("bench"), bar(steps(rows, plan)) as progress:
+            measured = compare(rows, plan, progress)
+        measured.machine = machine(PACKAGES) | {"date": today()}
+    report.show(measured, console)
+    if out is not None:
+        write(measured, out)
+        console.print(f"Written: {out}/{NAME}.md, .json and .png")
+
+
+def write(measured: Measured, out: Path) -> None:
+    """The three files of it."""
+    from kvstore.bench.picture import draw_comparison
+
+    write_page(out, NAME, report.as_markdown(measured, picture=f"{NAME}.png"), measured.as_json())
+    draw_comparison(measured, out / f"{NAME}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""A master that knows more and more objects: time per call, memory, pauses, eviction.
+
+One real master process is filled up to each number of objects in turn. Its nodes are make-believe
+(``virtual``), one for each step, with room for that step's objects and little more: so the store is
+full whenever eviction is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore import calls
+from kvstore.bench import virtual
+from kvstore.bench.ours import LEASE_MS, own_master
+from kvstore.bench.session import median_us, timed
+from kvstore.bench.virtual import CHAIN_BLOCKS, NAMESPACE, STEP_BLOCKS, Pauses, ask, chain
+from kvstore.errors import KVStoreError
+from kvstore.limits import Key
+from kvstore.memory.header import HEADER_BYTES, extent_bytes
+
+if TYPE_CHECKING:
+    from kvstore.client.stub import MasterStub
+
+SLACK_BLOCKS: Final = 32 * CHAIN_BLOCKS
+"""Room beyond a step's objects: what is put to measure putting needs no eviction."""
+EVICTED: Final = 100_000
+REQUESTS: Final = 400
+"""Different ones of each kind, about objects chosen at random."""
+PUTS_MAX: Final = 400
+LOAD_SECONDS: Final = 1.0
+"""For the load to start up, which is nothing to measure."""
+GONE_SECONDS: Final = 60.0
+CHUNK_CHAINS: Final = 64
+BIG_BLOCKS: Final = 16
+"""What an object takes the room of, at least, where many make room for few."""
+BIG_FIRST: Final = 1 << 40
+"""Numbers of chains that are put to evict others begin here, far from all others."""
+
+
+class Eviction(NamedTuple):
+    """Putting into a full master, while another client asks."""
+
+    how: str
+    evicted: int
+    seconds: float
+    put_us: float
+    """The median of a put, both of its calls."""
+    pauses: Pauses
+
+
+class Filled(NamedTuple):
+    """A master with so many objects."""
+
+    objects: int
+    bytes_per_object: float
+    """By which its resident memory has grown, over the objects."""
+    fill_per_second: float
+    call_us: dict[str, float]
+    """The median of each kind of call, seen from a client."""
+    idle: Pauses
+    mixed: Pauses
+    """While another client puts, matches and removes."""
+    evictions: list[Eviction]
+    longest_step_us: int
+    """The loop's own record, since the master started."""
+
+
+def measure(
+    sizes: Sequence[int], seconds: float, progress: Callable[[str, int], None]
+) -> list[Filled]:
+    """Each number of objects, the smallest first.
+
+    Args:
+        seconds: for each kind of call and each look for pauses.
+        progress: its steps are chains (``steps``).
+
+    Raises:
+        KVStoreError: the master failed.
+    """
+    found: list[Filled] = []
+    with contextlib.ExitStack() as stack:
+        address, pid = stack.enter_context(own_master("--lease-ms", str(LEASE_MS)))
+        stub = stack.enter_context(virtual.stub_of(address))
+        before = virtual.resident(pid)
+        chains = 0
+        for number, size in enumerate(sorted(sizes)):
+            wanted = -(-size // CHAIN_BLOCKS)
+            room = (wanted - chains) * CHAIN_BLOCKS + SLACK_BLOCKS
+            name = f"bench-{number}"
+            stack.enter_context(virtual.virtual_node(address, room, name=name))
+            rate = _fill(stub, chains, wanted, progress)
+            chains = wanted
+            objects = _objects(stub)
+            step = _Step(address, stub, chains, seconds, progress)
+            memory = (virtual.resident(pid) - before) / objects
+            found.append(step.measure(objects, memory, rate))
+    return found
+
+
+def steps(sizes: Sequence[int]) -> int:
+    """How many steps of progress that is."""
+    return -(-max(sizes) // CHAIN_BLOCKS)
+
+
+class _Step:
+    """One number of objects."""
+
+    def __init__(
+        self,
+        address: str,
+        stub: MasterStub,
+        chains: int,
+        seconds: float,
+        progress: Callable[[str, int], None],
+    ) -> None:
+        self.address = address
+        self.stub = stub
+        self.chains = chains
+        self.seconds = seconds
+        self.progress = progress
+        self.random = random.Random(chains)  # noqa: S311 - which objects are asked for
+
+    def measure(self, objects: int, bytes_per_object: float, rate: float) -> Filled:
+        what = f"{objects:,} objects"
+        self.progress(f"{what}: calls", 0)
+        call_us = self._calls()
+        self.progress(f"{what}: pauses", 0)
+        idle = self._pauses()
+        with virtual.load(self.address, virtual.MIX, 2 * BIG_FIRST + self.chains * CHAIN_BLOCKS):
+            time.sleep(LOAD_SECONDS)
+            mixed = self._pauses()
+        self._until_alone()
+        self.progress(f"{what}: eviction", 0)
+        blocks = min(EVICTED, objects // 2)
+        evictions = [self._evict_by_steps(blocks), self._evict_at_once(blocks)]
+        counters = self._counters()
+        return Filled(
+            objects=objects,
+            bytes_per_object=round(bytes_per_object, 1),
+            fill_per_second=round(rate),
+            call_us=call_us,
+            idle=idle,
+            mixed=mixed,
+            evictions=evictions,
+            longest_step_us=counters["longest_step_us"],
+        )
+
+    def _calls(self) -> dict[str, float]:
+        chosen = self._present(REQUESTS)
+        keys = [self.random.choice(some) for some in chosen]
+        mixed = [self.random.choices(keys, k=STEP_BLOCKS) for _ in chosen]
+        return {
+            "exist 1": self._time([calls.Exists(NAMESPACE, [key]) for key in keys]),
+            "exist 64": self._time([calls.Exists(NAMESPACE, some) for some in mixed]),
+            "lookup 64": self._time([calls.Lookup(NAMESPACE, some) for some in mixed]),
+            "match 1,024": self._time(
+                [calls.MatchPrefix([NAMESPACE], some, False) for some in chosen]
+            ),
+            "put 64": self._time_puts(),
+        }
+
+    def _time(self, requests: Sequence[calls.Request]) -> float:
+        def one(index: int) -> calls.Reply:
+            return ask(self.stub, requests[index % len(requests)])
+
+        return round(median_us(timed(one, self.seconds, 1 << 20, lambda _: None)), 1)
+
+    def _time_puts(self) -> float:
+        """Start and end of 64 new objects; they are removed again."""
+        first = 3 * BIG_FIRST + self.chains * CHAIN_BLOCKS
+        new = [chain(first + number, STEP_BLOCKS) for number in range(PUTS_MAX)]
+        samples = timed(
+            lambda index: virtual.put(self.stub, new[index]),
+            self.seconds,
+            PUTS_MAX,
+            lambda _: None,
+        )
+        for keys in new[: len(samples)]:
+            ask(self.stub, calls.Remove(NAMESPACE, keys))
+        return round(median_us(samples), 1)
+
+    def _pauses(self) -> Pauses:
+        return virtual.pauses(self.stub, chain(0)[0], lambda seconds: seconds > self.seconds * 4)
+
+    def _evict_by_steps(self, blocks: int) -> Eviction:
+        """As engines do it: 64 new objects at a time."""
+        free, before = SLACK_BLOCKS, self._counters()["evicted_objects"]
+        first = BIG_FIRST + self.chains * CHAIN_BLOCKS
+        with virtual.load(self.address, virtual.EVICT, first, blocks + free) as process:
+            found = virtual.pauses(self.stub, chain(0)[0], lambda _: process.poll() is not None)
+            assert process.stdout is not None
+            said = json.loads(process.stdout.read())
+        return Eviction(
+            how="64 new objects at a time",
+            evicted=self._counters()["evicted_objects"] - before,
+            seconds=round(said["seconds"], 3),
+            put_us=round(said["put_us"], 1),
+            pauses=found,
+        )
+
+    def _evict_at_once(self, blocks: int) -> Eviction:
+        """The worst case: one call that needs the room of all of those."""
+        before = self._counters()["evicted_objects"]
+        count = min(CHAIN_BLOCKS, blocks // BIG_BLOCKS)
+        keys = chain(BIG_FIRST + (1 << 39) + self.chains, count)
+        size = blocks // len(keys) * extent_bytes(virtual.OBJECT_BYTES) - HEADER_BYTES
+        ended: list[float | KVStoreError] = []
+
+        def put_big() -> None:
+            with virtual.stub_of(self.address) as stub:
+                start = time.perf_counter()
+                try:
+                    virtual.put(stub, keys, size=size)
+                except KVStoreError as error:
+                    ended.append(error)
+                else:
+                    ended.append(time.perf_counter() - start)
+
+        thread = threading.Thread(target=put_big)
+        thread.start()
+        found = virtual.pauses(self.stub, chain(0)[0], lambda _: not thread.is_alive())
+        thread.join()
+        [outcome] = ended
+        if isinstance(outcome, KVStoreError):
+            raise outcome
+        ask(self.stub, calls.Remove(NAMESPACE, keys))
+        return Eviction(
+            how=f"{len(keys):,} objects in one call, as large as all of those",
+            evicted=self._counters()["evicted_objects"] - before,
+            seconds=round(outcome, 3),
+            put_us=round(outcome * 1e6, 1),
+            pauses=found,
+        )
+
+    def _present(self, count: int) -> list[list[Key]]:
+        """So many chains of those that are whole, chosen at random."""
+        found: list[list[Key]] = []
+        while len(found) < count:
+            keys = chain(self.random.randrange(self.chains))
+            matched = ask(self.stub, calls.MatchPrefix([NAMESPACE], keys, False))
+            assert isinstance(matched, calls.Matched)
+            if matched.matches[0].matched == len(keys):
+                found.append(keys)
+        return found
+
+    def _counters(self) -> dict[str, int]:
+        status = ask(self.stub, calls.Status())
+        assert isinstance(status, calls.ClusterStatus)
+        return {"evicted_objects": 0, **dict(status.counters)}
+
+    def _until_alone(self) -> None:
+        """Wait until the load's node, with its room, is gone."""
+        deadline = time.monotonic() + GONE_SECONDS
+        while time.monotonic() < deadline:
+            status = ask(self.stub, calls.Status())
+            assert isinstance(status, calls.ClusterStatus)
+            if not any(node.name == virtual.LOAD for node in status.nodes):
+                return
+            time.sleep(0.1)
+
+
+def _fill(stub: MasterStub, done: int, wanted: int, progress: Callable[[str, int], None]) -> float:
+    """Chains up to that number; objects put per second."""
+    start = time.perf_counter()
+    for number in range(done, wanted, CHUNK_CHAINS):
+        some = range(number, min(number + CHUNK_CHAINS, wanted))
+        for each in some:
+            virtual.put_chain(stub, chain(each))
+        progress(f"filling a master: {some.stop * CHAIN_BLOCKS:,} objects", len(some))
+    return (wanted - done) * CHAIN_BLOCKS / (time.perf_counter() - start)
+
+
+def _objects(stub: MasterStub) -> int:
+    status = ask(stub, calls.Status())
+    assert isinstance(status, calls.ClusterStatus)
+    return sum(each.objects for each in status.namespaces)

@@ -1,0 +1,201 @@
+"""Mooncake Store, as the benchmark uses it: its own servers, its own client, each as its users
+would.
+
+The package is ``mooncake-transfer-engine-non-cuda``. Its client has two ways to move bytes: over
+TCP to a storage process (``tcp``), and as a *dummy* client beside one on the same host, through
+shared memory (``shm``). Objects are put from and got into memory that was registered with it, so
+that it copies as little as it can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvstore.bench.driver import EXIST, GET, PUT, Work
+from kvstore.bench.session import PUT_AT_ONCE, fill_randomly, memory, require
+from kvstore.demo.processes import Child, Children, connects, free_port
+from kvstore.errors import StartupError
+
+if TYPE_CHECKING:
+    from kvstore.bench.driver import Bytes
+
+PACKAGE = "mooncake-transfer-engine-non-cuda"
+DEBIAN = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
+HOST = "127.0.0.1"
+METADATA = "P2PHANDSHAKE"
+READY_SECONDS = 60.0
+PAUSE_SECONDS = 0.05
+FIRST = "is-there-room"
+THREADS = 2
+BUFFER_BYTES = 64 << 20
+"""Of the client's own, for what is not registered: all that is measured is."""
+
+
+def missing() -> str | None:
+    """Why it cannot be used here, and what to do; None: it can."""
+    if importlib.util.find_spec("mooncake") is None:
+        return f"Mooncake is not installed: pip install {PACKAGE} ('kvstore[bench]' brings it)"
+    # In a process of its own: it starts threads, and what it lacks is a library of the system.
+    asked = [sys.executable, "-c", "import mooncake.store"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if answer.returncode == 0:
+        return None
+    reason = (answer.stderr.strip().splitlines() or ["it cannot be imported"])[-1]
+    return f"Mooncake cannot be imported ({reason}). On Debian: {DEBIAN}"
+
+
+class Servers(NamedTuple):
+    """Where they listen."""
+
+    master: str
+    """Its master."""
+    storage: str
+    """The process that has the memory; empty where there is none."""
+    pids: tuple[int, ...]
+
+
+def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> Servers:
+    """A master, and a process with so much memory unless that is 0; both listen.
+
+    Raises:
+        ChildError: one of them did not start.
+    """
+    port, metrics_port = free_port(), free_port()
+    master = children.start_command(
+        f"{name}-master", str(_program("mooncake_master")),
+        f"--rpc_address={HOST}", f"--rpc_port={port}",
+        f"--metrics_host={HOST}", f"--metrics_port={metrics_port}", "--logtostderr",
+    )  # fmt: skip
+    _listens(children, master, port)
+    address = f"{HOST}:{port}"
+    if not memory_bytes:
+        return Servers(address, "", (master.process.pid,))
+    data_port = free_port()
+    storage = children.start_command(
+        f"{name}-memory", str(_program("mooncake_client")),
+        f"--master_server_address={address}", f"--metadata_server={METADATA}",
+        f"--host={HOST}", f"--port={data_port}", "--protocol=tcp",
+        f"--global_segment_size={memory_bytes}", f"--threads={THREADS}", "--logtostderr",
+    )  # fmt: skip
+    _listens(children, storage, data_port)
+    return Servers(address, f"{HOST}:{data_port}", (master.process.pid, storage.process.pid))
+
+
+class MooncakeDriver:
+    """Its Python client."""
+
+    def __init__(self, mode: str, address: str, memory_bytes: int) -> None:
+        """
+        Args:
+            mode: ``tcp``, or ``shm``: its dummy client.
+            address: of its master for ``tcp``, of its storage process for ``shm``.
+            memory_bytes: of the caller's, to put from and to get into, each.
+
+        Raises:
+            StartupError: its client says no.
+        """
+        module: Any = importlib.import_module("mooncake.store")  # is there only if it is installed
+        self._store = module.MooncakeDistributedStore()
+        if mode == "shm":
+            self._well(self._store.setup_dummy(4 * memory_bytes, BUFFER_BYTES, address), "set up")
+            self.source, self.target = self._lent(memory_bytes), self._lent(memory_bytes)
+            fill_randomly(self.source)
+            self.target[:] = 1
+        else:
+            failed = self._store.setup(HOST, METADATA, 0, BUFFER_BYTES, "tcp", "", address)
+            self._well(failed, "set up")
+            self.source, self.target = memory(memory_bytes)
+        for each in (self.source, self.target):
+            self._well(self._store.register_buffer(each.ctypes.data, memory_bytes), "register")
+        self._wait_for_room()
+
+    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+        keys, count = [list(batch) for batch in batches], len(batches)
+        store = self._store
+        if op == EXIST:
+            return Work(lambda i: store.batch_is_exist(keys[i % count]), _all_exist)
+        memory = {PUT: self.source, GET: self.target}[op]
+        first = memory.ctypes.data
+        if len(keys[0]) == 1:
+            single = [key for [key] in keys]
+            if op == PUT:
+                return Work(lambda i: store.put_from(single[i % count], first, size), _all_well)
+            return Work(lambda i: store.get_into(single[i % count], first, size), _sizes(size))
+        pointers = [first + i * size for i in range(len(keys[0]))]
+        sizes = [size] * len(pointers)
+        if op == PUT:
+            return Work(lambda i: store.batch_put_from(keys[i % count], pointers, sizes), _all_well)
+        return Work(lambda i: store.batch_get_into(keys[i % count], pointers, sizes), _sizes(size))
+
+    def put_chain(self, keys: Sequence[str], size: int) -> None:
+        """It knows no parents: they are objects like any other."""
+        first = self.source.ctypes.data
+        for start in range(0, len(keys), PUT_AT_ONCE):
+            some = list(keys[start : start + PUT_AT_ONCE])
+            _all_well(self._store.batch_put_from(some, [first] * len(some), [size] * len(some)))
+
+    def remove(self, keys: Sequence[str]) -> None:
+        self._store.batch_remove(list(keys), True)
+
+    def settle(self) -> None:
+        """What is removed by force is free at once."""
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _lent(self, size: int) -> Bytes:
+        """Memory that it shares with its storage process."""
+        import numpy as np
+
+        address = self._store.alloc_from_mem_pool(size)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+    def _wait_for_room(self) -> None:
+        """Its storage process listens before its memory is mounted."""
+        deadline = time.monotonic() + READY_SECONDS
+        while failed := self._store.put_from(FIRST, self.source.ctypes.data, 1):
+            if time.monotonic() > deadline:
+                self._well(failed, "put")
+            time.sleep(PAUSE_SECONDS)
+        self._store.remove(FIRST, True)
+
+    def _well(self, failed: int, what: str) -> None:
+        if failed:
+            raise StartupError(f"Mooncake's client cannot {what}: {failed}")
+
+
+def _program(name: str) -> Path:
+    """The package's own binary; what pip puts beside Python only runs it."""
+    spec = importlib.util.find_spec("mooncake")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations)), name)
+
+
+def _listens(children: Children, child: Child, port: int) -> None:
+    children.until(child, lambda: connects(HOST, port), READY_SECONDS)
+
+
+def _all_well(result: Any) -> None:
+    codes = result if isinstance(result, list) else [result]
+    require(all(code == 0 for code in codes), "was not stored by Mooncake")
+
+
+def _all_exist(result: Any) -> None:
+    require(all(each == 1 for each in result), "was not there in Mooncake")
+
+
+def _sizes(size: int) -> Any:
+    def check(result: Any) -> None:
+        sizes = result if isinstance(result, list) else [result]
+        require(all(each == size for each in sizes), "did not come from Mooncake")
+
+    return check

@@ -1,0 +1,174 @@
+"""This store, as the benchmark uses it: its public client, and a store of its own to use it on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, Work
+from kvstore.bench.session import memory, require
+from kvstore.calls import PutOutcome
+from kvstore.children import Child, start_node
+from kvstore.config import ClientConfig
+from kvstore.memory.header import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from kvstore import Client
+    from kvstore.bench.driver import Bytes
+
+NAMESPACE = "kvstore-bench"
+LEASE_MS = 1_000
+"""Of our own master. Removed memory is free one lease later, and the benchmark waits for it."""
+SETTLE_SECONDS = 60.0
+SETTLED_PART = 0.1
+"""Of the memory that may still be in use by what was removed."""
+OBJECT_BYTES_MORE = 2 * HEADER_BYTES
+"""Than its own bytes, that an object's extent has at most: header and alignment."""
+PAUSE_SECONDS = 0.02
+TIMEOUT_MS = 60_000
+
+
+class Store(NamedTuple):
+    """A master and a node."""
+
+    address: str
+    pids: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def own_master(*flags: str) -> Iterator[tuple[str, int]]:
+    """Address and process id of a master that ends with the block."""
+    master = Child.start("kvstore.cli.master", "--port", "0", *flags)
+    try:
+        yield f"127.0.0.1:{master.said['port']}", master.pid
+    finally:
+        master.stop()
+
+
+@contextlib.contextmanager
+def own_store(pool_bytes: int) -> Iterator[Store]:
+    """A master and a node that end with the block. The node has touched its memory."""
+    with own_master("--lease-ms", str(LEASE_MS)) as (address, pid):
+        node = start_node(master=address, memory=pool_bytes)
+        try:
+            yield Store(address, (pid, node.pid))
+        finally:
+            node.stop()
+
+
+class OurDriver:
+    """Two clients: one asks the master for each get, one remembers placements while they are
+    leased (``GET_AGAIN``)."""
+
+    def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
+        """
+        Args:
+            mode: ``shm`` or ``tcp``: how the bytes travel.
+            memory_bytes: of the caller's, to put from and to get into, each.
+        """
+        from kvstore import Client
+
+        self.source, self.target = memory(memory_bytes)
+        plain = ClientConfig(
+            master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS,
+            placements_max=0,
+        )  # fmt: skip
+        caching = ClientConfig(
+            master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS
+        )
+        with contextlib.ExitStack() as stack:
+            self.plain: Client = stack.enter_context(Client(config=plain))
+            self.caching: Client = stack.enter_context(Client(config=caching))
+            self._clients = stack.pop_all()
+
+    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+        keys = [[key.encode() for key in batch] for batch in batches]
+        count = len(keys)
+        plain = self.plain
+        if op == EXIST:
+            return Work(lambda i: plain.exists_many(keys[i % count]), _all_there)
+        if op == MATCH:
+            return Work(lambda i: plain.match_prefix(keys[i % count]), _matched(len(keys[0])))
+        if len(keys[0]) == 1:
+            return self._single(op, [key for [key] in keys], size)
+        sources = _pieces(self.source, size, len(keys[0]))
+        targets = _pieces(self.target, size, len(keys[0]))
+        if op == PUT:
+            pairs = [list(zip(some, sources, strict=True)) for some in keys]
+            return Work(lambda i: plain.put_many(pairs[i % count]), _stored)
+        if op == GET:
+            return Work(lambda i: plain.get_into(keys[i % count], targets), _all_there)
+        if op == GET_AGAIN:
+            caching = self.caching
+            return Work(lambda i: caching.get_into(keys[i % count], targets), _all_there)
+        assert op == GET_VIEW, op
+        return Work(lambda i: plain.get_many(keys[i % count], copy=False), _not_none)
+
+    def put_chain(self, keys: Sequence[str], size: int) -> None:
+        piece = self.source[:size]
+        _stored(self.plain.put_chain([key.encode() for key in keys], [piece] * len(keys)))
+
+    def remove(self, keys: Sequence[str]) -> None:
+        encoded = [key.encode() for key in keys]
+        for start in range(0, len(encoded), 1024):
+            self.plain.remove_many(encoded[start : start + 1024])
+
+    def clear(self) -> None:
+        """Remove what this and other benchmarks have left behind, and wait until it is gone."""
+        self.plain.clear(NAMESPACE)
+        self.settle()
+
+    def settle(self) -> None:
+        end = time.monotonic() + SETTLE_SECONDS
+        while not self._settled() and time.monotonic() < end:
+            time.sleep(PAUSE_SECONDS)
+
+    def close(self) -> None:
+        self._clients.close()
+
+    def _single(self, op: str, keys: list[bytes], size: int) -> Work:
+        source, target = self.source[:size], self.target[:size]
+        plain, caching, count = self.plain, self.caching, len(keys)
+        if op == PUT:
+            return Work(lambda i: plain.put(keys[i % count], source), _stored)
+        if op == GET:
+            return Work(lambda i: plain.get_into(keys[i % count], target), _all_there)
+        if op == GET_AGAIN:
+            return Work(lambda i: caching.get_into(keys[i % count], target), _all_there)
+        assert op == GET_VIEW, op
+        return Work(lambda i: plain.get(keys[i % count], copy=False), _not_none)
+
+    def _settled(self) -> bool:
+        """Whether hardly more memory is in use than the objects that are there need."""
+        status = self.plain.status()
+        segments = [segment for node in status.nodes for segment in node.segments]
+        objects = sum(each.objects * OBJECT_BYTES_MORE + each.size for each in status.namespaces)
+        in_all = sum(segment.size for segment in segments)
+        return sum(segment.used for segment in segments) <= objects + in_all * SETTLED_PART
+
+
+def _pieces(whole: Bytes, size: int, count: int) -> list[Any]:
+    return [whole[i * size : (i + 1) * size] for i in range(count)]
+
+
+def _stored(result: Any) -> None:
+    outcomes = result if isinstance(result, list) else [result]
+    require(all(outcome == PutOutcome.STORED for outcome in outcomes), "was not stored")
+
+
+def _all_there(result: Any) -> None:
+    require(all(result), "was not there")
+
+
+def _not_none(result: Any) -> None:
+    values = result if isinstance(result, list) else [result]
+    require(all(value is not None for value in values), "was not there")
+
+
+def _matched(count: int) -> Any:
+    def check(matched: int) -> None:
+        require(matched == count, "of the chain was not matched")
+
+    return check

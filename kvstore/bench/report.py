@@ -1,0 +1,119 @@
+"""What was measured side by side, as a table on a terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.bench.machine import in_words
+from kvstore.bench.results import Comparison, Measured, Spread
+from kvstore.bench.worker import MOONCAKE, OURS
+
+COLUMNS = ("work", "path", "ours", "Mooncake", "ratio", "rounds", "goal", "")
+COMMAND = "make bench"
+
+
+def show(measured: Measured, console: Console) -> None:
+    """The table, what its notes mean, and whether the goals are met."""
+    notes = notes_of(measured)
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+    for each in measured.comparisons:
+        cells = cells_of(each, notes)
+        colour = "green" if each.met else "red"
+        table.add_row(*cells[:-1], f"[{colour}]{cells[-1]}[/{colour}]")
+    console.print(table)
+    console.print()
+    for number, note in enumerate(notes, 1):
+        console.print(f"[{number}] {note}", markup=False)
+    console.print(summary(measured))
+
+
+def as_markdown(measured: Measured, *, picture: str = "") -> str:
+    """A page of it.
+
+    Args:
+        picture: the file name of the picture beside it.
+    """
+    notes = notes_of(measured)
+    lines = [
+        "# Side by side with Mooncake Store",
+        "",
+        f"Written by `{COMMAND}`; do not edit. {in_words(measured.machine)}",
+        f"Load of the machine {measured.load[0]:.2f} before and {measured.load[1]:.2f} after,"
+        f" {measured.rounds} rounds, {measured.seconds:g} s per row, round and system,"
+        f" pools of {measured.pool_bytes / (1 << 30):g} GiB.",
+        "",
+        "Time of one call, the median of the rounds' medians. Ratio: Mooncake's time over ours"
+        " within a round, the median of the rounds (smallest to largest); above 1 ours is faster.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|",
+    ]
+    lines += ["| " + " | ".join(cells_of(each, notes)) + " |" for each in measured.comparisons]
+    lines += ["", summary(measured)]
+    if copied := [each for each in measured.comparisons if each.memcpy_part]:
+        lines += ["", *[f"* {_memcpy_line(each)}" for each in copied]]
+    lines += ["", *[f"{number}. {note}" for number, note in enumerate(notes, 1)]]
+    idle = "; ".join(
+        f"{name} {Spread.of(values).median:.1f} %"
+        for name, values in ((OURS, measured.idle_percent.get(OURS)),
+                             (MOONCAKE, measured.idle_percent.get(MOONCAKE)))
+        if values
+    )  # fmt: skip
+    if idle:
+        lines += ["", f"Idle, all processes of a system take of one core: {idle}."]
+    if picture:
+        lines += ["", f"![Ratios, goals and spread]({picture})"]
+    return "\n".join(lines) + "\n"
+
+
+def cells_of(comparison: Comparison, notes: Sequence[str]) -> tuple[str, ...]:
+    """One line of the table, in the order of ``COLUMNS``."""
+    row, ratio = comparison.row, comparison.ratio
+    numbers = sorted(notes.index(note) + 1 for note in row.notes)
+    marks = "".join(f" [{number}]" for number in numbers)
+    met = "met" if comparison.met else "not met"
+    if part := comparison.memcpy_part:
+        met += f", {part.median:.0%} of memcpy (goal {row.memcpy_goal:.0%})"
+    return (
+        row.title + marks,
+        row.mode,
+        microseconds(Spread.of(comparison.ours_us).median),
+        microseconds(Spread.of(comparison.theirs_us).median),
+        f"{ratio.median:.2f}",
+        f"{ratio.smallest:.2f} to {ratio.largest:.2f}",
+        f"{row.goal:g}",
+        met,
+    )
+
+
+def notes_of(measured: Measured) -> list[str]:
+    """Each note once, in the order of the rows."""
+    return list(dict.fromkeys(note for each in measured.comparisons for note in each.row.notes))
+
+
+def summary(measured: Measured) -> str:
+    """One sentence: how many goals are met, and which are not."""
+    missed = [f"{row.title} ({row.mode})" for row in measured.missed]
+    count = len(measured.comparisons)
+    said = f"{count - len(missed)} of {count} goals are met."
+    return said + (f" Not met: {'; '.join(missed)}." if missed else "")
+
+
+def microseconds(value: float) -> str:
+    """``12.3 µs``, ``1,234 µs``."""
+    return f"{value:,.1f} µs" if value < 100 else f"{value:,.0f} µs"
+
+
+def _memcpy_line(comparison: Comparison) -> str:
+    part = comparison.memcpy_part
+    assert part is not None
+    return (
+        f"{comparison.row.title}: one memcpy of the same bytes (one numpy copy in one thread, warm,"
+        f" in the same process and round) takes {part.median:.0%} of our time"
+        f" ({part.smallest:.0%} to {part.largest:.0%}), goal {comparison.row.memcpy_goal:.0%}."
+    )

@@ -1,0 +1,130 @@
+"""What was measured side by side: the arithmetic, and its form as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+from kvstore.bench.rows import ROWS, Row
+from kvstore.bench.worker import OURS
+
+
+class Spread(NamedTuple):
+    """Of one value per round."""
+
+    median: float
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass
+class Comparison:
+    """One row: per round the median time of a call, whatever its batch."""
+
+    row: Row
+    ours_us: list[float] = field(default_factory=list)
+    theirs_us: list[float] = field(default_factory=list)
+    memcpy_us: list[float] = field(default_factory=list)
+    """Of the same bytes, inside our client's process; only where the row has a goal for it."""
+
+    def add(self, system: str, microseconds: float) -> None:
+        (self.ours_us if system == OURS else self.theirs_us).append(microseconds)
+
+    @property
+    def ratios(self) -> list[float]:
+        """The peer's time over ours, for each round: above 1 ours is faster."""
+        return [theirs / ours for theirs, ours in zip(self.theirs_us, self.ours_us, strict=True)]
+
+    @property
+    def memcpy_parts(self) -> list[float]:
+        """The time of one memcpy over ours, for each round."""
+        if not self.memcpy_us:
+            return []
+        return [copy / ours for copy, ours in zip(self.memcpy_us, self.ours_us, strict=True)]
+
+    @property
+    def ratio(self) -> Spread:
+        return Spread.of(self.ratios)
+
+    @property
+    def memcpy_part(self) -> Spread | None:
+        return Spread.of(self.memcpy_parts) if self.memcpy_parts else None
+
+    @property
+    def met(self) -> bool:
+        """Whether the median of the rounds reaches the goal, and that of the copy where there is
+        one."""
+        part = self.memcpy_part
+        return self.ratio.median >= self.row.goal and (
+            part is None or part.median >= self.row.memcpy_goal
+        )
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Everything of one run."""
+
+    rounds: int
+    seconds: float
+    """Per row, round and system."""
+    pool_bytes: int
+    comparisons: list[Comparison]
+    idle_percent: dict[str, list[float]]
+    """Of one processor, that all processes of a system take while nobody asks them."""
+    load: tuple[float, float]
+    """Of the machine, before and after (1-minute averages)."""
+    machine: dict[str, str | int] = field(default_factory=dict)
+    """What the numbers depend on; see ``kvstore.bench.machine``."""
+
+    @property
+    def missed(self) -> list[Row]:
+        """The rows that do not reach their goals."""
+        return [each.row for each in self.comparisons if not each.met]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "machine": self.machine,
+            "load": list(self.load),
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+            "pool_bytes": self.pool_bytes,
+            "idle_percent": self.idle_percent,
+            "rows": [_row_as_json(each) for each in self.comparisons],
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """What ``as_json`` wrote. Rows that the table does not have any more are left out."""
+        known = {row.id: row for row in ROWS}
+        return cls(
+            rounds=found["rounds"],
+            seconds=found["seconds"],
+            pool_bytes=found["pool_bytes"],
+            comparisons=[
+                Comparison(known[each["id"]], each["ours_us"], each["theirs_us"], each["memcpy_us"])
+                for each in found["rows"]
+                if each["id"] in known
+            ],
+            idle_percent=found["idle_percent"],
+            load=(found["load"][0], found["load"][1]),
+            machine=dict(found["machine"]),
+        )
+
+
+def _row_as_json(comparison: Comparison) -> dict[str, Any]:
+    row, part = comparison.row, comparison.memcpy_part
+    return {
+        "id": row.id, "title": row.title, "mode": row.mode, "peer_op": row.their_op,
+        "size_bytes": row.size, "batch": row.batch,
+        "ours_us": comparison.ours_us, "theirs_us": comparison.theirs_us,
+        "memcpy_us": comparison.memcpy_us,
+        "ratio": comparison.ratio._asdict(), "goal": row.goal,
+        "memcpy_part": part._asdict() if part else None, "memcpy_goal": row.memcpy_goal,
+        "met": comparison.met,
+    }  # fmt: skip

@@ -1,0 +1,143 @@
+"""What is compared: one table. Each row is a piece of work, with how far ahead it shall be."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
+from kvstore.bench.session import WARM_PIECE
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+
+TCP: Final = "tcp"
+SHM: Final = "shm"
+MODES: Final = (SHM, TCP)
+
+VERIFIED = (
+    "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
+    " both with each copying get; Mooncake writes and verifies neither."
+)
+ASKED = (
+    "What is only asked travels between client and master alone: ours through a Unix socket on the"
+    " master's own host (TCP elsewhere), Mooncake's through TCP."
+)
+LEASED = (
+    "Not the same work, and ours does more: Mooncake has no prefixes, so its users ask whether each"
+    " key exists, which promises nothing; ours finds the longest prefix and leases it."
+)
+NOT_COPIED = (
+    "Not the same work: ours is handed arrays over the pool's own memory, leased, with only the"
+    " headers checked; Mooncake's client copies: it has no call that does not."
+)
+REMEMBERED = (
+    "Not the same work: ours asks nobody while the lease lives (1 s here), and copies and verifies;"
+    " Mooncake's client has no such memory, so each get asks its storage process."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the comparison: the same bytes, by the same calls, on both systems."""
+
+    op: str
+    """Of ours."""
+    mode: str
+    """How bytes travel on both sides: ``shm`` within the host, or ``tcp``."""
+    goal: float
+    """The peer's time over ours, at least."""
+    batch: int = 1
+    size: int = 0
+    """Bytes of each object; 0: only asked for."""
+    peer_op: str = ""
+    """Where the peer has no such call: the one that its users would make instead."""
+    memcpy_goal: float = 0.0
+    """The time of one memcpy of the same bytes over ours, at least; 0: not compared."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """Unique: ``put/tcp/1MiB/64``."""
+        return "/".join((self.op, self.mode, size_name(self.size), str(self.batch)))
+
+    @property
+    def title(self) -> str:
+        what = TITLES[self.op]
+        if not self.size:
+            return f"{what} {self.batch:,} {'key' if self.batch == 1 else 'keys'}"
+        many = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{what} {many}{size_name(self.size, ' ')}"
+
+    @property
+    def their_op(self) -> str:
+        return self.peer_op or self.op
+
+
+TITLES: Final = {
+    PUT: "put",
+    GET: "get",
+    GET_VIEW: "get, not copied,",
+    GET_AGAIN: "get again, leased,",
+    EXIST: "exist",
+    MATCH: "match_prefix",
+    MEMCPY: "memcpy",
+}
+
+
+def size_name(size: int, between: str = "") -> str:
+    """``4KiB``, ``1MiB``; ``-`` for no bytes."""
+    if not size:
+        return "-"
+    return f"{size >> 20}{between}MiB" if size >= MIB else f"{size >> 10}{between}KiB"
+
+
+def _pair(
+    mode: str, size: int, batch: int, goals: tuple[float, float], *, memcpy_goal: float = 0.0
+) -> tuple[Row, Row]:
+    return (
+        Row(op=PUT, mode=mode, size=size, batch=batch, goal=goals[0], memcpy_goal=memcpy_goal,
+            notes=(VERIFIED,)),
+        Row(op=GET, mode=mode, size=size, batch=batch, goal=goals[1], memcpy_goal=memcpy_goal,
+            notes=(VERIFIED,)),
+    )  # fmt: skip
+
+
+ROWS: Final[tuple[Row, ...]] = (
+    Row(op=EXIST, mode=TCP, batch=1, goal=2, notes=(ASKED,)),
+    Row(op=EXIST, mode=TCP, batch=64, goal=2, notes=(ASKED,)),
+    Row(op=EXIST, mode=TCP, batch=1024, goal=4, notes=(ASKED,)),
+    Row(op=EXIST, mode=TCP, batch=8192, goal=7, notes=(ASKED,)),
+    Row(op=MATCH, mode=TCP, batch=1024, goal=10, peer_op=EXIST, notes=(ASKED, LEASED)),
+    Row(op=MATCH, mode=TCP, batch=8192, goal=20, peer_op=EXIST, notes=(ASKED, LEASED)),
+    *_pair(SHM, 4 * KIB, 1, (2, 3)),
+    *_pair(TCP, 4 * KIB, 1, (1.5, 2)),
+    Row(op=GET_AGAIN, mode=SHM, size=4 * KIB, goal=8, peer_op=GET, notes=(REMEMBERED,)),
+    *_pair(SHM, MIB, 1, (1.8, 1.8)),
+    *_pair(TCP, MIB, 1, (1.8, 1.5)),
+    *_pair(SHM, 64 * KIB, 64, (1.3, 1.3)),
+    *_pair(SHM, MIB, 64, (1.1, 1.1), memcpy_goal=0.8),
+    Row(op=GET_VIEW, mode=SHM, size=MIB, batch=64, goal=15, peer_op=GET, notes=(NOT_COPIED,)),
+    *_pair(TCP, MIB, 64, (2, 2)),
+    *_pair(TCP, 4 * MIB, 64, (2, 2)),
+    *_pair(TCP, 4 * KIB, 64, (2, 2)),
+    *_pair(SHM, 4 * KIB, 64, (1.2, 1.2)),
+)
+"""The goals of the project, in its order."""
+
+
+def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:
+    """Those of which a pattern matches the id, or a beginning of it: ``put``, ``*/tcp/*/64``."""
+    return [
+        row
+        for row in rows
+        if any(fnmatch.fnmatchcase(row.id, p) or fnmatch.fnmatchcase(row.id, p + "/*")
+               for p in patterns)
+    ]  # fmt: skip
+
+
+def memory_needed(rows: Sequence[Row]) -> int:
+    """Bytes that a client puts from, and gets into, at most; the pool is warmed from them, too."""
+    return max(WARM_PIECE, *(row.size * row.batch for row in rows))

@@ -1,0 +1,246 @@
+"""One client's measurements: prepares what a row needs, times the calls, clears up.
+
+What is timed is warm: the client's memory and the pool were written through before. Each call is
+timed alone, and what it returned is checked between two calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstore.bench.driver import EXIST, GET, GET_AGAIN, MATCH, MEMCPY, PUT, READS, Driver
+from kvstore.errors import InternalError, InvalidArgumentError, NoSpaceError
+
+if TYPE_CHECKING:
+    from kvstore.bench.driver import Bytes
+
+BATCH = 64
+CHAIN_BLOCKS = 8_192
+CHAIN_BLOCK_BYTES = 4_096
+PUT_AT_ONCE = 1_024
+"""When keys are prepared that are only asked for."""
+WARM_PIECE = 1 << 20
+WARM_PART = 0.9
+"""Of the pool that is written through; above 0.95 Mooncake begins to evict."""
+USED_PART = 0.8
+"""Of the pool that may be in use, removed and not yet free, before a session waits."""
+ROW_PART = 0.5
+"""Of the pool that one row may put."""
+OBJECTS_MAX = 2_000
+"""Of single objects that one row puts."""
+BATCHES_MAX = 100
+READ_BATCHES_MAX = 20
+"""What is read was put before, and takes turns."""
+CALLS_MAX = 200_000
+CALLS_MIN = 3
+
+
+def timed(
+    call: Callable[[int], Any], seconds: float, limit: int, check: Callable[[Any], None]
+) -> list[float]:
+    """Seconds of each call: as many as fit into ``seconds``, at least 3, at most ``limit``."""
+    samples = []
+    end = time.perf_counter() + seconds
+    index = 0
+    while index < limit and (index < CALLS_MIN or time.perf_counter() < end):
+        start = time.perf_counter()
+        result = call(index)
+        samples.append(time.perf_counter() - start)
+        check(result)
+        del result  # a view holds its lease for as long as it lives
+        index += 1
+    return samples
+
+
+def percentile(samples: Sequence[float], part: float) -> float:
+    """The sample below which that part of them lies."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
+
+
+def median_us(samples: Sequence[float]) -> float:
+    return statistics.median(samples) * 1e6
+
+
+def require(well: bool, what: str) -> None:
+    """Raises InternalError: what was measured is not what was meant."""
+    if not well:
+        raise InternalError(
+            f"an object {what}", advice="Does something else use this store, or is it too small?"
+        )
+
+
+def memory(size: int) -> tuple[Bytes, Bytes]:
+    """Random bytes to put, and as many to get into; all of it touched."""
+    import numpy as np
+
+    source = np.empty(size, dtype=np.uint8)
+    fill_randomly(source)
+    return source, np.full_like(source, 1)
+
+
+def fill_randomly(source: Bytes) -> None:
+    import numpy as np
+
+    source[:] = np.random.default_rng(0).integers(0, 255, len(source), dtype=np.uint8)
+
+
+def time_memcpy(
+    source: Bytes, target: Bytes, size: int, seconds: float, limit: int = CALLS_MAX
+) -> list[float]:
+    """One numpy copy of ``size`` bytes between warm memory, in one thread."""
+    import numpy as np
+
+    one, other = source[:size], target[:size]
+    return timed(lambda _: np.copyto(other, one), seconds, limit, lambda _: None)
+
+
+class Session:
+    """The rows of one driver. Keys are its own: several sessions may share a store."""
+
+    def __init__(self, driver: Driver, pool_bytes: int, *, name: str = "") -> None:
+        """
+        Args:
+            pool_bytes: of the store's memory, that this session may fill.
+            name: begins each of its keys.
+        """
+        self.driver = driver
+        self._pool = pool_bytes
+        self._name = name
+        self._rows = 0
+        self._asked: list[str] = []
+        self._chain: list[str] = []
+        self._kept = 0
+        self._spent = 0
+
+    def warm(self) -> None:
+        """Write the whole pool through once, so that no row pays for a first touch."""
+        assert len(self.driver.source) >= WARM_PIECE
+        pieces = int(self._pool * WARM_PART) // WARM_PIECE
+        keys = [f"{self._name}warm{number}" for number in range(pieces)]
+        work = self.driver.work(PUT, [[key] for key in keys], WARM_PIECE)
+        with contextlib.suppress(NoSpaceError):  # somebody else's objects may be there
+            for number in range(pieces):
+                work.check(work.call(number))
+        self.driver.remove(keys)
+        self.driver.settle()
+
+    def measure(
+        self,
+        op: str,
+        size: int,
+        batch: int,
+        seconds: float,
+        *,
+        prepared: Callable[[], None] = lambda: None,
+    ) -> list[float]:
+        """Seconds of each call.
+
+        Args:
+            size: bytes of each object; 0 for what only asks.
+            prepared: called when the first call is about to be made.
+
+        Raises:
+            InternalError: a call returned something else than it should.
+            InvalidArgumentError: there is not enough memory for the row.
+        """
+        assert batch * size <= len(self.driver.source), "more than the driver was made for"
+        if op == MEMCPY:
+            prepared()
+            return time_memcpy(self.driver.source, self.driver.target, size * batch, seconds)
+        if op in (EXIST, MATCH):
+            keys = (self._chain_keys() if op == MATCH else self._asked_keys())[:batch]
+            work = self.driver.work(op, [keys], 0)
+            prepared()
+            return timed(work.call, seconds, CALLS_MAX, work.check)
+        if op not in (PUT, *READS):
+            raise InvalidArgumentError(f"{op} is nothing that can be measured")
+        room = int(self._pool * ROW_PART) // size // batch
+        if not room:
+            raise InvalidArgumentError(
+                f"{batch} objects of {size} bytes need more memory than this store has",
+                advice="Give it more.",
+            )
+        return self._move(op, size, batch, room, seconds, prepared)
+
+    def close(self) -> None:
+        self.driver.close()
+
+    # --- internal -----------------------------------------------------------------------------
+
+    def _move(
+        self,
+        op: str,
+        size: int,
+        batch: int,
+        room: int,
+        seconds: float,
+        prepared: Callable[[], None],
+    ) -> list[float]:
+        most = OBJECTS_MAX if batch == 1 else BATCHES_MAX if op == PUT else READ_BATCHES_MAX
+        count = 1 if op == GET_AGAIN else min(most, room)
+        self._rows += 1
+        batches = [
+            [f"{self._name}{self._rows}-{number}-{index}" for index in range(batch)]
+            for number in range(count)
+        ]
+        self._make_room(count * batch * size)
+        putting = self.driver.work(PUT, batches, size)
+        done = 0
+        try:
+            if op in READS:
+                for done in range(1, count + 1):
+                    putting.check(putting.call(done - 1))
+                work = self.driver.work(op, batches, size)
+                self.driver.target[: batch * size] = 1
+                prepared()
+                samples = timed(work.call, seconds, CALLS_MAX, work.check)
+                if op == GET:
+                    self._same_bytes(batch * size)
+            else:
+                done = count
+                prepared()
+                samples = timed(putting.call, seconds, count, putting.check)
+                done = len(samples)
+        finally:
+            self.driver.remove([key for some in batches[:done] for key in some])
+        return samples
+
+    def _make_room(self, needed: int) -> None:
+        if self._kept + self._spent + needed > self._pool * USED_PART:
+            self.driver.settle()
+            self._spent = 0
+        self._spent += needed
+
+    def _same_bytes(self, size: int) -> None:
+        same = self.driver.target[:size] == self.driver.source[:size]
+        require(bool(same.all()), "came back with other bytes")
+
+    def _asked_keys(self) -> list[str]:
+        if not self._asked:
+            keys = [f"{self._name}asked-{i:06d}-0123456789abcdef" for i in range(CHAIN_BLOCKS)]
+            batches = [keys[i : i + BATCH] for i in range(0, len(keys), BATCH)]
+            self._keep()
+            work = self.driver.work(PUT, batches, CHAIN_BLOCK_BYTES)
+            for number in range(len(batches)):
+                work.check(work.call(number))
+            self._asked = keys
+        return self._asked
+
+    def _chain_keys(self) -> list[str]:
+        if not self._chain:
+            keys = [f"{self._name}chain-{i:06d}-0123456789abcdef" for i in range(CHAIN_BLOCKS)]
+            self._keep()
+            self.driver.put_chain(keys, CHAIN_BLOCK_BYTES)
+            self._chain = keys
+        return self._chain
+
+    def _keep(self) -> None:
+        size = CHAIN_BLOCKS * CHAIN_BLOCK_BYTES
+        self._make_room(size)
+        self._spent -= size
+        self._kept += size * 5 // 4  # with what a system adds to each

@@ -1,0 +1,151 @@
+"""Rounds of two systems, row by row.
+
+A round begins with new processes: each system's master and storage process, and for each way to
+move bytes a client of each. The pools are written through. Then the rows follow each other, and in
+each row one system is measured straight after the other, each twice (A, B, B, A), so that a ratio
+compares what happened within a few seconds. Who is A alternates from row to row and from round to
+round. The system that is not measured has nothing to do; how much processor time its processes take
+meanwhile is measured, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.bench import mooncake
+from kvstore.bench.driver import MEMCPY
+from kvstore.bench.ours import own_store
+from kvstore.bench.results import Comparison, Measured
+from kvstore.bench.rows import MODES, SHM, Row, memory_needed
+from kvstore.bench.session import median_us
+from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.demo.processes import Children
+
+STOP_SECONDS = 20.0
+IDLE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is measured."""
+
+    rounds: int
+    seconds: float
+    """Per row, round and system."""
+    pool_bytes: int
+    """Of each store."""
+
+
+def compare(rows: Sequence[Row], plan: Plan, progress: Callable[[str, int], None]) -> Measured:
+    """All rounds.
+
+    Args:
+        progress: called with what is done now, and by how many steps that is further
+            (``steps`` says of how many).
+
+    Raises:
+        ChildError: a process failed.
+        KVStoreError: our own store did.
+    """
+    comparisons = {row.id: Comparison(row) for row in rows}
+    idle: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
+    load = os.getloadavg()[0]
+    for number in range(plan.rounds):
+        _round(number, rows, plan, comparisons, idle, progress)
+    return Measured(
+        rounds=plan.rounds,
+        seconds=plan.seconds,
+        pool_bytes=plan.pool_bytes,
+        comparisons=list(comparisons.values()),
+        idle_percent=idle,
+        load=(load, os.getloadavg()[0]),
+    )
+
+
+def steps(rows: Sequence[Row], plan: Plan) -> int:
+    """How many steps of progress all rounds are."""
+    return plan.rounds * len(rows)
+
+
+def _round(
+    number: int,
+    rows: Sequence[Row],
+    plan: Plan,
+    comparisons: dict[str, Comparison],
+    idle: dict[str, list[float]],
+    progress: Callable[[str, int], None],
+) -> None:
+    what = f"round {number + 1} of {plan.rounds}"
+    progress(f"{what}: starting", 0)
+    with (
+        own_store(plan.pool_bytes) as ours,
+        Children(environment(), stop_seconds=STOP_SECONDS) as children,
+    ):
+        theirs = mooncake.start(children, plan.pool_bytes)
+        servers = {OURS: ours.pids, MOONCAKE: theirs.pids}
+        for mode in MODES:
+            some = [row for row in rows if row.mode == mode]
+            if not some:
+                continue
+            progress(f"{what}, {mode}: writing both pools through", 0)
+            addresses = {
+                OURS: ours.address,
+                MOONCAKE: theirs.storage if mode == SHM else theirs.master,
+            }
+            with contextlib.ExitStack() as stack:
+                workers = {}
+                for system, address in addresses.items():
+                    settings = Settings(
+                        system=system, mode=mode, address=address, pool_bytes=plan.pool_bytes,
+                        memory_bytes=memory_needed(some), warm=True,
+                    )  # fmt: skip
+                    worker = workers[system] = Worker(children, f"{system}-{mode}", settings)
+                    stack.callback(worker.close)
+                    worker.ready()
+                _note_idle(idle, {name: (*servers[name], workers[name].pid) for name in workers})
+                for index, row in enumerate(some):
+                    progress(f"{what}: {row.title}, {mode}", 1)
+                    _measure(row, comparisons[row.id], workers, plan, (number + index) % 2 == 0)
+
+
+def _measure(
+    row: Row, comparison: Comparison, workers: dict[str, Worker], plan: Plan, ours_first: bool
+) -> None:
+    """One row of one round: A, B, B, A, so that a machine that slows down slows both."""
+    order = (OURS, MOONCAKE) if ours_first else (MOONCAKE, OURS)
+    samples: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
+    copies: list[float] = []
+    seconds = plan.seconds / 2
+    for system in (*order, *reversed(order)):
+        worker = workers[system]
+        op = row.op if system == OURS else row.their_op
+        samples[system] += worker.measure(op, row.size, row.batch, seconds)
+        if system == OURS and row.memcpy_goal:
+            copies += worker.measure(MEMCPY, row.size, row.batch, seconds)
+    for system, some in samples.items():
+        comparison.add(system, median_us(some))
+    if copies:
+        comparison.memcpy_us.append(median_us(copies))
+
+
+def _note_idle(idle: dict[str, list[float]], pids: dict[str, tuple[int, ...]]) -> None:
+    """What both systems take of a processor while nobody asks them for anything."""
+    before = {system: _processor_seconds(some) for system, some in pids.items()}
+    time.sleep(IDLE_SECONDS)
+    for system, some in pids.items():
+        used = _processor_seconds(some) - before[system]
+        idle[system].append(100 * used / IDLE_SECONDS)
+
+
+def _processor_seconds(pids: Sequence[int]) -> float:
+    """Of these processes, in user and system mode, all threads."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

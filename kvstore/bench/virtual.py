@@ -1,0 +1,263 @@
+"""Masters without memory: real processes with real clients, whose nodes are make-believe.
+
+A virtual node mounts a segment that has a size and no memory, because the master never touches a
+payload byte: so ten million objects fit on a laptop.
+
+Run as a program this is the load of another client, while somebody measures pauses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore import calls
+from kvstore.bench.session import percentile
+from kvstore.errors import StartupError
+from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
+
+if TYPE_CHECKING:
+    from kvstore.client.stub import MasterStub
+
+NAMESPACE: Final = Namespace("kvstore-bench")
+OBJECT_BYTES: Final = 4096
+CHAIN_BLOCKS: Final = 1_024
+"""Objects of one prefix: 16,384 tokens in blocks of 16."""
+PUT_AT_ONCE: Final = 256
+STEP_BLOCKS: Final = 64
+"""What an engine puts at once."""
+STEP_PAUSE_S: Final = 0.002
+"""Between two steps of the load: hundreds of steps a second are a fleet of engines."""
+PROBE_PAUSE_S: Final = 0.0005
+CALL_SECONDS: Final = 60.0
+READY_SECONDS: Final = 60.0
+HOST: Final = "bench"
+LOAD: Final = "bench-load"
+WAIT_MS: Final = 30_000
+"""For room: leases end first."""
+MIX: Final = "mix"
+EVICT: Final = "evict"
+
+
+class Pauses(NamedTuple):
+    """How long a one-key ``exists`` waited."""
+
+    longest_ms: float
+    p999_ms: float
+    p50_us: float
+    probes: int
+
+
+def chain(number: int, blocks: int = CHAIN_BLOCKS) -> list[Key]:
+    """The keys of a prefix of its own."""
+    start = hashlib.sha256(number.to_bytes(8, "little")).digest()[:28]
+    return [Key(start + index.to_bytes(4, "big")) for index in range(blocks)]
+
+
+def ask(stub: MasterStub, request: calls.Request) -> calls.Reply:
+    return stub.call(request, time.monotonic() + CALL_SECONDS)
+
+
+def putting(
+    keys: Sequence[Key], parent: Key | None = None, size: int = OBJECT_BYTES
+) -> calls.PutStart:
+    """The start of a put of objects of one chain."""
+    return calls.PutStart(
+        namespace=NAMESPACE, keys=keys, sizes=[size] * len(keys), parent=parent, chain=True,
+        replicas=1, overwrite=False, wait_ms=WAIT_MS, host=HOST,
+    )  # fmt: skip
+
+
+def put(
+    stub: MasterStub, keys: Sequence[Key], parent: Key | None = None, size: int = OBJECT_BYTES
+) -> None:
+    """Objects of one chain, without their bytes: the master does not know the difference."""
+    grants = ask(stub, putting(keys, parent, size))
+    assert isinstance(grants, calls.Grants)
+    assert len(grants.tokens) == len(keys), "some of these objects were there already"
+    ended = ask(stub, calls.PutEnd(grants.epoch, grants.tokens))
+    assert isinstance(ended, calls.PutEnded)
+    assert all(outcome == calls.PutOutcome.STORED for outcome in ended.outcomes)
+
+
+def put_chain(stub: MasterStub, keys: Sequence[Key]) -> None:
+    """A whole chain, in calls as large as a client's."""
+    for start in range(0, len(keys), PUT_AT_ONCE):
+        parent = keys[start - 1] if start else None
+        put(stub, keys[start : start + PUT_AT_ONCE], parent)
+
+
+def pauses(stub: MasterStub, key: Key, until: Callable[[float], bool]) -> Pauses:
+    """Ask for one key again and again, at least once, and note how long each answer took.
+
+    Args:
+        until: is told for how many seconds this has gone on; True ends it.
+    """
+    request = calls.Exists(NAMESPACE, [key])
+    samples: list[float] = []
+    begun = time.monotonic()
+    while not samples or not until(time.monotonic() - begun):
+        start = time.perf_counter()
+        ask(stub, request)
+        samples.append(time.perf_counter() - start)
+        time.sleep(PROBE_PAUSE_S)
+    return Pauses(
+        longest_ms=round(max(samples) * 1e3, 2),
+        p999_ms=round(percentile(samples, 0.999) * 1e3, 3),
+        p50_us=round(statistics.median(samples) * 1e6, 1),
+        probes=len(samples),
+    )
+
+
+def resident(pid: int) -> int:
+    """Bytes of physical memory that a process holds."""
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- the load ----------------------------------------------------------------------------------
+
+
+def mix_forever(address: str, first: int) -> None:
+    """Batches of 64 new objects, as one step of an engine puts them, matches of whole chains, and
+    the removal of what was put. Chains 0 and 1 are there."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # its node leaves
+    with virtual_node(address, 1 << 20, name=LOAD), stub_of(address) as stub:
+        number = first
+        while True:
+            keys = chain(number, STEP_BLOCKS)
+            put(stub, keys)
+            for _ in range(10):
+                ask(stub, calls.MatchPrefix([NAMESPACE], chain(0), False))
+            ask(stub, calls.Remove(NAMESPACE, keys))
+            number += 1
+            time.sleep(STEP_PAUSE_S)
+
+
+def evict(address: str, first: int, blocks: int) -> None:
+    """Put so many new objects, 64 at a time, into a store that is full, and match a chain between.
+    Says in one line of JSON how long the puts took."""
+    samples = []
+    with stub_of(address) as stub:
+        begun = time.perf_counter()
+        for number in range(first, first + -(-blocks // STEP_BLOCKS)):
+            start = time.perf_counter()
+            put(stub, chain(number, STEP_BLOCKS))
+            samples.append(time.perf_counter() - start)
+            ask(stub, calls.MatchPrefix([NAMESPACE], chain(0), False))
+        seconds = time.perf_counter() - begun
+    median_us = statistics.median(samples) * 1e6
+    said = {"seconds": seconds, "put_us": median_us, "worst_us": max(samples) * 1e6}
+    sys.stdout.write(json.dumps(said) + "\n")
+
+
+@contextlib.contextmanager
+def load(address: str, kind: str, *numbers: int) -> Iterator[subprocess.Popen[str]]:
+    """That, in a process of its own that is ended with the block."""
+    command = [sys.executable, "-m", "kvstore.bench.virtual", kind, address, *map(str, numbers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+            if process.poll():
+                raise StartupError(f"the load ended with status {process.returncode}")
+        finally:
+            process.terminate()
+            process.wait()
+
+
+# --- the processes -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stub_of(address: str) -> Iterator[MasterStub]:
+    from kvstore.client.stub import MasterStub
+
+    stub = MasterStub(address, host=HOST, name="bench")
+    try:
+        yield stub
+    finally:
+        stub.close()
+
+
+@contextlib.contextmanager
+def virtual_node(address: str, objects: int, *, name: str = "bench") -> Iterator[None]:
+    """A node with room for ``objects``, and no memory; says that it is alive until the end."""
+    import grpc
+
+    from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
+    from kvstore.wire.node_messages import (
+        SESSION_PATH,
+        decode_master_message,
+        encode_node_message,
+    )
+
+    outbox: queue.SimpleQueue[calls.NodeMessage | None] = queue.SimpleQueue()
+    accepted = threading.Event()
+    over = threading.Event()
+
+    def listen(stream: Iterator[calls.MasterMessage]) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for message in stream:
+                if isinstance(message, calls.MasterAccepted):
+                    accepted.set()
+                elif isinstance(message, calls.MasterWipe):
+                    outbox.put(calls.NodeWiped(message.order))
+
+    def beat() -> None:
+        number = 0
+        while not over.wait(0.25):
+            outbox.put(calls.NodeBeat(number := number + 1))
+
+    offer = calls.SegmentOffer(
+        size=SUPERBLOCK_BYTES + objects * extent_bytes(OBJECT_BYTES),
+        uuid=os.urandom(16),
+        shm_name="",
+        address="127.0.0.1:9",
+        token=os.urandom(16),
+        seed=1,
+        generation=1,
+        fresh=True,
+    )
+    outbox.put(calls.NodeJoin(name, HOST, PROTOCOL_VERSION, 0, [offer]))
+    with grpc.insecure_channel(address) as channel:
+        session = channel.stream_stream(
+            SESSION_PATH,
+            request_serializer=encode_node_message,
+            response_deserializer=decode_master_message,
+        )
+        stream = session(iter(outbox.get, None))
+        threads = [threading.Thread(target=listen, args=(stream,)), threading.Thread(target=beat)]
+        for thread in threads:
+            thread.start()
+        try:
+            if not accepted.wait(READY_SECONDS):
+                raise StartupError("the master did not accept the bench's node")
+            yield
+        finally:
+            over.set()
+            outbox.put(calls.NodeLeave())
+            outbox.put(None)
+            threads[0].join(1.0)
+            stream.cancel()
+            for thread in threads:
+                thread.join()
+
+
+if __name__ == "__main__":
+    os.nice(10)  # its own need for a core is not the master's pause
+    what, where, *numbers = sys.argv[1:]
+    if what == MIX:
+        mix_forever(where, *map(int, numbers))
+    else:
+        evict(where, *map(int, numbers))

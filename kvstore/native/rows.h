@@ -1,0 +1,320 @@
+/* Objects of one batch on one segment: headers, payloads, and how a batch comes from Python. */
+#ifndef KVSTORE_ROWS_H
+#define KVSTORE_ROWS_H
+
+/* kvstore.memory.header; tests compare what is packed there with what is read here. */
+#define HEADER_BYTES 1024
+#define FIXED_BYTES 64
+#define SUPERBLOCK_BYTES 4096
+#define GENERATION_OFFSET 16
+#define CHECKED_FROM 16
+#define FORMAT_VERSION 2
+#define NAMESPACE_MAX 128
+#define KEY_MAX 256
+#define DESCRIPTOR_MAX 320
+static const uint8_t MAGIC[8] = "KVextnt\x01";
+
+#define PIECE_BYTES (256 << 10) /* between two looks at the clock and the generation */
+#define UNLOCKED_BYTES (512 << 10) /* from here on the interpreter's lock is given up meanwhile */
+#define THREAD_BYTES (2 << 20) /* a thread costs 20 us to start: not for less than this */
+#define THREADS_MAX 16
+#define BUFFERS_MAX 1024 /* parts of one object's payload */
+
+/* How a batch ended, and what became of a row (kvstore.native says what they mean). */
+enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
+enum { WHOLE = 0, STALE = 1, CORRUPT = 2 };
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* A ``time.monotonic()`` value, which may be infinite. */
+static int64_t as_ns(double seconds) {
+    return seconds > 9e9 ? INT64_MAX : (int64_t)(seconds * 1e9);
+}
+
+static inline uint16_t load16(const uint8_t *at) {
+    uint16_t value;
+    memcpy(&value, at, 2);
+    return value;
+}
+
+typedef struct {
+    uint8_t *at;
+    size_t size;
+} Part;
+
+typedef struct {
+    uint64_t offset, size, epoch, counter;
+    const uint8_t *key, *parent, *descriptor; /* the last two: writes only */
+    size_t key_size, parent_size, descriptor_size;
+    Part *parts;
+    size_t part_count;
+    int copied; /* whether the payload moves at all */
+    /* what comes out of a read */
+    int status;
+    uint64_t checksum, left; /* of a payload that comes in pieces */
+    uint16_t found_at, found_size;
+    uint8_t found[HEADER_BYTES];
+} Row;
+
+typedef struct {
+    Py_buffer memory; /* of the segment, where it is mapped */
+    uint64_t room;    /* bytes of the segment */
+    const char *name;
+    Py_ssize_t name_size;
+    uint64_t generation, seed;
+    int64_t deadline_ns;
+    int verify, write;
+    Row *rows;
+    size_t row_count;
+    Part *parts;
+    Py_buffer *held;
+    size_t held_count;
+    _Atomic size_t next;
+    _Atomic int ended;
+} Batch;
+
+static int interrupted(const Batch *batch) {
+    const uint8_t *word = (const uint8_t *)batch->memory.buf + GENERATION_OFFSET;
+    if (__atomic_load_n((const uint64_t *)word, __ATOMIC_ACQUIRE) != batch->generation)
+        return GONE;
+    return now_ns() >= batch->deadline_ns ? LATE : DONE;
+}
+
+/* twin: kvstore.memory.header.unpack, and kvstore.client.objects.is_of. Reads shared memory once:
+ * what is checked is what is kept. */
+static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint64_t *checksum) {
+    uint8_t *head = row->found;
+    if (place != head)
+        memcpy(head, place, FIXED_BYTES);
+    size_t name = load16(head + 20), key = load16(head + 22);
+    size_t parent = load16(head + 24), descriptor = load16(head + 26);
+    size_t end = FIXED_BYTES + name + key + parent + descriptor;
+    if (memcmp(head, MAGIC, 8) || load16(head + 16) != FORMAT_VERSION || load16(head + 18) ||
+        end > HEADER_BYTES || parent > KEY_MAX || descriptor > DESCRIPTOR_MAX ||
+        name != (size_t)batch->name_size || key != row->key_size ||
+        load64(head + 32) != row->size || load64(head + 40) != row->epoch ||
+        load64(head + 48) != row->counter)
+        return STALE;
+    if (place != head)
+        memcpy(head + FIXED_BYTES, place + FIXED_BYTES, end - FIXED_BYTES);
+    if (memcmp(head + FIXED_BYTES, batch->name, name) ||
+        memcmp(head + FIXED_BYTES + name, row->key, key) ||
+        xxh3(head + CHECKED_FROM, end - CHECKED_FROM, batch->seed ^ row->offset) != load64(head + 8))
+        return STALE;
+    row->found_at = (uint16_t)(end - descriptor);
+    row->found_size = (uint16_t)descriptor;
+    *checksum = load64(head + 56);
+    return WHOLE;
+}
+
+/* twin: kvstore.memory.header.pack_into */
+static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch *batch, uint64_t checksum) {
+    uint16_t sizes[6] = {FORMAT_VERSION, 0, (uint16_t)batch->name_size, (uint16_t)row->key_size,
+                         (uint16_t)row->parent_size, (uint16_t)row->descriptor_size};
+    uint64_t numbers[4] = {row->size, row->epoch, row->counter, checksum};
+    memcpy(head, MAGIC, 8);
+    memcpy(head + 16, sizes, sizeof sizes);
+    memset(head + 28, 0, 4);
+    memcpy(head + 32, numbers, sizeof numbers);
+    uint8_t *at = head + FIXED_BYTES;
+    memcpy(at, batch->name, (size_t)batch->name_size);
+    at += batch->name_size;
+    memcpy(at, row->key, row->key_size);
+    at += row->key_size;
+    memcpy(at, row->parent, row->parent_size);
+    at += row->parent_size;
+    memcpy(at, row->descriptor, row->descriptor_size);
+    at += row->descriptor_size;
+    *size = (size_t)(at - head);
+    uint64_t sum = xxh3(head + CHECKED_FROM, *size - CHECKED_FROM, batch->seed ^ row->offset);
+    memcpy(head + 8, &sum, 8);
+}
+
+/* Payload between the segment (`place`) and the row's parts; its checksum in `state` if wanted. */
+static int move_payload(const Batch *batch, const Row *row, uint8_t *place, Xxh3 *state) {
+    for (size_t index = 0; index < row->part_count; index++) {
+        uint8_t *part = row->parts[index].at;
+        size_t left = row->parts[index].size;
+        while (left) {
+            size_t size = left < PIECE_BYTES ? left : PIECE_BYTES;
+            uint8_t *to = batch->write ? place : part, *from = batch->write ? part : place;
+            int ended = interrupted(batch);
+            if (ended)
+                return ended;
+            if (state)
+                xxh3_feed(state, to, from, size);
+            else
+                memcpy(to, from, size);
+            part += size;
+            place += size;
+            left -= size;
+        }
+    }
+    return DONE;
+}
+
+static int read_row(const Batch *batch, Row *row) {
+    uint8_t *place = (uint8_t *)batch->memory.buf + row->offset;
+    uint64_t checksum = 0;
+    int ended = interrupted(batch);
+    if (ended)
+        return ended;
+    row->status = check_header(row, place, batch, &checksum);
+    if (row->status != WHOLE || !row->copied)
+        return DONE;
+    Xxh3 state;
+    if (batch->verify)
+        xxh3_begin(&state, 0);
+    ended = move_payload(batch, row, place + HEADER_BYTES, batch->verify ? &state : NULL);
+    if (!ended && batch->verify && xxh3_end(&state) != checksum)
+        row->status = CORRUPT;
+    return ended;
+}
+
+static int write_row(const Batch *batch, Row *row) {
+    uint8_t *place = (uint8_t *)batch->memory.buf + row->offset;
+    int ended = interrupted(batch);
+    if (ended)
+        return ended;
+    memset(place, 0, FIXED_BYTES); /* wiped first: a whole header means a whole payload */
+    atomic_thread_fence(memory_order_seq_cst);
+    Xxh3 state;
+    xxh3_begin(&state, 0);
+    ended = move_payload(batch, row, place + HEADER_BYTES, &state);
+    if (ended)
+        return ended;
+    uint8_t head[HEADER_BYTES];
+    size_t size;
+    pack_header(head, &size, row, batch, xxh3_end(&state));
+    ended = interrupted(batch);
+    if (ended)
+        return ended;
+    atomic_thread_fence(memory_order_seq_cst);
+    memcpy(place, head, size);
+    return DONE;
+}
+
+static void release_batch(Batch *batch) {
+    for (size_t index = 0; index < batch->held_count; index++)
+        PyBuffer_Release(&batch->held[index]);
+    PyMem_Free(batch->held);
+    PyMem_Free(batch->parts);
+    PyMem_Free(batch->rows);
+    if (batch->memory.obj)
+        PyBuffer_Release(&batch->memory);
+}
+
+static int take_number(PyObject *row, Py_ssize_t index, uint64_t *number) {
+    *number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(row, index));
+    return *number == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int take_bytes(PyObject *row, Py_ssize_t index, size_t most, const uint8_t **at, size_t *size) {
+    char *data;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(row, index), &data, &length))
+        return -1;
+    if ((size_t)length > most) {
+        PyErr_SetString(PyExc_ValueError, "a key, parent or descriptor is too long");
+        return -1;
+    }
+    *at = (const uint8_t *)data;
+    *size = (size_t)length;
+    return 0;
+}
+
+/* A list of buffers whose sizes add up to the row's, or None: the payload stays where it is. */
+static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
+    row->copied = buffers != Py_None;
+    if (!row->copied)
+        return 0;
+    Py_ssize_t count = PyList_GET_SIZE(buffers);
+    uint64_t size = 0;
+    row->parts = batch->parts + batch->held_count;
+    row->part_count = (size_t)count;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        Py_buffer *view = &batch->held[batch->held_count];
+        int flags = batch->write ? PyBUF_SIMPLE : PyBUF_WRITABLE;
+        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, index), view, flags))
+            return -1;
+        Part *part = &batch->parts[batch->held_count++];
+        part->at = view->buf;
+        part->size = (size_t)view->len;
+        size += part->size;
+    }
+    if (size != row->size) {
+        PyErr_SetString(PyExc_ValueError, "buffers and payload differ in size");
+        return -1;
+    }
+    return 0;
+}
+
+/* Rows as (offset, size, epoch, counter, key, buffers or None[, parent, descriptor]). Returns -1 on
+ * an exception, OUTSIDE when one is not within the segment. */
+static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
+    Py_ssize_t count = PyList_GET_SIZE(rows), width = batch->write ? 8 : 6, buffers = 0;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *row = PyList_GET_ITEM(rows, index);
+        if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != width) {
+            PyErr_SetString(PyExc_TypeError, "a row is a tuple of 6 (to read) or 8 (to write)");
+            return -1;
+        }
+        PyObject *parts = PyTuple_GET_ITEM(row, 5);
+        if (parts == Py_None)
+            continue;
+        if (!PyList_CheckExact(parts) || PyList_GET_SIZE(parts) > BUFFERS_MAX) {
+            PyErr_SetString(PyExc_TypeError, "buffers come in a list, of at most 1024");
+            return -1;
+        }
+        buffers += PyList_GET_SIZE(parts);
+    }
+    batch->rows = PyMem_Calloc((size_t)count + 1, sizeof(Row));
+    batch->parts = PyMem_Calloc((size_t)buffers + 1, sizeof(Part));
+    batch->held = PyMem_Calloc((size_t)buffers + 1, sizeof(Py_buffer));
+    if (!batch->rows || !batch->parts || !batch->held) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    uint64_t room = batch->room;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *source = PyList_GET_ITEM(rows, index);
+        Row *row = &batch->rows[index];
+        if (take_number(source, 0, &row->offset) || take_number(source, 1, &row->size) ||
+            take_number(source, 2, &row->epoch) || take_number(source, 3, &row->counter) ||
+            take_bytes(source, 4, KEY_MAX, &row->key, &row->key_size) ||
+            take_parts(batch, row, PyTuple_GET_ITEM(source, 5)))
+            return -1;
+        if (batch->write &&
+            (take_bytes(source, 6, KEY_MAX, &row->parent, &row->parent_size) ||
+             take_bytes(source, 7, DESCRIPTOR_MAX, &row->descriptor, &row->descriptor_size)))
+            return -1;
+        if (row->offset < SUPERBLOCK_BYTES || row->offset > room || room - row->offset < HEADER_BYTES ||
+            room - row->offset - HEADER_BYTES < row->size)
+            return OUTSIDE;
+        batch->row_count++;
+        *total += row->copied ? row->size : 0;
+    }
+    return DONE;
+}
+
+/* Per row its descriptor, or what was wrong with it. */
+static PyObject *outcomes(const Batch *batch) {
+    PyObject *results = PyList_New((Py_ssize_t)batch->row_count);
+    for (size_t index = 0; results && index < batch->row_count; index++) {
+        const Row *row = &batch->rows[index];
+        PyObject *item = row->status == WHOLE
+            ? PyBytes_FromStringAndSize((const char *)row->found + row->found_at, row->found_size)
+            : PyLong_FromLong(row->status);
+        if (item)
+            PyList_SET_ITEM(results, (Py_ssize_t)index, item);
+        else
+            Py_CLEAR(results);
+    }
+    return results;
+}
+
+#endif

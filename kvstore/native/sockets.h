@@ -1,0 +1,61 @@
+/* Sockets of which every wait ends by a deadline. */
+#ifndef KVSTORE_SOCKETS_H
+#define KVSTORE_SOCKETS_H
+
+#define LANE_HEAD 14 /* kvstore.wire.frames: u32 length, u64 call id, u8 kind, u8 name length */
+#define LANE_BUFFER (32 << 10)
+
+enum { ANSWERED, TIMED_OUT, NOT_SENT, BROKEN, ENDED, GARBLED, UNASKED, SIGNALLED };
+
+/* Waits for `events`; 0, TIMED_OUT or SIGNALLED. */
+static int wait_for(int fd, short events, int64_t deadline_ns) {
+    struct pollfd polled = {.fd = fd, .events = events};
+    int64_t left = deadline_ns - now_ns();
+    if (left <= 0)
+        return TIMED_OUT;
+    int64_t left_ms = left / 1000000 + 1;
+    int ready = poll(&polled, 1, left_ms > 3600000 ? 3600000 : (int)left_ms);
+    return ready < 0 && errno == EINTR ? SIGNALLED : 0;
+}
+
+/* Sends all of it, from `*sent` on. */
+static int send_all(int fd, const char *data, size_t size, size_t *sent, int64_t deadline_ns) {
+    while (*sent < size) {
+        ssize_t count = send(fd, data + *sent, size - *sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (count >= 0) {
+            *sent += (size_t)count;
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            int waited = wait_for(fd, POLLOUT, deadline_ns);
+            if (waited)
+                return waited;
+        } else if (errno != EINTR) {
+            return NOT_SENT;
+        }
+    }
+    return ANSWERED;
+}
+
+/* Receives at least `wanted` bytes; polls until `*spin_until`, which is 0 once that was in vain. */
+static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *received,
+                        int64_t *spin_until, int64_t deadline_ns) {
+    while (*received < wanted) {
+        ssize_t count = recv(fd, into + *received, room - *received, MSG_DONTWAIT);
+        if (count > 0) {
+            *received += (size_t)count;
+        } else if (!count) {
+            return ENDED;
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            if (*spin_until && now_ns() < *spin_until)
+                continue;
+            *spin_until = 0;
+            int waited = wait_for(fd, POLLIN, deadline_ns);
+            if (waited)
+                return waited;
+        } else if (errno != EINTR) {
+            return BROKEN;
+        }
+    }
+    return ANSWERED;
+}
+
+#endif

@@ -1,0 +1,599 @@
+/* Both ends of kvstore.transport.tcp_protocol, from the first byte of a request to the last of its
+ * answer. Twins: kvstore.transport.tcp_client.ClientConnection, tcp_connection.Connection. */
+#ifndef KVSTORE_TCP_H
+#define KVSTORE_TCP_H
+
+#define REQUEST_HEAD 12 /* magic, u16 op, u16 0, u32 number of ranges */
+#define RANGE_BYTES 16  /* u64 offset, u64 length */
+#define STATUS_BYTES 8  /* magic, u32 status */
+#define RANGES_MAX 4096
+static const uint8_t TCP_MAGIC[4] = "KVdt";
+enum { OP_READ = 1, OP_WRITE = 2 };
+enum { STATUS_OK = 0, STATUS_GONE = 3, STATUS_INVALID_RANGE = 4, STATUS_BAD_REQUEST = 5 };
+enum { REFUSED = 8 };
+
+#define IOVECS_MAX 512
+#define RECEIVED_AT_ONCE (256 << 10) /* hashed at once: it is in cache still */
+#define SENT_AT_ONCE (1 << 20)       /* each is one wake-up of the other end */
+#define GATHERED_MAX (32 << 10)      /* longer ranges are sent without copying */
+#define FILE_AT_ONCE (8 << 20)
+#define ARM_NS 5000000 /* deadlines are kept to so much */
+
+/* A blocking socket, whose time-outs the kernel counts. */
+typedef struct {
+    int fd;
+    int64_t deadline_ns;
+    int64_t armed_ns[2]; /* when SO_RCVTIMEO and SO_SNDTIMEO were last set */
+    int number;          /* errno */
+    PyThreadState *thread;
+} Wire;
+
+static int arm(Wire *wire, int sending) {
+    int64_t now = now_ns(), left = wire->deadline_ns - now;
+    if (left <= 0)
+        return TIMED_OUT;
+    if (wire->armed_ns[sending] && now - wire->armed_ns[sending] < ARM_NS)
+        return ANSWERED;
+    wire->armed_ns[sending] = now;
+    left = left > 3600000000000 ? 3600000000000 : left;
+    struct timeval time = {.tv_sec = left / 1000000000, .tv_usec = left % 1000000000 / 1000 + 1};
+    setsockopt(wire->fd, SOL_SOCKET, sending ? SO_SNDTIMEO : SO_RCVTIMEO, &time, sizeof time);
+    return ANSWERED;
+}
+
+/* What a failed system call means; ANSWERED: try again. A signal's handler runs here, and may raise. */
+static int failed(Wire *wire, int sending) {
+    if (errno == EAGAIN || errno == EWOULDBLOCK) {
+        wire->armed_ns[sending] = 0;
+        return arm(wire, sending);
+    }
+    if (errno == EINTR) {
+        if (!wire->thread)
+            return ANSWERED;
+        PyEval_RestoreThread(wire->thread);
+        int raised = PyErr_CheckSignals();
+        wire->thread = PyEval_SaveThread();
+        return raised ? SIGNALLED : ANSWERED;
+    }
+    wire->number = errno;
+    return BROKEN;
+}
+
+/* Drops `count` bytes from the front; returns what is left. */
+static size_t behind(struct iovec **parts, size_t left, size_t count) {
+    while (left && count >= (*parts)->iov_len) {
+        count -= (*parts)->iov_len;
+        (*parts)++;
+        left--;
+    }
+    if (left) {
+        (*parts)->iov_base = (char *)(*parts)->iov_base + count;
+        (*parts)->iov_len -= count;
+    }
+    return left;
+}
+
+static int send_parts(Wire *wire, struct iovec *parts, size_t count, int flags) {
+    while (count) {
+        int status = arm(wire, 1);
+        if (status)
+            return status;
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
+        ssize_t sent = sendmsg(wire->fd, &message, MSG_NOSIGNAL | flags);
+        if (sent >= 0)
+            count = behind(&parts, count, (size_t)sent);
+        else if ((status = failed(wire, 1)))
+            return status;
+    }
+    return ANSWERED;
+}
+
+/* `*spin_until`: poll until then instead of sleeping; 0 once that was in vain. */
+static int receive_parts(Wire *wire, struct iovec *parts, size_t count, int64_t *spin_until) {
+    while (count) {
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
+        ssize_t received;
+        if (spin_until && *spin_until) {
+            received = recvmsg(wire->fd, &message, MSG_DONTWAIT);
+            if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+                if (now_ns() >= *spin_until)
+                    *spin_until = 0;
+                continue;
+            }
+        } else {
+            int status = arm(wire, 0);
+            if (status)
+                return status;
+            received = recvmsg(wire->fd, &message, MSG_WAITALL);
+        }
+        int status;
+        if (!received)
+            return ENDED;
+        if (received > 0)
+            count = behind(&parts, count, (size_t)received);
+        else if ((status = failed(wire, 0)))
+            return status;
+    }
+    return ANSWERED;
+}
+
+static int receive_bytes(Wire *wire, void *into, size_t size, int64_t *spin_until) {
+    struct iovec part = {into, size};
+    return receive_parts(wire, &part, 1, spin_until);
+}
+
+/* --- the client's end -------------------------------------------------------------------------- */
+
+static void put64(uint8_t **at, uint64_t value) {
+    memcpy(*at, &value, 8);
+    *at += 8;
+}
+
+static size_t header_size(const Batch *batch, const Row *row) {
+    return FIXED_BYTES + (size_t)batch->name_size + row->key_size + row->parent_size + row->descriptor_size;
+}
+
+/* A request for all rows; `*size` its bytes. NULL: no memory. */
+static uint8_t *make_request(const Batch *batch, size_t *size) {
+    uint8_t *request = malloc(REQUEST_HEAD + 3 * RANGE_BYTES * batch->row_count);
+    if (!request)
+        return NULL;
+    uint8_t *at = request + REQUEST_HEAD;
+    for (size_t index = 0; index < batch->row_count; index++) {
+        const Row *row = &batch->rows[index];
+        put64(&at, row->offset);
+        if (!batch->write) {
+            put64(&at, HEADER_BYTES + row->size);
+            continue;
+        }
+        put64(&at, FIXED_BYTES);
+        if (row->size) {
+            put64(&at, row->offset + HEADER_BYTES);
+            put64(&at, row->size);
+        }
+        put64(&at, row->offset);
+        put64(&at, header_size(batch, row));
+    }
+    *size = (size_t)(at - request);
+    uint16_t words[2] = {batch->write ? OP_WRITE : OP_READ, 0};
+    uint32_t count = (uint32_t)((*size - REQUEST_HEAD) / RANGE_BYTES);
+    memcpy(request, TCP_MAGIC, 4);
+    memcpy(request + 4, words, 4);
+    memcpy(request + 8, &count, 4);
+    return request;
+}
+
+/* The status that the server sends; ANSWERED, REFUSED (`number` says how) or what went wrong. */
+static int receive_status(Wire *wire, int64_t *spin_until) {
+    uint8_t status[STATUS_BYTES];
+    int ended = receive_bytes(wire, status, sizeof status, spin_until);
+    if (ended)
+        return ended;
+    wire->number = memcmp(status, TCP_MAGIC, 4) ? -1 : (int)load32(status + 4);
+    return wire->number ? REFUSED : ANSWERED;
+}
+
+/* Receives all rows, a window at a time, and hashes each while it is in cache. */
+static int receive_rows(Wire *wire, Batch *batch, int64_t *spin_until) {
+    struct iovec parts[IOVECS_MAX];
+    struct { Row *row; uint8_t *at; size_t size; } pieces[IOVECS_MAX];
+    Xxh3 state;
+    size_t row_index = 0, part_index = 0, part_done = 0, heads_taken = 0;
+    while (row_index < batch->row_count) {
+        size_t count = 0, bytes = 0;
+        while (row_index < batch->row_count && count < IOVECS_MAX && bytes < RECEIVED_AT_ONCE) {
+            Row *row = &batch->rows[row_index];
+            uint8_t *at;
+            size_t size;
+            if (heads_taken == row_index) {
+                heads_taken++;
+                at = row->found;
+                size = HEADER_BYTES;
+            } else if (part_index < row->part_count) {
+                at = row->parts[part_index].at + part_done;
+                size = row->parts[part_index].size - part_done;
+                if (size > RECEIVED_AT_ONCE - bytes)
+                    size = RECEIVED_AT_ONCE - bytes;
+                part_done += size;
+                if (part_done == row->parts[part_index].size) {
+                    part_index++;
+                    part_done = 0;
+                }
+            } else {
+                row_index++;
+                part_index = part_done = 0;
+                continue;
+            }
+            if (!size)
+                continue;
+            parts[count] = (struct iovec){at, size};
+            pieces[count].row = row;
+            pieces[count].at = at;
+            pieces[count++].size = size;
+            bytes += size;
+        }
+        int ended = receive_parts(wire, parts, count, spin_until);
+        if (ended)
+            return ended;
+        for (size_t index = 0; index < count; index++) {
+            Row *row = pieces[index].row;
+            if (pieces[index].at == row->found) {
+                row->status = check_header(row, row->found, batch, &row->checksum);
+                row->left = row->size;
+                if (batch->verify)
+                    xxh3_begin(&state, 0);
+            } else {
+                if (batch->verify)
+                    xxh3_feed(&state, NULL, pieces[index].at, pieces[index].size);
+                row->left -= pieces[index].size;
+            }
+            if (!row->left && batch->verify && row->status == WHOLE && xxh3_end(&state) != row->checksum)
+                row->status = CORRUPT;
+        }
+    }
+    return ANSWERED;
+}
+
+/* Sends all rows behind the request, which travels with their first bytes. */
+static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_size) {
+    static const uint8_t wiped[FIXED_BYTES];
+    struct iovec parts[IOVECS_MAX];
+    size_t count = 0, bytes = 0;
+    parts[count++] = (struct iovec){request, request_size};
+    for (size_t row_index = 0; row_index < batch->row_count; row_index++) {
+        Row *row = &batch->rows[row_index];
+        Xxh3 state;
+        xxh3_begin(&state, 0);
+        parts[count++] = (struct iovec){(void *)wiped, FIXED_BYTES};
+        for (size_t index = 0; index < row->part_count; index++) {
+            uint8_t *at = row->parts[index].at;
+            size_t left = row->parts[index].size;
+            while (left) {
+                if (count > IOVECS_MAX - 4 || bytes >= SENT_AT_ONCE) {
+                    int ended = send_parts(wire, parts, count, MSG_MORE);
+                    if (ended)
+                        return ended;
+                    count = bytes = 0;
+                }
+                size_t size = left < PIECE_BYTES ? left : PIECE_BYTES;
+                xxh3_feed(&state, NULL, at, size);
+                parts[count++] = (struct iovec){at, size};
+                bytes += size;
+                at += size;
+                left -= size;
+            }
+        }
+        size_t size;
+        pack_header(row->found, &size, row, batch, xxh3_end(&state));
+        parts[count++] = (struct iovec){row->found, size};
+        bytes += size;
+        if (count > IOVECS_MAX - 4) {
+            int ended = send_parts(wire, parts, count, MSG_MORE);
+            if (ended)
+                return ended;
+            count = bytes = 0;
+        }
+    }
+    return send_parts(wire, parts, count, 0);
+}
+
+/* (status, number, whether no byte can land any more, outcomes or None) */
+static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *rows, double deadline,
+                               double spin) {
+    PyObject *results = NULL;
+    uint8_t *request = NULL;
+    uint64_t total = 0;
+    size_t request_size = 0;
+    batch->room = room;
+    if (!PyList_CheckExact(rows)) {
+        PyErr_SetString(PyExc_TypeError, "rows come in a list");
+        return NULL;
+    }
+    int ended = take_rows(batch, rows, &total), status = ANSWERED, settled = 1;
+    Wire wire = {.fd = fd, .deadline_ns = as_ns(deadline)};
+    if (ended > 0)
+        results = Py_BuildValue("iiiO", REFUSED, STATUS_INVALID_RANGE, 1, Py_None);
+    if (ended)
+        goto done;
+    char unasked;
+    if (recv(fd, &unasked, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
+        results = Py_BuildValue("iiiO", UNASKED, 0, 1, Py_None);
+        goto done;
+    }
+    if (!(request = make_request(batch, &request_size))) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    wire.thread = PyEval_SaveThread();
+    int64_t spin_until = 0;
+    if (batch->write) {
+        settled = 0;
+        status = send_rows(&wire, batch, request, request_size);
+        int number = wire.number;
+        if (!status || (status == BROKEN && (number == EPIPE || number == ECONNRESET))) {
+            if (!status && spin > 0)
+                spin_until = now_ns() + (int64_t)(spin * 1e9);
+            int said = receive_status(&wire, &spin_until); /* also why it has hung up */
+            settled = said == ANSWERED || said == REFUSED;
+            if (!status || said == REFUSED)
+                status = said;
+            else
+                wire.number = number;
+        }
+    } else {
+        struct iovec part = {request, request_size};
+        status = send_parts(&wire, &part, 1, 0);
+        if (!status && spin > 0)
+            spin_until = now_ns() + (int64_t)(spin * 1e9);
+        if (!status)
+            status = receive_status(&wire, &spin_until);
+        if (!status)
+            status = receive_rows(&wire, batch, &spin_until);
+    }
+    PyEval_RestoreThread(wire.thread);
+    if (status == SIGNALLED)
+        goto done;
+    PyObject *found = status || batch->write ? Py_NewRef(Py_None) : outcomes(batch);
+    if (found)
+        results = Py_BuildValue("iiiN", status, status ? wire.number : spin_until != 0, settled, found);
+done:
+    free(request);
+    release_batch(batch);
+    return results;
+}
+
+PyDoc_STRVAR(tcp_read_doc, "tcp_read(fd, size, seed, namespace, rows, verify, deadline, spin)\n"
+                           "See kvstore.native.kinds.Fast.");
+
+static PyObject *tcp_read(PyObject *self, PyObject *args) {
+    Batch batch = {.write = 0};
+    int fd;
+    unsigned long long size, seed;
+    double deadline, spin;
+    PyObject *rows;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iKKs#Opdd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
+                          &batch.verify, &deadline, &spin))
+        return NULL;
+    batch.seed = seed;
+    return exchange_rows(&batch, fd, size, rows, deadline, spin);
+}
+
+PyDoc_STRVAR(tcp_write_doc, "tcp_write(fd, size, seed, namespace, rows, deadline, spin)\n"
+                            "See kvstore.native.kinds.Fast.");
+
+static PyObject *tcp_write(PyObject *self, PyObject *args) {
+    Batch batch = {.write = 1};
+    int fd;
+    unsigned long long size, seed;
+    double deadline, spin;
+    PyObject *rows;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iKKs#Odd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
+                          &deadline, &spin))
+        return NULL;
+    batch.seed = seed;
+    return exchange_rows(&batch, fd, size, rows, deadline, spin);
+}
+
+/* --- the node's end ---------------------------------------------------------------------------- */
+
+typedef struct {
+    Wire wire;
+    int file;
+    uint8_t *memory;
+    uint64_t size, generation;
+    const volatile uint8_t *cut;
+    int64_t stall_ns;
+    uint64_t *counts; /* reads, bytes of those, writes, bytes of those */
+} Served;
+
+static int fenced(const Served *served) {
+    const uint64_t *word = (const uint64_t *)(served->memory + GENERATION_OFFSET);
+    return *served->cut || __atomic_load_n(word, __ATOMIC_ACQUIRE) != served->generation;
+}
+
+static void soon(Served *served) {
+    served->wire.deadline_ns = now_ns() + served->stall_ns;
+}
+
+static int send_ranges(Served *served, const uint64_t *ranges, size_t count) {
+    struct iovec parts[IOVECS_MAX];
+    uint8_t ok[STATUS_BYTES] = {0};
+    size_t held = 0, bytes = 0;
+    memcpy(ok, TCP_MAGIC, 4);
+    parts[held++] = (struct iovec){ok, sizeof ok};
+    for (size_t index = 0; index < count; index++) {
+        uint64_t offset = ranges[2 * index], left = ranges[2 * index + 1];
+        if (held == IOVECS_MAX || bytes >= RECEIVED_AT_ONCE || (held && left > GATHERED_MAX)) {
+            soon(served);
+            int ended = send_parts(&served->wire, parts, held, MSG_MORE);
+            if (ended)
+                return ended;
+            held = bytes = 0;
+        }
+        if (left <= GATHERED_MAX) {
+            parts[held++] = (struct iovec){served->memory + offset, left};
+            bytes += left;
+            continue;
+        }
+        while (left) { /* lends the kernel the pages: a lease outlives its reads */
+            off_t at = (off_t)offset;
+            soon(served);
+            int ended = arm(&served->wire, 1);
+            if (ended)
+                return ended;
+            ssize_t sent = sendfile(served->wire.fd, served->file, &at,
+                                    left < FILE_AT_ONCE ? left : FILE_AT_ONCE);
+            if (sent < 0) {
+                if ((ended = failed(&served->wire, 1)))
+                    return ended;
+            } else if (!sent) {
+                return ENDED;
+            } else {
+                offset += (uint64_t)sent;
+                left -= (uint64_t)sent;
+            }
+        }
+    }
+    soon(served);
+    return held ? send_parts(&served->wire, parts, held, 0) : ANSWERED;
+}
+
+static int receive_ranges(Served *served, const uint64_t *ranges, size_t count) {
+    struct iovec parts[IOVECS_MAX];
+    size_t index = 0;
+    uint64_t done = 0;
+    while (index < count) {
+        size_t held = 0, bytes = 0;
+        while (index < count && held < IOVECS_MAX && bytes < RECEIVED_AT_ONCE) {
+            uint64_t left = ranges[2 * index + 1] - done;
+            size_t size = left < RECEIVED_AT_ONCE - bytes ? (size_t)left : RECEIVED_AT_ONCE - bytes;
+            if (size)
+                parts[held++] = (struct iovec){served->memory + ranges[2 * index] + done, size};
+            bytes += size;
+            done += size;
+            if (size == left) {
+                index++;
+                done = 0;
+            }
+        }
+        if (fenced(served)) {
+            served->wire.number = STATUS_GONE;
+            return REFUSED;
+        }
+        soon(served);
+        int ended = receive_parts(&served->wire, parts, held, NULL);
+        if (ended)
+            return ended;
+    }
+    uint8_t ok[STATUS_BYTES] = {0};
+    memcpy(ok, TCP_MAGIC, 4);
+    struct iovec part = {ok, sizeof ok};
+    soon(served);
+    return send_parts(&served->wire, &part, 1, 0);
+}
+
+static int refused(Served *served, int status) {
+    served->wire.number = status;
+    return REFUSED;
+}
+
+/* Serves one request; TIMED_OUT with `*idle` set when none has begun. */
+static int serve_request(Served *served, uint64_t *ranges, int64_t *spin_until, int *idle) {
+    uint8_t head[REQUEST_HEAD];
+    size_t have = 0;
+    *idle = 0;
+    soon(served);
+    while (*spin_until && !have) {
+        ssize_t count = recv(served->wire.fd, head, sizeof head, MSG_DONTWAIT);
+        if (!count)
+            return ENDED;
+        if (count > 0)
+            have = (size_t)count;
+        else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+            return BROKEN;
+        else if (now_ns() >= *spin_until)
+            *spin_until = 0;
+    }
+    while (have < sizeof head) {
+        int ended = arm(&served->wire, 0);
+        ssize_t count = ended ? -1 : recv(served->wire.fd, head + have, sizeof head - have, 0);
+        if (!ended && !count)
+            return ENDED;
+        if (count > 0)
+            have += (size_t)count;
+        else if (ended || (ended = failed(&served->wire, 0))) {
+            *idle = ended == TIMED_OUT && !have;
+            return ended;
+        }
+    }
+    uint32_t count = load32(head + 8);
+    int op = load16(head + 4);
+    if (memcmp(head, TCP_MAGIC, 4) || load16(head + 6) || (op != OP_READ && op != OP_WRITE) || !count ||
+        count > RANGES_MAX)
+        return refused(served, STATUS_BAD_REQUEST);
+    soon(served);
+    int ended = receive_bytes(&served->wire, ranges, RANGE_BYTES * (size_t)count, NULL);
+    if (ended)
+        return ended;
+    uint64_t total = 0;
+    for (size_t index = 0; index < count; index++) {
+        uint64_t offset = ranges[2 * index], length = ranges[2 * index + 1];
+        if (offset < SUPERBLOCK_BYTES || offset > served->size || length > served->size - offset ||
+            length > served->size - total)
+            return refused(served, STATUS_INVALID_RANGE);
+        total += length;
+    }
+    if (fenced(served))
+        return refused(served, STATUS_GONE);
+    ended = op == OP_READ ? send_ranges(served, ranges, count) : receive_ranges(served, ranges, count);
+    if (!ended) {
+        __atomic_fetch_add(&served->counts[op == OP_READ ? 0 : 2], 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&served->counts[op == OP_READ ? 1 : 3], total, __ATOMIC_RELAXED);
+    }
+    return ended;
+}
+
+PyDoc_STRVAR(serve_doc, "serve(fd, file, memory, generation, cut, counts, stall, idle, spin)\n"
+                        "See kvstore.native.kinds.Fast.");
+
+static PyObject *serve(PyObject *self, PyObject *args) {
+    Served served = {0};
+    Py_buffer memory, cut, counts;
+    unsigned long long generation;
+    double stall, idle, spin;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiw*Kw*w*ddd", &served.wire.fd, &served.file, &memory, &generation, &cut,
+                          &counts, &stall, &idle, &spin))
+        return NULL;
+    PyObject *result = NULL;
+    uint64_t *ranges = malloc(RANGE_BYTES * RANGES_MAX);
+    if (!ranges) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (memory.len < SUPERBLOCK_BYTES || (uintptr_t)memory.buf % 8 || cut.len < 1 || counts.len < 32 ||
+        (uintptr_t)counts.buf % 8) {
+        PyErr_SetString(PyExc_ValueError, "no segment, or too short buffers");
+        goto done;
+    }
+    served.memory = memory.buf;
+    served.size = (uint64_t)memory.len;
+    served.generation = generation;
+    served.cut = cut.buf;
+    served.counts = counts.buf;
+    served.stall_ns = as_ns(stall);
+    int status = ANSWERED, misses = 0, skips = 0;
+    Py_BEGIN_ALLOW_THREADS
+    int64_t quiet_since = now_ns();
+    while (!status) {
+        /* As kvstore.wire.spinning.SpinGauge: stop polling for a while when it was in vain. */
+        int64_t spin_until = 0;
+        if (spin > 0 && !skips)
+            spin_until = now_ns() + (int64_t)(spin * 1e9);
+        int spins = spin_until != 0, is_idle;
+        skips -= skips > 0;
+        status = serve_request(&served, ranges, &spin_until, &is_idle);
+        if (spins && spin_until)
+            misses = 0;
+        else if (spins) {
+            misses += misses < 10;
+            skips = 1 << misses;
+        }
+        if (!status)
+            quiet_since = now_ns();
+        else if (status == TIMED_OUT && is_idle && !*served.cut)
+            status = now_ns() - quiet_since >= as_ns(idle) ? ENDED : ANSWERED;
+    }
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("ii", status, served.wire.number);
+done:
+    free(ranges);
+    PyBuffer_Release(&memory);
+    PyBuffer_Release(&cut);
+    PyBuffer_Release(&counts);
+    return result;
+}
+
+#endif

@@ -1,0 +1,268 @@
+"""Whole objects, moved in one go (compiled) or move by move, over every transport: the same bytes,
+outcomes and errors."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstore.calls import SegmentInfo
+from kvstore.client.objects import ObjectReads, ObjectWrites
+from kvstore.client.placements import Placed
+from kvstore.client.steps import Transfer
+from kvstore.errors import (
+    DeadlineExceededError,
+    InvalidRangeError,
+    NodeUnreachableError,
+    PermissionDeniedError,
+    SegmentGoneError,
+    UnavailableError,
+)
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES, extent_bytes
+from kvstore.native import fast
+from kvstore.native.kinds import CORRUPT, STALE
+from kvstore.transport.base import Transport
+from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp import TcpTransport
+from tests.conformance.peer import Peer
+
+MIB = 1 << 20
+SPACE = Namespace("space")
+LARGE = [8 * MIB] * 7
+"""More than sockets buffer: in the middle of it both ends are at work."""
+
+
+class Way:
+    """A transport, and how it is used."""
+
+    def __init__(self, transport: Transport, *, in_one_go: bool) -> None:
+        self.transport = transport
+        self.in_one_go = in_one_go
+
+    def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        if self.in_one_go:
+            assert transfer.in_one_go(self.transport, deadline)
+            return
+        move = self.transport.write if transfer.write else self.transport.read
+        move(transfer.segment, transfer.moves, deadline)
+
+
+WAYS: dict[str, tuple[Callable[[], Transport], bool]] = {
+    "shm-one-go": (ShmTransport, True),
+    "shm-moves": (ShmTransport, False),
+    "tcp-one-go": (TcpTransport, True),
+    "tcp-moves": (TcpTransport, False),
+}
+
+
+@pytest.fixture(scope="module")
+def shared_peer() -> Iterator[Peer]:
+    peer = Peer(f"objects-{os.getpid()}", 64 * MIB)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer(f"victim-{os.getpid()}", 64 * MIB)
+    yield peer
+    peer.close()
+
+
+def opened(name: str) -> Way:
+    make, in_one_go = WAYS[name]
+    if in_one_go and fast is None:
+        pytest.skip("kvstore.native.fast is not built here")
+    return Way(make(), in_one_go=in_one_go)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    way = opened(request.param)
+    yield way
+    way.transport.close()
+
+
+@pytest.fixture(params=WAYS)
+def other(request: pytest.FixtureRequest) -> Iterator[Way]:
+    way = opened(request.param)
+    yield way
+    way.transport.close()
+
+
+def values(sizes: list[int]) -> list[bytes]:
+    chance = random.Random(str(sizes))
+    return [chance.randbytes(size) for size in sizes]
+
+
+def cut(data: memoryview, parts: int) -> list[memoryview]:
+    step = -(-len(data) // parts) or 1
+    return [data[start : start + step] for start in range(0, len(data), step)]
+
+
+def writes(
+    segment: SegmentInfo, some: list[bytes], *, start: int = MIB, parts: int = 1, version: int = 1
+) -> ObjectWrites:
+    transfer = ObjectWrites(segment, SPACE, time.monotonic() + 60)
+    offset = start
+    for index, data in enumerate(some):
+        views = cut(memoryview(data), parts)
+        transfer.rows.append(
+            (offset, len(data), version, index, b"k%d" % index, views, b"parent", b"descriptor")
+        )
+        offset += extent_bytes(len(data))
+    return transfer
+
+
+def reads(
+    segment: SegmentInfo,
+    sizes: list[int],
+    *,
+    start: int = MIB,
+    parts: int = 1,
+    version: int = 1,
+    verify: bool = True,
+) -> tuple[ObjectReads, list[bytearray]]:
+    transfer = ObjectReads(segment, SPACE, verify=verify)
+    targets = [bytearray(size) for size in sizes]
+    offset = start
+    for index, target in enumerate(targets):
+        placed = Placed(len(target), version, index, (), 0.0)
+        transfer.add(placed, offset, Key(b"k%d" % index), cut(memoryview(target), parts))
+        offset += extent_bytes(len(target))
+    return transfer, targets
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ([0], 1),
+        ([1, 0, 4096], 1),
+        ([4096] * 64, 3),
+        ([300_000, 5, MIB + 1], 7),
+        ([10] * 2_000, 1),
+        ([8 * MIB, 9 * MIB], 1_000),
+    ],
+    ids=["empty", "few", "batch", "odd", "many", "large"],
+)
+def test_what_one_way_writes_every_other_reads(
+    shared_peer: Peer, way: Way, other: Way, sizes: list[int], parts: int
+) -> None:
+    segment, some = shared_peer.info, values(sizes)
+    way.carry(writes(segment, some, parts=parts))
+    transfer, targets = reads(segment, sizes, parts=parts)
+    other.carry(transfer)
+    assert transfer.outcomes() == [b"descriptor"] * len(sizes)
+    assert targets == some
+
+
+def test_outcomes(shared_peer: Peer, way: Way) -> None:
+    segment, sizes = shared_peer.info, [5_000] * 4
+    way.carry(writes(segment, values(sizes)))
+    with_shm = ShmTransport()
+    memory = with_shm.memory(segment)
+    extent = extent_bytes(5_000)
+    memory[MIB + extent + HEADER_BYTES + 4_999] ^= 1  # payload of the second
+    memory[MIB + 2 * extent + 70] ^= 1  # header of the third
+    memory[MIB + 3 * extent : MIB + 3 * extent + 64] = bytes(64)  # the fourth is wiped
+    expected = [b"descriptor", CORRUPT, STALE, STALE]
+    for verify in (True, False):
+        transfer, _ = reads(segment, sizes, verify=verify)
+        way.carry(transfer)
+        assert transfer.outcomes() == (
+            expected if verify else [b"descriptor", b"descriptor", STALE, STALE]
+        )
+    transfer, _ = reads(segment, sizes, version=2)
+    way.carry(transfer)
+    assert transfer.outcomes() == [STALE] * 4
+    del memory
+    with_shm.close()
+
+
+def test_bad_ranges_and_strangers(shared_peer: Peer, way: Way) -> None:
+    segment = shared_peer.info
+    for start in (0, 4095, segment.size - HEADER_BYTES - 99):
+        with pytest.raises(InvalidRangeError):
+            way.carry(writes(segment, values([100]), start=start))
+        with pytest.raises(InvalidRangeError):
+            way.carry(reads(segment, [100], start=start)[0])
+    if way.transport.name == "tcp":
+        with pytest.raises(PermissionDeniedError):
+            way.carry(reads(segment._replace(token=bytes(16)), [100])[0])
+        larger = segment._replace(size=2 * segment.size)
+        with pytest.raises(InvalidRangeError):  # the node knows better
+            way.carry(reads(larger, [100], start=segment.size)[0])
+    way.carry(writes(segment, values([100])))
+
+
+def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
+    before = peer.info
+    way.carry(writes(before, values([100])))
+    after = peer.ask("bump")
+    for transfer in (writes(before, values([200])), reads(before, [100])[0]):
+        with pytest.raises(SegmentGoneError):
+            way.carry(transfer)
+    way.transport.forget(before)
+    transfer, targets = reads(after, [100])
+    way.carry(transfer)
+    assert transfer.outcomes() == [b"descriptor"]
+    assert targets == values([100])
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) -> None:
+    segment = peer.info
+    some = values(LARGE)
+    way.carry(writes(segment, some))
+    ended = threading.Event()
+
+    def over_and_over() -> None:
+        while True:
+            is_write = verb == "write"
+            way.carry(writes(segment, some) if is_write else reads(segment, LARGE)[0], 1.0)
+
+    def maltreat() -> None:
+        started.wait()
+        time.sleep(random.Random(how + verb).random() * 0.05)  # somewhere in the middle
+        (peer.kill if how == "kill" else peer.stop)()
+        ended.set()
+
+    if way.transport.name == "shm":
+        return  # nobody is needed at the other end
+    started = threading.Event()
+    thread = threading.Thread(target=maltreat)
+    thread.start()
+    started.set()
+    begun = time.monotonic()
+    with pytest.raises(UnavailableError) as caught:
+        over_and_over()
+    thread.join()
+    assert time.monotonic() - begun < 30
+    if how == "kill":
+        assert isinstance(caught.value, NodeUnreachableError)
+    else:
+        assert isinstance(caught.value, DeadlineExceededError)
+    if verb == "read":
+        assert caught.value.fields["settled"] == 1
+    if how == "stop":
+        peer.resume()
+        way.carry(writes(segment, some))
+
+
+def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer) -> None:
+    way = opened("tcp-one-go")
+    way.carry(writes(peer.info, values([100])))
+    peer.ask("restart")
+    transfer, targets = reads(peer.info, [100])
+    way.carry(transfer)
+    assert targets == values([100])
+    assert peer.counters()["connections"] == 1  # of the new server
+    way.transport.close()

@@ -1,0 +1,178 @@
+"""The benchmark on real stores: that it works, not how fast they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.bench import growth_chains, growth_clients, growth_master, mooncake
+from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
+from kvstore.bench.ours import own_store
+from kvstore.bench.rows import MODES, SHM, TCP, chosen
+from kvstore.bench.side_by_side import Plan, compare
+from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.demo.processes import ChildError, Children
+from kvstore.limits import BATCH_KEYS_MAX
+
+GIB = 1 << 30
+POOL = 256 << 20
+MEMORY = 64 << 16
+MISSING = mooncake.missing()
+CI = bool(os.environ.get("CI"))
+
+peer = pytest.mark.skipif(MISSING is not None and not CI, reason=MISSING or "")
+"""Continuous integration has it: there, its absence is a failure."""
+roomy = pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 2 * GIB, reason="/dev/shm is small")
+
+
+@pytest.fixture
+def children() -> Iterator[Children]:
+    with Children(environment()) as found:
+        yield found
+
+
+def worker(children: Children, system: str, mode: str, address: str) -> Worker:
+    settings = Settings(
+        system=system, mode=mode, address=address, pool_bytes=POOL, memory_bytes=MEMORY, warm=True
+    )
+    found = Worker(children, f"{system}-{mode}", settings)
+    found.ready()
+    return found
+
+
+def do(worker: Worker, operations: Sequence[str]) -> None:
+    """Each operation, of one object and of many; what is got is compared inside."""
+    for op in operations:
+        size = 0 if op in (EXIST, MATCH) else 4096
+        for batch in (1, 64):
+            assert len(worker.measure(op, size, batch, 0.01)) >= 3, (op, batch)
+
+
+@roomy
+@pytest.mark.parametrize("mode", MODES)
+def test_every_operation_on_this_store(children: Children, mode: str) -> None:
+    with own_store(POOL) as store:
+        client = worker(children, OURS, mode, store.address)
+        do(client, (PUT, GET, GET_VIEW, GET_AGAIN, EXIST, MATCH, MEMCPY))
+        client.close()
+
+
+@roomy
+@peer
+def test_every_operation_on_mooncake(children: Children) -> None:
+    servers = mooncake.start(children, POOL)
+    for mode, address in ((SHM, servers.storage), (TCP, servers.master)):
+        client = worker(children, MOONCAKE, mode, address)
+        do(client, (PUT, GET, EXIST, MEMCPY))
+        client.close()
+
+
+@roomy
+@peer
+def test_both_side_by_side() -> None:
+    rows = chosen(["get_again", "put/tcp/4KiB/1", "exist/tcp/-/64"])
+    said: list[str] = []
+    plan = Plan(rounds=2, seconds=0.01, pool_bytes=POOL)
+    measured = compare(rows, plan, lambda what, steps: said.extend([what] * steps))
+    assert [each.row for each in measured.comparisons] == rows
+    for each in measured.comparisons:
+        assert len(each.ratios) == 2
+        assert min(each.ratios) > 0
+    assert len(said) == 2 * len(rows)
+    assert all(len(values) == 4 for values in measured.idle_percent.values())
+
+
+def test_a_client_that_cannot_start_says_why(children: Children) -> None:
+    settings = Settings(
+        system="nobody's", mode="tcp", address="127.0.0.1:1", pool_bytes=POOL, memory_bytes=MEMORY,
+        warm=False,
+    )  # fmt: skip
+    client = Worker(children, "stranger", settings)
+    with pytest.raises(ChildError, match="no system is called nobody's"):
+        client.ready()
+    client.close()
+
+
+def test_an_impossible_row_is_an_error_and_not_the_end(children: Children) -> None:
+    with own_store(64 << 20) as store:
+        client = worker(children, OURS, TCP, store.address)
+        with pytest.raises(ChildError, match="nonsense"):
+            client.measure("nonsense", 4096, 1, 0.01)
+        assert client.measure(PUT, 4096, 1, 0.01)
+        client.close()
+
+
+def test_a_page_and_a_picture_are_drawn_again(tmp_path: Path) -> None:
+    row = {
+        "id": "get_again/shm/4KiB/1", "ours_us": [10.0], "theirs_us": [90.0], "memcpy_us": [],
+    }  # fmt: skip
+    found = {
+        "machine": {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1"}, "load": [0.1, 0.2],
+        "rounds": 1, "seconds": 0.5, "pool_bytes": GIB, "idle_percent": {}, "rows": [row],
+    }  # fmt: skip
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    command = [
+        sys.executable, "-m", "kvstore.bench", "--redraw", str(tmp_path / "found.json"),
+        "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "1 of 1 goals are met" in done.stdout.decode()
+    out = tmp_path / "out"
+    assert "9.00" in (out / "mooncake.md").read_text()
+    assert json.loads((out / "mooncake.json").read_text())["rows"][0]["met"] is True
+    assert (out / "mooncake.png").read_bytes().startswith(b"\x89PNG")
+
+
+@roomy
+def test_clients_at_once() -> None:
+    found = growth_clients.measure((1, 2), 1, 0.05, lambda what, steps: None)
+    assert [(each.work, each.clients) for each in found] == [
+        (kind.title, count) for kind in growth_clients.KINDS for count in (1, 2)
+    ]
+    for each in found:
+        assert each.per_second > 0
+        assert 0 < each.slowest_part <= 1
+
+
+def test_a_master_as_it_fills() -> None:
+    done = 0
+
+    def progress(what: str, steps: int) -> None:
+        nonlocal done
+        done += steps
+
+    sizes = (1_024, 4_096)
+    found = growth_master.measure(sizes, 0.02, progress)
+    assert done == growth_master.steps(sizes)
+    for size, each in zip(sizes, found, strict=True):
+        assert each.objects >= size
+        assert all(eviction.evicted >= size // 4 for eviction in each.evictions)
+        assert min(each.call_us.values()) > 0
+        assert each.longest_step_us > 0
+
+
+def test_chains_beyond_one_call() -> None:
+    sizes = (16, 2 * BATCH_KEYS_MAX)
+    found = growth_chains.measure(sizes, 0.02, lambda what, steps: None)
+    assert [(each.blocks, each.requests) for each in found] == [(16, 1), (2 * BATCH_KEYS_MAX, 2)]
+    assert found[1].call_us > found[0].call_us
+
+
+def test_a_page_of_growth(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "kvstore.bench.growth", "--parts", "chains", "--quick",
+        "--out", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "131,072" in (tmp_path / "growth.md").read_text()
+    assert len(json.loads((tmp_path / "growth.json").read_text())["chains"]) == 8
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")

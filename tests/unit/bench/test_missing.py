@@ -1,0 +1,54 @@
+"""What is said where Mooncake, or a library that it needs, is not there; and of the machine."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvstore.bench import mooncake
+from kvstore.bench.__main__ import main
+from kvstore.bench.machine import in_words, machine, today
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    said = mooncake.missing()
+    assert said is not None
+    assert "pip install mooncake-transfer-engine-non-cuda" in said
+
+
+def test_without_a_library_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the loader says it."""
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    why = "libibverbs.so.1: cannot open shared object file: No such file or directory"
+    (package / "store.py").write_text(f"raise ImportError({why!r})")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mooncake", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = CliRunner().invoke(main, ["--quick"])
+    assert result.exit_code == 1
+    assert why in result.output
+    assert "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2" in result.output
+
+
+def test_rows_that_do_not_exist_are_an_error_that_names_those_that_do() -> None:
+    result = CliRunner().invoke(main, ["--rows", "nonsense"])
+    assert result.exit_code == 2
+    assert "get_again/shm/4KiB/1" in result.output
+
+
+def test_a_machine_in_words_without_its_name() -> None:
+    found = machine(["numpy", "not-installed-at-all"]) | {"date": today()}
+    assert "not-installed-at-all" not in found
+    said = in_words(found)
+    assert re.fullmatch(r"[0-9.]+", str(found["kernel"]))
+    for part in (str(found["cpu"]), f"{found['cores']} cores", f"numpy {found['numpy']}", today()):
+        assert part in said
+    assert platform.node() not in found.values()

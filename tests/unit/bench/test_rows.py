@@ -1,0 +1,90 @@
+"""The table of what is compared: all that was promised, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
+from kvstore.bench.rows import MODES, ROWS, Row, chosen, memory_needed, size_name
+
+KIB, MIB = 1 << 10, 1 << 20
+
+GOALS = {
+    (EXIST, "tcp", 0, 1): 2,
+    (EXIST, "tcp", 0, 64): 2,
+    (EXIST, "tcp", 0, 1024): 4,
+    (EXIST, "tcp", 0, 8192): 7,
+    (MATCH, "tcp", 0, 1024): 10,
+    (MATCH, "tcp", 0, 8192): 20,
+    (PUT, "shm", 4 * KIB, 1): 2,
+    (GET, "shm", 4 * KIB, 1): 3,
+    (PUT, "tcp", 4 * KIB, 1): 1.5,
+    (GET, "tcp", 4 * KIB, 1): 2,
+    (GET_AGAIN, "shm", 4 * KIB, 1): 8,
+    (PUT, "shm", MIB, 1): 1.8,
+    (GET, "shm", MIB, 1): 1.8,
+    (PUT, "tcp", MIB, 1): 1.8,
+    (GET, "tcp", MIB, 1): 1.5,
+    (PUT, "shm", 64 * KIB, 64): 1.3,
+    (GET, "shm", 64 * KIB, 64): 1.3,
+    (PUT, "shm", MIB, 64): 1.1,
+    (GET, "shm", MIB, 64): 1.1,
+    (GET_VIEW, "shm", MIB, 64): 15,
+    (PUT, "tcp", MIB, 64): 2,
+    (GET, "tcp", MIB, 64): 2,
+    (PUT, "tcp", 4 * MIB, 64): 2,
+    (GET, "tcp", 4 * MIB, 64): 2,
+    (PUT, "tcp", 4 * KIB, 64): 2,
+    (GET, "tcp", 4 * KIB, 64): 2,
+    (PUT, "shm", 4 * KIB, 64): 1.2,
+    (GET, "shm", 4 * KIB, 64): 1.2,
+}
+"""As they were set, before anything was measured."""
+
+
+def test_every_goal_has_its_row_and_no_other() -> None:
+    assert {(row.op, row.mode, row.size, row.batch): row.goal for row in ROWS} == GOALS
+
+
+def test_a_copied_batch_is_compared_with_one_memcpy() -> None:
+    assert {(row.op, row.mode, row.size, row.batch): row.memcpy_goal
+            for row in ROWS if row.memcpy_goal} == {
+        (PUT, "shm", MIB, 64): 0.8, (GET, "shm", MIB, 64): 0.8,
+    }  # fmt: skip
+
+
+def test_ids_are_unique_and_paths_known() -> None:
+    assert len({row.id for row in ROWS}) == len(ROWS)
+    assert len({(row.title, row.mode) for row in ROWS}) == len(ROWS)
+    assert {row.mode for row in ROWS} == set(MODES)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_where_the_work_differs_the_row_says_so(row: Row) -> None:
+    assert row.notes
+    assert row.their_op in (PUT, GET, EXIST), "what the peer has"
+    if row.their_op != row.op:
+        assert any(note.startswith("Not the same work") for note in row.notes)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "ids"),
+    [
+        ("get_again", ["get_again/shm/4KiB/1"]),
+        ("exist/tcp/-/1", ["exist/tcp/-/1"]),
+        ("put/tcp/4KiB", ["put/tcp/4KiB/1", "put/tcp/4KiB/64"]),
+        ("*/4MiB/64", ["put/tcp/4MiB/64", "get/tcp/4MiB/64"]),
+        ("nothing", []),
+    ],
+)
+def test_patterns_choose_rows(patterns: str, ids: list[str]) -> None:
+    assert [row.id for row in chosen(patterns.split(","))] == ids
+
+
+def test_a_client_has_memory_for_the_largest_batch() -> None:
+    assert memory_needed(ROWS) == 64 * 4 * MIB
+    assert memory_needed(chosen(["exist"])) == MIB, "to write the pool through"
+
+
+def test_sizes_are_named() -> None:
+    assert [size_name(size) for size in (0, 4 * KIB, MIB)] == ["-", "4KiB", "1MiB"]

@@ -1,0 +1,121 @@
+"""How calls are timed, on a store that is a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore.bench.driver import EXIST, GET, MEMCPY, PUT, Work
+from kvstore.bench.session import CHAIN_BLOCKS, Session, memory, percentile, require, timed
+from kvstore.errors import InternalError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kvstore.bench.driver import Bytes
+
+SIZE = 4096
+POOL = 64 << 20
+
+
+class Shelf:
+    """A driver that keeps what it is given, and counts what it held at most."""
+
+    def __init__(self) -> None:
+        self.source, self.target = memory(64 * SIZE)
+        self.held: dict[str, Bytes] = {}
+        self.most = 0
+        self.settled = 0
+        self.damaged = False
+
+    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+        def put(index: int) -> None:
+            for number, key in enumerate(batches[index % len(batches)]):
+                self.held[key] = self.source[number * size : (number + 1) * size].copy()
+            self.most = max(self.most, len(self.held))
+
+        def get(index: int) -> None:
+            for number, key in enumerate(batches[index % len(batches)]):
+                self.target[number * size : (number + 1) * size] = self.held[key]
+            if self.damaged:
+                self.target[0] ^= 1
+
+        def exist(index: int) -> list[bool]:
+            return [key in self.held for key in batches[index % len(batches)]]
+
+        def check(result: Any) -> None:
+            require(result is None or all(result), "was not there")
+
+        return Work({PUT: put, GET: get, EXIST: exist}[op], check)
+
+    def put_chain(self, keys: Sequence[str], size: int) -> None:
+        self.held.update(dict.fromkeys(keys, self.source[:size]))
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            del self.held[key]
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def close(self) -> None:
+        pass
+
+
+def test_timing_takes_at_least_three_and_at_most_the_limit() -> None:
+    seen: list[int] = []
+    assert len(timed(lambda index: index, 0.0, 100, seen.append)) == 3
+    assert seen == [0, 1, 2]
+    assert len(timed(lambda index: index, 10.0, 5, seen.append)) == 5
+
+
+def test_percentiles_are_samples() -> None:
+    samples = [float(number) for number in range(100, 0, -1)]
+    assert percentile(samples, 0.99) == 100
+    assert percentile(samples, 0.0) == 1
+    assert percentile([3.0], 0.5) == 3
+
+
+@pytest.mark.parametrize("op", [PUT, GET])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_row_leaves_nothing_behind(op: str, batch: int) -> None:
+    shelf = Shelf()
+    assert len(Session(shelf, POOL).measure(op, SIZE, batch, 0.0)) == 3
+    assert shelf.most > 0
+    assert not shelf.held
+
+
+def test_foreign_bytes_are_noticed() -> None:
+    shelf = Shelf()
+    shelf.damaged = True
+    with pytest.raises(InternalError, match="other bytes"):
+        Session(shelf, POOL).measure(GET, SIZE, 1, 0.0)
+    assert not shelf.held
+
+
+def test_what_is_asked_for_is_there_and_stays() -> None:
+    shelf = Shelf()
+    session = Session(shelf, POOL)
+    for batch in (1, CHAIN_BLOCKS):
+        assert len(session.measure(EXIST, 0, batch, 0.0)) == 3
+    assert len(shelf.held) == CHAIN_BLOCKS
+
+
+def test_a_session_waits_for_memory_before_it_runs_out() -> None:
+    shelf = Shelf()
+    session = Session(shelf, 4 * SIZE * 64)
+    for _ in range(4):
+        session.measure(PUT, SIZE, 64, 0.0)
+    assert shelf.settled == 3
+
+
+def test_a_row_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="more memory"):
+        Session(Shelf(), SIZE * 64).measure(PUT, SIZE, 64, 0.0)
+
+
+def test_one_memcpy_asks_nobody() -> None:
+    shelf = Shelf()
+    Session(shelf, POOL).measure(MEMCPY, SIZE, 64, 0.0)
+    assert (shelf.source == shelf.target).all()
+    assert not shelf.most

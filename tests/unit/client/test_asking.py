@@ -1,0 +1,74 @@
+"""Matching more keys than one call may carry."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import NO_PLACEMENTS
+from kvstore.client.asking import Match, match_prefix
+from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
+from tests.unit.client.world import EPOCH, World
+
+SPACES = [Namespace("a"), Namespace("b")]
+
+
+def keys(count: int) -> list[Key]:
+    return [Key(number.to_bytes(4, "big")) for number in range(count)]
+
+
+class Master:
+    """Has so many leading blocks in each namespace, and notes what it is asked."""
+
+    def __init__(self, *present: int, being_written: int = 0) -> None:
+        self.present = dict(zip(SPACES, present, strict=False))
+        self.being_written = being_written
+        self.asked: list[tuple[list[Namespace], int]] = []
+
+    def __call__(self, request: calls.MatchPrefix) -> calls.Matched:
+        self.asked.append((list(request.namespaces), len(request.keys)))
+        first = int.from_bytes(request.keys[0], "big")
+        matches = []
+        for space in request.namespaces:
+            matched = max(0, min(len(request.keys), self.present[space] - first))
+            written = self.being_written if matched < len(request.keys) else 0
+            matches.append(calls.PrefixMatch(matched, written, NO_PLACEMENTS))
+        return calls.Matched(EPOCH, 10_000, matches)
+
+
+def run(master: Master, count: int) -> list[Match]:
+    world = World()
+    world.answers[calls.MatchPrefix] = master
+    return world.run(match_prefix(SPACES[: len(master.present)], keys(count)))
+
+
+@pytest.mark.parametrize(
+    ("present", "calls_made"),
+    [
+        (0, 1),
+        (BATCH_KEYS_MAX - 1, 1),
+        (BATCH_KEYS_MAX, 2),
+        (BATCH_KEYS_MAX + 7, 2),
+        (3 * BATCH_KEYS_MAX, 3),
+    ],
+)
+def test_pieces_are_asked_for_until_one_is_not_all_there(present: int, calls_made: int) -> None:
+    master = Master(present, being_written=2)
+    [match] = run(master, 3 * BATCH_KEYS_MAX)
+    assert match.matched == present
+    assert match.being_written == (2 if present < 3 * BATCH_KEYS_MAX else 0)
+    assert [size for _, size in master.asked] == [BATCH_KEYS_MAX] * calls_made
+
+
+def test_a_short_chain_is_one_call() -> None:
+    master = Master(5)
+    assert run(master, 5) == [Match(5, 0)]
+    assert len(master.asked) == 1
+    assert run(master, 0) == [Match(0, 0)]
+
+
+def test_a_namespace_that_has_ended_is_not_asked_again() -> None:
+    master = Master(BATCH_KEYS_MAX + 1, 3)
+    found = run(master, BATCH_KEYS_MAX + 2)
+    assert [match.matched for match in found] == [BATCH_KEYS_MAX + 1, 3]
+    assert [spaces for spaces, _ in master.asked] == [SPACES, SPACES[:1]]
