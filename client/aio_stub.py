@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import socket
 import time
@@ -13,15 +14,18 @@ from typing import Any, cast
 
 import grpc
 
+from kvstore.addresses import join_address, split_address
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
+    NO_ANSWER,
     CarrierBrokenError,
     Flow,
     JoinAt,
     LaneUnreachableError,
     Link,
+    Locate,
     OnLane,
     Pause,
     Step,
@@ -30,8 +34,14 @@ from kvstore.client.stub_flow import (
     grpc_failure,
     late,
 )
-from kvstore.config import join_address, split_address
-from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, ProtocolError
+from kvstore.errors import (
+    ClosedError,
+    KVStoreError,
+    NotLeaderError,
+    PermissionDeniedError,
+    ProtocolError,
+)
+from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
@@ -87,7 +97,7 @@ class AsyncMasterStub:
             raise ClosedError("the client is closed")
         if not self._link.current:
             flow = call_flow(self._link, None, deadline, time.monotonic)
-            await self._run(flow, None, b"", deadline)
+            await self._run(flow, None, b"", deadline, math.inf)
         joined = self._link.joined
         assert joined is not None
         return joined
@@ -105,17 +115,20 @@ class AsyncMasterStub:
             raise ClosedError("the client is closed")
         call = CALLS[type(request)]
         payload = encode_request(request)
-        broken = None
+        silence_s = self._link.silence_s(request)
+        broken: CarrierBrokenError | NotLeaderError | None = None
         lane = self._lane
         if call.lane and lane is not None and lane.usable(self._link.generation):
             try:
-                return decode_reply(call, await self._on_lane(lane, call, payload, deadline))
-            except CarrierBrokenError as error:
+                return decode_reply(
+                    call, await self._on_lane(lane, call, payload, deadline, silence_s)
+                )
+            except (CarrierBrokenError, NotLeaderError) as error:
                 if self._closed.is_set():
                     raise ClosedError("the client was closed during the call") from None
                 broken = error
         flow = call_flow(self._link, call, deadline, time.monotonic, broken)
-        reply = decode_reply(call, await self._run(flow, call, payload, deadline))
+        reply = decode_reply(call, await self._run(flow, call, payload, deadline, silence_s))
         if isinstance(reply, Joined):
             self._accept(reply)
         return reply
@@ -132,13 +145,18 @@ class AsyncMasterStub:
     # --- steps of a flow -----------------------------------------------------------------------
 
     async def _run(
-        self, flow: Flow, call: Call[Any, Any] | None, payload: bytes, deadline: float
+        self,
+        flow: Flow,
+        call: Call[Any, Any] | None,
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
     ) -> bytes:
         try:
             step = next(flow)
             while True:
                 try:
-                    outcome = await self._do(step, call, payload, deadline)
+                    outcome = await self._do(step, call, payload, deadline, silence_s)
                 except Exception as error:  # noqa: BLE001  # the flow decides what it means
                     if self._closed.is_set():
                         raise ClosedError("the client was closed during the call") from None
@@ -149,8 +167,13 @@ class AsyncMasterStub:
             return cast(bytes, done.value)
 
     async def _do(
-        self, step: Step, call: Call[Any, Any] | None, payload: bytes, deadline: float
-    ) -> bytes | None:
+        self,
+        step: Step,
+        call: Call[Any, Any] | None,
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
+    ) -> bytes | str | None:
         if isinstance(step, JoinAt):
             await self._join_at(step, deadline)
             return None
@@ -161,10 +184,15 @@ class AsyncMasterStub:
             except TimeoutError:
                 return None
             raise ClosedError("the client was closed during the call")
+        if isinstance(step, Locate):
+            until = time.monotonic() + step.timeout_s
+            return await asyncio.to_thread(find_leader, step.place, until)
         assert call is not None
         if isinstance(step, OnLane):
-            return await self._on_lane(await self._connect(deadline), call, payload, deadline)
-        reply = await self._on_grpc(step.address, call, payload, deadline)
+            lane = await self._connect(deadline)
+            return await self._on_lane(lane, call, payload, deadline, silence_s)
+        until = min(deadline, time.monotonic() + silence_s)
+        reply = await self._on_grpc(step.address, call, payload, until, last=until == deadline)
         warning = self._link.lane_warning() if call.lane else None
         if warning is not None:
             logger.warning(warning)
@@ -223,11 +251,21 @@ class AsyncMasterStub:
     # --- the lane ------------------------------------------------------------------------------
 
     async def _on_lane(
-        self, lane: _Lane, call: Call[Any, Any], payload: bytes, deadline: float
+        self,
+        lane: _Lane,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
     ) -> bytes:
+        until = min(deadline, time.monotonic() + silence_s)
         try:
-            return await lane.exchange(call.wire_name, payload, deadline)
+            return await lane.exchange(call.wire_name, payload, until)
         except TimeoutError:
+            if until < deadline:
+                silent = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+                silent.generation = lane.generation
+                raise silent from None
             raise late(self._link, call.name) from None
         except CarrierBrokenError as error:
             error.generation = lane.generation

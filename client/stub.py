@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import random
 import select
@@ -17,15 +18,19 @@ from typing import Any, cast
 
 import grpc
 
+from kvstore.addresses import join_address, split_address
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
+    NO_ANSWER,
     CarrierBrokenError,
     Flow,
     JoinAt,
     LaneUnreachableError,
     Link,
+    Locate,
+    OnGrpc,
     OnLane,
     Pause,
     Step,
@@ -34,8 +39,8 @@ from kvstore.client.stub_flow import (
     grpc_failure,
     late,
 )
-from kvstore.config import join_address, split_address
-from kvstore.errors import ClosedError, PermissionDeniedError, ProtocolError
+from kvstore.errors import ClosedError, NotLeaderError, PermissionDeniedError, ProtocolError
+from kvstore.etcd.finding import find_leader
 from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
 from kvstore.native import fast
 from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED, Fast
@@ -115,7 +120,8 @@ class MasterStub:
         if self._closed.is_set():
             raise ClosedError("the client is closed")
         if not self._link.current:
-            self._run(call_flow(self._link, None, deadline, time.monotonic), None, b"", deadline)
+            flow = call_flow(self._link, None, deadline, time.monotonic)
+            self._run(flow, None, b"", deadline, math.inf)
         joined = self._link.joined
         assert joined is not None
         return joined
@@ -137,16 +143,19 @@ class MasterStub:
             raise ClosedError("the client is closed")
         call = CALLS[type(request)]
         payload = encode_request(request)
-        broken = None
+        silence_s = self._link.silence_s(request)
+        broken: CarrierBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
             try:
-                return decode_reply(call, self._on_lane(connection, call, payload, deadline))
+                return decode_reply(
+                    call, self._on_lane(connection, call, payload, deadline, silence_s)
+                )
             except _EndedBeforeError:
                 pass
-            except CarrierBrokenError as error:
+            except (CarrierBrokenError, NotLeaderError) as error:
                 broken = error
         flow = call_flow(self._link, call, deadline, time.monotonic, broken)
-        reply = decode_reply(call, self._run(flow, call, payload, deadline))
+        reply = decode_reply(call, self._run(flow, call, payload, deadline, silence_s))
         if isinstance(reply, Joined):
             self._accept(reply)
         return reply
@@ -166,13 +175,18 @@ class MasterStub:
     # --- steps of a flow -----------------------------------------------------------------------
 
     def _run(
-        self, flow: Flow, call: Call[Any, Any] | None, payload: bytes, deadline: float
+        self,
+        flow: Flow,
+        call: Call[Any, Any] | None,
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
     ) -> bytes:
         try:
             step = next(flow)
             while True:
                 try:
-                    outcome = self._do(step, call, payload, deadline)
+                    outcome = self._do(step, call, payload, deadline, silence_s)
                 except Exception as error:  # noqa: BLE001  # the flow decides what it means
                     if self._closed.is_set():
                         raise ClosedError("the client was closed during the call") from None
@@ -183,8 +197,13 @@ class MasterStub:
             return cast(bytes, done.value)
 
     def _do(
-        self, step: Step, call: Call[Any, Any] | None, payload: bytes, deadline: float
-    ) -> bytes | None:
+        self,
+        step: Step,
+        call: Call[Any, Any] | None,
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
+    ) -> bytes | str | None:
         if isinstance(step, JoinAt):
             self._join_at(step, deadline)
             return None
@@ -192,13 +211,18 @@ class MasterStub:
             if self._closed.wait(step.seconds):
                 raise ClosedError("the client was closed during the call")
             return None
+        if isinstance(step, Locate):
+            return find_leader(step.place, time.monotonic() + step.timeout_s)
         assert call is not None
         if isinstance(step, OnLane):
             connection = self._take() or self._connect(deadline)
-            if connection is None:
-                return self._on_grpc(self._link.address, call, payload, deadline)
-            return self._on_lane(connection, call, payload, deadline)
-        reply = self._on_grpc(step.address, call, payload, deadline)
+            if connection is not None:
+                return self._on_lane(connection, call, payload, deadline, silence_s)
+        until = min(deadline, time.monotonic() + silence_s)
+        address = step.address if isinstance(step, OnGrpc) else self._link.address
+        reply = self._on_grpc(address, call, payload, until, last=until == deadline)
+        if isinstance(step, OnLane):
+            return reply
         warning = self._link.lane_warning() if call.lane else None
         if warning is not None:
             logger.warning(warning)
@@ -265,15 +289,25 @@ class MasterStub:
             self._drop(connection)
 
     def _on_lane(
-        self, connection: _LaneConnection, call: Call[Any, Any], payload: bytes, deadline: float
+        self,
+        connection: _LaneConnection,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        silence_s: float,
     ) -> bytes:
         """The reply's bytes. The connection goes back to the pool, or is closed."""
         # Threads that poll take turns at the interpreter's lock: one of them may, several lose.
         alone = len(self._connections) - len(self._idle) <= 1
+        until = min(deadline, time.monotonic() + silence_s) if silence_s < math.inf else deadline
         try:
-            _, kind, _, data = connection.exchange(call.wire_name, payload, deadline, spin=alone)
+            _, kind, _, data = connection.exchange(call.wire_name, payload, until, spin=alone)
         except TimeoutError:
             self._drop(connection)
+            if until < deadline:
+                silent = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+                silent.generation = connection.generation
+                raise silent from None
             raise late(self._link, call.name) from None
         except BaseException as error:
             self._drop(connection)

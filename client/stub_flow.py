@@ -8,12 +8,15 @@ awaited ones, tests with a list. Its rules:
   the epoch whether the master is still the same.
 * What was certainly not sent may be sent again; what was, if it is idempotent or if the master
   that may have done it is gone (a new epoch), and so is what it knew.
+* Where several masters may lead, or an etcd says who does, whoever is silent, gone or stands by is
+  left for the one that leads, as often as need be.
 * The lane is preferred. Where it cannot be reached gRPC carries everything for a while.
 * In between it waits: exponentially longer, randomly less, never beyond the deadline.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Callable, Generator
@@ -21,12 +24,21 @@ from typing import Any, Final, NamedTuple, cast
 
 import grpc
 
-from kvstore.calls import Joined
-from kvstore.config import DEFAULT_PORT, join_address, split_address
+from kvstore.addresses import (
+    ETCD_SCHEME,
+    EtcdPlace,
+    join_address,
+    parse_etcd,
+    shown_place,
+    split_address,
+)
+from kvstore.calls import Allocate, Clear, Commit, Joined, PutEnd, PutStart, Remove, Request
+from kvstore.config import DEFAULT_PORT
 from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,
     MasterUnreachableError,
+    NotLeaderError,
     PermissionDeniedError,
     UnavailableError,
 )
@@ -50,11 +62,28 @@ REFUSALS_MAX: Final = 2
 JOIN_S: Final = 2.0
 """How long one of several masters may take to answer a join before the next one is asked."""
 
+LOCATE_S: Final = 2.0
+"""How long etcd may take to say who leads, before it is asked again."""
+
+SILENCE_S: Final = 2.0
+"""How long one of several masters may be silent, beyond what the call itself may have to wait,
+before another one is asked: one that was stopped keeps its connections open."""
+
+WIPES_S: Final = 8.0
+"""What calls may have to wait that end objects: for nodes that wipe, or count as dead."""
+
+HOPS_MAX: Final = 3
+"""How often one call goes straight to whom it was sent, before it pauses in between."""
+
 BACKOFF_FIRST_S: Final = 0.02
 BACKOFF_MAX_S: Final = 1.0
+BACKOFF_SEVERAL_S: Final = 0.5
+"""The longest pause where there are several masters, one of which will lead within seconds."""
 
 ATTEMPT_S: Final = 0.01
 """With less time left no further attempt is made."""
+
+NO_ANSWER: Final = "no answer in time"
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
@@ -77,14 +106,15 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr wha
 class CarrierBrokenError(Exception):
     """A connection could not be made or broke before the reply.
 
-    ``sent``: the master may have received the call. ``generation``: of the link, under which the
-    connection was made; None: the present one.
+    ``sent``: the master may have received the call. ``silent``: nothing was wrong but that no reply
+    came. ``generation``: of the link, under which the connection was made; None: the present one.
     """
 
-    def __init__(self, reason: str, *, sent: bool) -> None:
+    def __init__(self, reason: str, *, sent: bool, silent: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.sent = sent
+        self.silent = silent
         self.generation: int | None = None
 
 
@@ -98,6 +128,13 @@ class LaneUnreachableError(Exception):
 
 class TokenRefusedError(Exception):
     """The peer did not give out our token: the master that we joined is gone. Nothing was done."""
+
+
+class Locate(NamedTuple):
+    """Ask the etcd who leads. Answer: its address; empty when nobody does."""
+
+    place: EtcdPlace
+    timeout_s: float
 
 
 class JoinAt(NamedTuple):
@@ -125,17 +162,21 @@ class Pause(NamedTuple):
     seconds: float
 
 
-Step = JoinAt | OnLane | OnGrpc | Pause
+Step = Locate | JoinAt | OnLane | OnGrpc | Pause
 Flow = Generator[Step, Any, bytes]
-"""What a flow is sent is the encoded reply after ``OnLane`` and ``OnGrpc``, else nothing."""
+"""What a flow is sent is the encoded reply after ``OnLane`` and ``OnGrpc``, an address after
+``Locate``, else nothing."""
 
 
 def parse_addresses(address: str) -> tuple[str, ...]:
     """The masters in ``host:port,host:port``; the port may be missing, and is the usual one then.
+    None of them is named in ``etcd://...``.
 
     Raises:
         InvalidArgumentError: not of that form.
     """
+    if address.startswith(ETCD_SCHEME):
+        return ()
     return tuple(
         join_address(*split_address(part, default_port=DEFAULT_PORT)) for part in address.split(",")
     )
@@ -146,6 +187,12 @@ class Link:
 
     def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
         self.addresses = parse_addresses(address)
+        """Of all that may lead; empty where etcd says who does."""
+        self.etcd = parse_etcd(address) if address.startswith(ETCD_SCHEME) else None
+        self.alone = len(self.addresses) == 1
+        """There is no other master to go to."""
+        self.shown = shown_place(address)
+        """For messages."""
         self.joined: Joined | None = None
         """What the master said at the last join."""
         self.current = False
@@ -153,6 +200,8 @@ class Link:
         self.generation = 0
         """Changes whenever ``current`` does; connections of another one are closed."""
         self._turn = 0
+        self._leader = ""
+        """Whom we were sent to: by etcd, or by a master that stands by."""
         self._lane = lane
         self._lane_retry_at = 0.0
         self._lane_problem = ""
@@ -161,8 +210,8 @@ class Link:
 
     @property
     def address(self) -> str:
-        """The master that we use, or try next."""
-        return self.addresses[self._turn]
+        """The master that we use, or try next; empty: etcd must be asked."""
+        return self._leader or (self.addresses[self._turn] if self.addresses else "")
 
     def accept(self, joined: Joined) -> None:
         """The master at ``address`` let us in."""
@@ -179,8 +228,28 @@ class Link:
             self.current = False
             self.generation += 1
 
-    def next_address(self) -> None:
-        self._turn = (self._turn + 1) % len(self.addresses)
+    def next_address(self, failed: str) -> None:
+        """``failed`` is of no use; nothing changes where another call has found that out."""
+        if self.address != failed:
+            return
+        if self._leader:
+            self._leader = ""
+        if self.addresses and self.addresses[self._turn] == failed:
+            self._turn = (self._turn + 1) % len(self.addresses)
+
+    def follow(self, leader: str) -> None:
+        """Somebody who knows says that it leads."""
+        self._leader = leader
+
+    def silence_s(self, request: Request) -> float:
+        """How long a master may be silent to ``request`` before another one is asked."""
+        if self.alone:
+            return math.inf
+        if isinstance(request, PutStart | Allocate):
+            return SILENCE_S + request.wait_ms / 1000
+        if isinstance(request, PutEnd | Commit | Remove | Clear):
+            return SILENCE_S + WIPES_S
+        return SILENCE_S
 
     def lane_open(self, now: float) -> bool:
         """Whether to try the lane."""
@@ -217,7 +286,8 @@ class Link:
 
     def backoff_s(self, attempt: int) -> float:
         """How long to wait after ``attempt`` failures, 1 or more: doubling, half of it random."""
-        longest: float = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+        most = BACKOFF_MAX_S if self.alone else BACKOFF_SEVERAL_S
+        longest: float = min(most, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         return longest * (0.5 + 0.5 * self._random.random())
 
     def metadata(self, call: Call[Any, Any]) -> tuple[tuple[str, bytes], ...]:
@@ -232,7 +302,7 @@ def call_flow(
     call: Call[Any, Any] | None,
     deadline: float,
     clock: Callable[[], float],
-    broken: CarrierBrokenError | None = None,
+    broken: CarrierBrokenError | NotLeaderError | None = None,
 ) -> Flow:
     """Carries one call to its reply; see the module.
 
@@ -244,7 +314,7 @@ def call_flow(
         KVStoreError: the master's answer; MasterUnreachableError; DeadlineExceededError.
     """
     started = clock()
-    failures = refusals = 0
+    failures = refusals = hops = 0
     reasons: dict[str, str] = {}
     doubtful: int | None = None  # the epoch under which an attempt may have been done
     while True:
@@ -255,6 +325,11 @@ def call_flow(
             if broken is not None:
                 error, broken = broken, None
                 raise error
+            if not address:
+                joining = True
+                yield from _locate(link, deadline - clock())
+                address = link.address
+                joining = False
             if (call is None or call.lane) and not link.current:
                 joining = True
                 yield _join(link, deadline - clock())
@@ -284,12 +359,28 @@ def call_flow(
                 generation = failure.generation
             if failure.sent and call is not None and not joining and not call.idempotent:
                 doubtful = link.joined.epoch if link.joined is not None else 0
-            if joining or call is None or not call.lane:
-                link.next_address()
+            if failure.silent:
+                link.next_address(address)
+            elif joining or call is None or not call.lane:
+                link.next_address(address)
                 pause_s = link.backoff_s(failures)
             elif failures > 1:
                 pause_s = link.backoff_s(failures - 1)
             link.lost(generation)
+        except NotLeaderError as refusal:
+            failures += 1
+            reasons[address or link.shown] = refusal.message
+            if call is not None and not joining and not call.idempotent:
+                # By a leader whose time was over when it had done it.
+                doubtful = link.joined.epoch if link.joined is not None else 0
+            link.lost(generation)
+            link.next_address(address)
+            leader = str(refusal.fields.get("leader", ""))
+            if leader and leader != address:
+                link.follow(leader)
+                hops += 1
+            if not leader or hops > HOPS_MAX:
+                pause_s = link.backoff_s(failures)
         except UnavailableError as refusal:
             # A master that is there and lets nobody in: it stands by, or stops.
             if not joining or isinstance(refusal, DeadlineExceededError):
@@ -297,8 +388,8 @@ def call_flow(
                     raise _unreachable(link, reasons, failures, clock() - started) from None
                 raise
             failures += 1
-            reasons[address] = refusal.message
-            link.next_address()
+            reasons[address or link.shown] = refusal.message
+            link.next_address(address)
             pause_s = link.backoff_s(failures)
         now = clock()
         left_s = deadline - now
@@ -308,8 +399,17 @@ def call_flow(
             yield Pause(min(pause_s, left_s / 2))
 
 
+def _locate(link: Link, left_s: float) -> Generator[Step, Any, None]:
+    """Raises NotLeaderError: nobody leads."""
+    assert link.etcd is not None, "where there are addresses, there is an address"
+    leader = yield Locate(link.etcd, min(left_s, LOCATE_S))
+    if not leader:
+        raise NotLeaderError("nobody leads now", leader="")
+    link.follow(leader)
+
+
 def _join(link: Link, left_s: float) -> JoinAt:
-    timeout_s = left_s if len(link.addresses) == 1 else min(left_s, JOIN_S)
+    timeout_s = left_s if link.alone else min(left_s, JOIN_S)
     return JoinAt(link.address, timeout_s, link.generation)
 
 
@@ -329,11 +429,12 @@ def _unreachable(
     link: Link, reasons: dict[str, str], attempts: int, waited_s: float
 ) -> MasterUnreachableError:
     tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
-    _, port = split_address(link.address)
+    start = "kvstore-master --etcd" if link.etcd else "kvstore-master --port"
+    what = link.etcd.endpoints[0] if link.etcd else split_address(link.addresses[0])[1]
     return MasterUnreachableError(
-        f"no master could be reached in {waited_s:.1f} s ({tried or link.address})",
-        advice=f"Is kvstore-master running? Start it with: kvstore-master --port {port}",
-        addresses=",".join(link.addresses),
+        f"no master could be reached in {waited_s:.1f} s ({tried or link.shown})",
+        advice=f"Is kvstore-master running? Start it with: {start} {what}",
+        addresses=link.shown,
         attempts=attempts,
         waited_ms=round(waited_s * 1000),
     )
@@ -348,9 +449,9 @@ def new_channel(address: str) -> grpc.Channel:
 def late(link: Link, name: str) -> DeadlineExceededError:
     """The error of a call whose deadline passed without a reply."""
     return DeadlineExceededError(
-        f"{name}: no reply from the master at {link.address} before the deadline",
+        f"{name}: no reply from the master at {link.address or link.shown} before the deadline",
         advice="The master may be overloaded or stopped; a longer timeout may help.",
-        address=link.address,
+        address=link.address or link.shown,
     )
 
 
@@ -366,7 +467,7 @@ def grpc_failure(
         return answer
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return late(link, name) if last else CarrierBrokenError("no answer in time", sent=True)
+        return late(link, name) if last else CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return CarrierBrokenError(brief(details), sent=True)
     return from_grpc(code, details, None)

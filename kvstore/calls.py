@@ -366,6 +366,10 @@ class ClusterStatus(NamedTuple):
     namespaces: Sequence[NamespaceStatus]
     counters: Sequence[tuple[str, int]]
     """What happened since the master started: name and number, sorted by name."""
+    role: str = "single"
+    """single, or leader: a master that stands by answers NotLeaderError."""
+    leader: str = ""
+    """Where the master says that it is; empty where it was not told."""
 
 
 class ListObjects(NamedTuple):

@@ -38,6 +38,15 @@ from pydantic import (
     model_validator,
 )
 
+from kvstore.addresses import (
+    ETCD_PREFIX,
+    ETCD_SCHEME,
+    EtcdPlace,
+    checked_etcd,
+    join_address,
+    parse_etcd,
+    split_address,
+)
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.limits import REPLICAS_MAX, check_namespace
 
@@ -52,6 +61,11 @@ DEFAULT_PORT = 50001
 
 P2P = "P2PHANDSHAKE"
 METADATA_KINDS = ("etcd", "http", "https", "redis")
+MASTER_HELP = (
+    "Where the master is; several, when one may take over from another, are separated by commas. "
+    f"Port {DEFAULT_PORT} when only a host is given. Or where in an etcd it is announced: "
+    "etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
+)
 
 MEMORY_BYTES_MIN = 1 << 20
 MEMORY_BYTES_MAX = 1 << 46
@@ -115,33 +129,6 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def split_address(address: str, *, default_port: int | None = None) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[IPv6]:port``, the brackets taken off.
-
-    Raises:
-        InvalidArgumentError: not of that form, or without a port where there is no default.
-    """
-    text = address.strip()
-    advice = "Write HOST:PORT, and an IPv6 address in brackets: [::1]:50001."
-    if text.startswith("["):
-        host, closing, rest = text[1:].partition("]")
-        colon, port = rest[:1], rest[1:]
-        valid = bool(closing and host) and colon in ("", ":")
-    else:
-        host, colon, port = text.partition(":")
-        valid = bool(host) and not any(sign in host for sign in "/ ]@") and ":" not in port
-    if valid and not colon and default_port is not None:
-        return host, default_port
-    if not valid or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise InvalidArgumentError(f"{address!r} is no address", advice=advice)
-    return host, int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """``split_address`` backwards."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _size(value: object) -> object:
     if isinstance(value, int | str) and not isinstance(value, bool):
         try:
@@ -165,6 +152,11 @@ def _memory(value: int) -> int:
 
 
 def _master(value: str) -> str:
+    if value.strip().startswith(ETCD_SCHEME):
+        try:
+            return str(parse_etcd(value))
+        except InvalidArgumentError as error:
+            raise _RefusedError(error.message, error.advice) from error
     places = []
     for place in value.split(","):
         try:
@@ -175,6 +167,16 @@ def _master(value: str) -> str:
             raise _RefusedError("must name a port: nobody can connect to port 0")
         places.append(join_address(host, port))
     return ",".join(places)
+
+
+def _etcd(value: str) -> str:
+    """Members of an etcd, or a whole place in it; as the latter."""
+    if not value.strip():
+        return ""
+    try:
+        return str(parse_etcd(value))
+    except InvalidArgumentError as error:
+        raise _RefusedError(error.message, error.advice) from error
 
 
 def _optional_master(value: str) -> str:
@@ -282,6 +284,7 @@ Port = Annotated[int, _As("PORT"), BeforeValidator(_number), Field(ge=0, le=6553
 Host = Annotated[str, _As("HOST"), Field(min_length=1)]
 Master = Annotated[str, _As("HOST:PORT,..."), AfterValidator(_master)]
 OptionalMaster = Annotated[str, _As("HOST:PORT,..."), AfterValidator(_optional_master)]
+Etcd = Annotated[str, _As("HOST:PORT,..."), AfterValidator(_etcd)]
 Addresses = Annotated[tuple[str, ...], _As("HOST:PORT,...", many=True), BeforeValidator(_addresses)]
 Limit = Annotated[int, _As("SIZE"), BeforeValidator(_size)]
 Advertise = Annotated[str, _As("HOST[:PORT]"), AfterValidator(_advertise)]
@@ -427,6 +430,43 @@ class MasterConfig(Config):
         le=65_536,
         description="Connections on the lane at once: below the usual limit of descriptors.",
     )
+    etcd: Etcd = Field(
+        default="",
+        description="Members of the etcd through which several masters elect the one that leads; "
+        "empty: this is the only master.",
+    )
+    etcd_prefix: Name = Field(
+        default="",
+        description="Under which key in the etcd the masters of this cluster meet; empty: "
+        f"{ETCD_PREFIX}. Each cluster needs its own.",
+    )
+    etcd_ca: Text = Field(
+        default="",
+        description="File with the certificates (PEM) that etcd's own is checked against; empty: "
+        "no TLS.",
+    )
+    etcd_cert: Text = Field(
+        default="", description="File with our certificate (PEM), where etcd asks for one."
+    )
+    etcd_key: Text = Field(default="", description="File with its key (PEM).")
+    etcd_user: Text = Field(default="", description="Whom to log in to etcd as; empty: nobody.")
+    etcd_password: Secret = Field(
+        default="",
+        description="The password of --etcd-user. Better given as a variable: flags can be read by "
+        "every user of the host.",
+    )
+    etcd_lease_ms: Milliseconds = Field(
+        default=3_000,
+        ge=2_000,
+        le=60_000,
+        description="How long etcd waits for a leader that is silent before another one may lead; "
+        "whole seconds, 2 s to 1 min. Longer than any stall of a healthy host.",
+    )
+    advertise: Advertise = Field(
+        default="",
+        description="Where this master says that it is when it leads, if that differs from --host "
+        "and --port; empty: those. Clients and nodes must reach it there.",
+    )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
     @property
@@ -434,8 +474,30 @@ class MasterConfig(Config):
         """The port that the lane is to listen on; 0 takes any."""
         return self.lane_port or (self.port + 1 if self.port else 0)
 
+    @property
+    def etcd_place(self) -> EtcdPlace | None:
+        """Where the masters meet; None for a single one."""
+        if not self.etcd:
+            return None
+        place = parse_etcd(self.etcd)
+        return checked_etcd(
+            EtcdPlace(
+                place.endpoints,
+                prefix=self.etcd_prefix.strip("/") or place.prefix,
+                ca=self.etcd_ca or place.ca,
+                cert=self.etcd_cert or place.cert,
+                key=self.etcd_key or place.key,
+                user=self.etcd_user or place.user,
+                password=self.etcd_password or place.password,
+            )
+        )
+
     @model_validator(mode="after")
     def _rules(self) -> MasterConfig:
+        try:
+            parse_etcd(str(self.etcd_place or "etcd://nobody"))
+        except InvalidArgumentError as error:
+            raise _RefusedError(error.message, error.advice, key="etcd") from error
         _at_least(self, "suspect_ms", 2 * self.beat_ms, "2 * beat_ms", "one late beat is no sign")
         _at_least(self, "dead_ms", self.suspect_ms + 1, "suspect_ms + 1", "suspect comes first")
         _at_least(
@@ -462,8 +524,7 @@ class NodeConfig(Config):
 
     master: Master = Field(
         default=f"127.0.0.1:{DEFAULT_PORT}",
-        description="Where the master is; several, when one may take over from another, are "
-        f"separated by commas. Port {DEFAULT_PORT} when only a host is given.",
+        description=MASTER_HELP,
     )
     name: Name = Field(
         default="",
@@ -542,8 +603,7 @@ class ClientConfig(Config):
 
     master: Master = Field(
         default=f"127.0.0.1:{DEFAULT_PORT}",
-        description="Where the master is; several, when one may take over from another, are "
-        f"separated by commas. Port {DEFAULT_PORT} when only a host is given.",
+        description=MASTER_HELP,
     )
     timeout_ms: Milliseconds = Field(
         default=10_000,

@@ -14,6 +14,8 @@
     │   └── ClosedError                 the client was closed
     ├── UnavailableError            somebody cannot be reached now; worth trying again
     │   ├── MasterUnreachableError
+    │   ├── NotLeaderError              a master that stands by; ``fields["leader"]``: who leads
+    │   ├── EtcdUnreachableError
     │   ├── NodeUnreachableError
     │   ├── SegmentGoneError            the segment was unmounted, or mounted anew
     │   ├── DeadlineExceededError
@@ -132,6 +134,16 @@ class UnavailableError(KVStoreError):
 
 class MasterUnreachableError(UnavailableError):
     code = "master_unreachable"
+
+
+class NotLeaderError(UnavailableError):
+    """``fields["leader"]`` is the leader's address; empty where there is none now."""
+
+    code = "not_leader"
+
+
+class EtcdUnreachableError(UnavailableError):
+    code = "etcd_unreachable"
 
 
 class NodeUnreachableError(UnavailableError):

@@ -12,7 +12,7 @@ import socket
 import uuid
 from functools import cache
 
-from kvstore.config import split_address
+from kvstore.addresses import ETCD_SCHEME, parse_etcd, split_address
 from kvstore.errors import StartupError
 from kvstore.memory.segment import SHM_DIRECTORY
 
@@ -34,12 +34,15 @@ def host_id() -> str:
 
 
 def address_towards(masters: str) -> str:
-    """Our own address on the way to the first of ``host:port,...``: what clients beside that master
-    can most likely reach; a loopback address where the master is on this host.
+    """Our own address on the way to the first of ``host:port,...``, or to the etcd that says where
+    the master is: what clients beside it can most likely reach; a loopback address where it is on
+    this host.
 
     Raises:
         StartupError: there is no way to it.
     """
+    if masters.startswith(ETCD_SCHEME):
+        masters = parse_etcd(masters).endpoints[0]
     host, port = split_address(masters.partition(",")[0])
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -6,19 +6,25 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import re
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Final
 
 from kvstore._version import __version__
+from kvstore.addresses import EtcdPlace, join_address, split_address
 from kvstore.children import Child, ParentLink, start_node
-from kvstore.config import MasterConfig, join_address
+from kvstore.config import MasterConfig
 from kvstore.errors import KVStoreError, StartupError
+from kvstore.etcd.client import Etcd
+from kvstore.host import address_towards
 from kvstore.master.carriers import Carriers, Endpoints
+from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
-from kvstore.master.service import MasterService, clock_ms
+from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.spin import new_event_loop
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterRules, MasterState
@@ -30,6 +36,8 @@ GC_S: Final = 1.0
 
 STOP_GRACE_S: Final = 1.0
 """What calls under way get when the process is asked to stop."""
+
+EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
 def run(config: MasterConfig, parent_fd: int | None = None) -> int:
@@ -66,66 +74,148 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         loop.add_signal_handler(number, stopped.set)
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
-    # Wall-clock milliseconds: grows from one start to the next, with nothing kept in between.
-    epoch = time.time_ns() // 1_000_000
-    rules = MasterRules(
-        lease_ms=config.lease_ms,
-        put_deadline_ms=config.put_deadline_ms,
-        quarantine_ms=config.quarantine_ms,
-        put_wait_max_ms=config.put_wait_max_ms,
-        gather_ms=config.gather_ms,
-        pending_puts_max=config.pending_puts_max,
-        waiting_puts_max=config.waiting_puts_max,
-        beat_ms=config.beat_ms,
-        liveness=LivenessRules(suspect_ms=config.suspect_ms, dead_ms=config.dead_ms),
-    )
-    state = MasterState(epoch=epoch, version=__version__, rules=rules, started_ms=clock_ms())
-    service = MasterService(state)
-    carriers = Carriers(service, lane_settings=LaneSettings(connections_max=config.connections_max))
-    service.endpoints = endpoints = await carriers.bind(
-        config.host, config.port, config.lane_port_wanted
-    )
-    service.counters_elsewhere = carriers.counters
-    service.start()
-    await carriers.start()
-    cleaner = loop.create_task(_keep_collector_out())
+    place = config.etcd_place
+    etcd = None if place is None else Etcd(place)
+    master = _Master(config)
+    await master.bind()
+    endpoints = master.endpoints
+    election: Election | None = None
+    tasks = [loop.create_task(_keep_collector_out())]
+    stopping = loop.create_task(stopped.wait())
     child: Child | None = None
     try:
-        _greet(config, endpoints, epoch)
-        if config.memory:
-            child = await asyncio.to_thread(_start_node, config, endpoints)
-            parent.tell(port=endpoints.port)
-            watcher = loop.create_task(asyncio.to_thread(child.wait))
-            stopping = loop.create_task(stopped.wait())
-            await asyncio.wait((watcher, stopping), return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if not stopped.is_set():
-                raise StartupError(
-                    f"the node process of this master ended with status {watcher.result()}",
-                    advice="Its own message is above; start the master again.",
-                )
+        if etcd is None:
+            # Wall-clock milliseconds: grows from one start to the next, with nothing kept between.
+            master.begin(time.time_ns() // 1_000_000, math.inf)
+            log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
-            parent.tell(port=endpoints.port)
-            await stopped.wait()
-        log.info("master_stopping epoch=%d", epoch)
+            address = _advertised(config, endpoints.port, etcd.place)
+            election = Election(etcd, address, config.etcd_lease_ms, master)
+            master.lead_as(address, election.counters)
+            tasks.append(loop.create_task(election.run()))
+        await master.carriers.start()
+        _greet(config, endpoints)
+        if config.memory and election is not None:
+            known = loop.create_task(election.leader_known.wait())
+            await asyncio.wait((stopping, known), return_when=asyncio.FIRST_COMPLETED)
+            known.cancel()
+        if config.memory and not stopped.is_set():
+            child = await asyncio.to_thread(_start_node, config, endpoints)
+            tasks.append(loop.create_task(_watch(child)))
+        parent.tell(port=endpoints.port)
+        await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done() and not stopped.is_set():
+                task.result()  # raises: none of them ends by itself
+        log.info("master_stopping epoch=%d", master.epoch)
         return 0
     finally:
         if parent.fd is not None:
             loop.remove_reader(parent.fd)
         if child is not None:
             await asyncio.to_thread(child.stop)
-        cleaner.cancel()
-        await asyncio.gather(cleaner, return_exceptions=True)
-        await service.stop()
-        await carriers.stop(STOP_GRACE_S)
+        stopping.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(stopping, *tasks, return_exceptions=True)
+        if election is not None:
+            await election.resign()
+        if etcd is not None:
+            await etcd.close()
+        await master.stop()
+
+
+class _Master:
+    """The carriers of this process, and behind them a service while it leads: ``Terms``."""
+
+    def __init__(self, config: MasterConfig) -> None:
+        self.epoch = 0
+        """Of the present or the last term."""
+        self._config = config
+        self._rules = MasterRules(
+            lease_ms=config.lease_ms,
+            put_deadline_ms=config.put_deadline_ms,
+            quarantine_ms=config.quarantine_ms,
+            put_wait_max_ms=config.put_wait_max_ms,
+            gather_ms=config.gather_ms,
+            pending_puts_max=config.pending_puts_max,
+            waiting_puts_max=config.waiting_puts_max,
+            beat_ms=config.beat_ms,
+            liveness=LivenessRules(suspect_ms=config.suspect_ms, dead_ms=config.dead_ms),
+        )
+        self._standby = Standby()
+        settings = LaneSettings(connections_max=config.connections_max)
+        self.carriers = Carriers(self._standby, lane_settings=settings)
+        self.endpoints: Endpoints
+        self._service: MasterService | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._address = ""
+        self._election_counters: Callable[[], dict[str, int]] = dict
+
+    async def bind(self) -> None:
+        config = self._config
+        self.endpoints = await self.carriers.bind(config.host, config.port, config.lane_port_wanted)
+
+    def lead_as(self, address: str, counters: Callable[[], dict[str, int]]) -> None:
+        """One of several: where we are when we lead, and what the election counts."""
+        self._address, self._election_counters = address, counters
+
+    def begin(self, epoch: int, until: float) -> None:
+        self.epoch = epoch
+        state = MasterState(
+            epoch=epoch, version=__version__, rules=self._rules, started_ms=clock_ms()
+        )
+        service = self._service = MasterService(state)
+        service.leads_until = until
+        if self._address:
+            service.role, service.address = "leader", self._address
+        service.counters_elsewhere = self._counters
+        self.endpoints = service.endpoints = self.carriers.serve(service, self.endpoints)
+        service.start()
+
+    def extend(self, until: float) -> bool:
+        service = self._service
+        if service is None or service.ceased:
+            return False
+        service.leads_until = max(service.leads_until, until)
+        return True
+
+    def end(self, leader: str) -> None:
+        self._standby.leader = leader
+        service, self._service = self._service, None
+        if service is not None:
+            service.cease()
+            self.endpoints = self.carriers.serve(self._standby, self.endpoints)
+            task = asyncio.get_running_loop().create_task(service.stop())
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*self._stopping)
+        if self._service is not None:
+            await self._service.stop()
+        await self.carriers.stop(STOP_GRACE_S)
+
+    def _counters(self) -> dict[str, int]:
+        return {**self.carriers.counters(), **self._election_counters()}
+
+
+def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
+    host = config.host
+    if config.advertise:
+        host, given = split_address(config.advertise, default_port=0)
+        port = given or port
+    elif host in EVERY_INTERFACE:
+        host = address_towards(str(place))
+    return join_address(host, port)
 
 
 def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
-    host = config.host if config.host not in ("", "0.0.0.0", "::") else "127.0.0.1"
+    host = config.host if config.host not in EVERY_INTERFACE else "127.0.0.1"
     # Its name, for the memory to be found again when we were killed and are started again.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     child = start_node(
-        master=join_address(host, endpoints.port),
+        master=str(config.etcd_place or join_address(host, endpoints.port)),
         memory=config.memory,
         host=config.host,
         name=f"{base or 'master'}-{endpoints.port}",
@@ -135,7 +225,16 @@ def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
     return child
 
 
-def _greet(config: MasterConfig, endpoints: Endpoints, epoch: int) -> None:
+async def _watch(child: Child) -> None:
+    """Raises StartupError: when it has ended."""
+    status = await asyncio.to_thread(child.wait)
+    raise StartupError(
+        f"the node process of this master ended with status {status}",
+        advice="Its own message is above; start the master again.",
+    )
+
+
+def _greet(config: MasterConfig, endpoints: Endpoints) -> None:
     at = join_address(config.host, endpoints.port)
     only = (
         "; this host only, use --host to serve others"
@@ -146,7 +245,6 @@ def _greet(config: MasterConfig, endpoints: Endpoints, epoch: int) -> None:
         f"kvstore-master listening on {at} (gRPC) and port {endpoints.lane_port} (lane){only}",
         flush=True,
     )
-    log.info("master_started epoch=%d version=%s", epoch, __version__)
 
 
 async def _keep_collector_out() -> None:

@@ -64,7 +64,8 @@ class Dispatcher:
     """Decodes, calls, encodes; times, counts and maps errors."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self.service = service
+        """Who answers; may be changed between two calls."""
         self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
 
     def dispatch(self, call: Call[Any, Any], data: bytes) -> bytes | asyncio.Task[bytes]:
@@ -77,7 +78,7 @@ class Dispatcher:
         stats.count += 1
         started = time.perf_counter()
         try:
-            reply = self._service.call(decode_request(call, data))
+            reply = self.service.call(decode_request(call, data))
             if type(reply) is call.reply:
                 encoded = _encoded(call, cast(Reply, reply))
                 stats.total_us += (time.perf_counter() - started) * 1e6
@@ -110,7 +111,7 @@ class Dispatcher:
         return encoded
 
     def node_session(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
-        return self._service.node_session(incoming)
+        return self.service.node_session(incoming)
 
 
 def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStoreError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from kvstore.config import join_address
+from kvstore.addresses import join_address
 from kvstore.errors import StartupError
 from kvstore.master.carrier_base import CallStats, Dispatcher, Service
 from kvstore.master.grpc_server import CALLS_MAX, GrpcServer, startup_error
@@ -38,9 +38,9 @@ class Carriers:
         calls_max: int = CALLS_MAX,
     ) -> None:
         self._dispatcher = Dispatcher(service)
-        self._token = secrets.token_bytes(16)
-        self._lane = LaneServer(self._dispatcher, self._token, lane_settings)
-        self._grpc = GrpcServer(self._dispatcher, self._token, calls_max=calls_max)
+        token = secrets.token_bytes(16)
+        self._lane = LaneServer(self._dispatcher, token, lane_settings)
+        self._grpc = GrpcServer(self._dispatcher, token, calls_max=calls_max)
 
     async def bind(
         self, host: str, port: int, lane_port: int = 0, *, lane: bool = True, unix: bool = True
@@ -64,7 +64,16 @@ class Carriers:
         except StartupError:
             await self._lane.stop()
             raise
-        return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._token)
+        return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._lane.token)
+
+    def serve(self, service: Service, endpoints: Endpoints) -> Endpoints:
+        """From now on ``service`` answers, and whoever was let in before must join again: the lane
+        is cut, and there is a new token."""
+        token = secrets.token_bytes(16)
+        self._lane.token = self._grpc.token = token
+        self._dispatcher.service = service
+        self._lane.cut()
+        return endpoints._replace(lane_token=token)
 
     async def start(self) -> None:
         """Serves, until ``stop``."""

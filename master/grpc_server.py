@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from kvstore.addresses import join_address
 from kvstore.calls import NodeMessage
-from kvstore.config import join_address
 from kvstore.errors import (
     AddressInUseError,
     KVStoreError,
@@ -54,8 +54,8 @@ class GrpcServer:
     """Serves gRPC between ``bind``/``start`` and ``stop``."""
 
     def __init__(self, dispatcher: Dispatcher, token: bytes, *, calls_max: int = CALLS_MAX) -> None:
+        self.token = token
         self._dispatcher = dispatcher
-        self._token = token
         self._calls_max = calls_max
         self._server: grpc.aio.Server | None = None
         self._started = False
@@ -124,7 +124,7 @@ class GrpcServer:
                 )
 
     def _gave_out(self, token: str | bytes) -> bool:
-        return isinstance(token, bytes) and hmac.compare_digest(token, self._token)
+        return isinstance(token, bytes) and hmac.compare_digest(token, self.token)
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. A coroutine that reads and writes, not a generator: then the

@@ -115,11 +115,15 @@ class LaneServer:
         """Stops listening and cuts every connection. Idempotent."""
         for server in self._servers:
             server.close()
-        for connection in list(self.connections):
-            connection.cut()
+        self.cut()
         await asyncio.sleep(0)  # their connection_lost
         self._servers.clear()
         self.port, self.unix = 0, ""
+
+    def cut(self) -> None:
+        """Cuts every connection, and goes on listening."""
+        for connection in list(self.connections):
+            connection.cut()
 
     def _connection(self) -> _Connection:
         return _Connection(self, self._dispatcher)

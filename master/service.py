@@ -2,18 +2,30 @@
 
 Everything here runs in the loop's thread. A call is one step of the state; the state's effects are
 carried out right after it; work that need not be done at once is done in slices between calls.
+
+One of several masters acts for as long as it leads: time is compared with ``leads_until`` before
+every step and every effect, and once more before a reply is handed on, so that a process that was
+stopped meanwhile refuses before it does anything. Then it is over for good: another term is another
+``MasterService``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from kvstore import calls
-from kvstore.errors import BusyError, InvalidArgumentError, KVStoreError, ProtocolError
+from kvstore.errors import (
+    BusyError,
+    InvalidArgumentError,
+    KVStoreError,
+    NotLeaderError,
+    ProtocolError,
+)
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.master.carriers import Endpoints
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
@@ -60,6 +72,31 @@ def clock_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
+def not_leader(leader: str, what: str = "this master stands by") -> NotLeaderError:
+    """What a master that does not lead answers to everything."""
+    return NotLeaderError(
+        f"{what}; " + (f"{leader} leads" if leader else "nobody leads now"),
+        advice="Ask the leader." if leader else "Try again: one of the masters soon will.",
+        leader=leader,
+    )
+
+
+class Standby:
+    """What answers while another master leads. Implements ``Service``."""
+
+    def __init__(self, leader: str = "") -> None:
+        self.leader = leader
+        """``host:port``; empty: not known."""
+
+    def call(self, request: calls.Request) -> calls.Reply:
+        raise not_leader(self.leader)
+
+    def node_session(
+        self, incoming: AsyncIterator[calls.NodeMessage]
+    ) -> AsyncIterator[calls.MasterMessage]:
+        raise not_leader(self.leader)
+
+
 class MasterService:
     """Implements ``Service`` (``kvstore.master.carrier_base``) on one ``MasterState``."""
 
@@ -69,6 +106,12 @@ class MasterService:
         """Where the carriers listen, once they do; clients are told."""
         self.counters_elsewhere: Callable[[], dict[str, int]] = dict
         """What the shell around this counts (calls, refused strangers); part of the status."""
+        self.role = "single"
+        """Or leader; part of the status."""
+        self.address = ""
+        """Where this master says that it is; part of the status."""
+        self.leads_until = math.inf
+        """A ``time.monotonic()`` value."""
         self._longest_step_us = 0
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -80,6 +123,31 @@ class MasterService:
     def start(self) -> None:
         """Begin to keep time; in the running loop."""
         self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
+
+    def cease(self) -> None:
+        """Act no more: whoever waits for an answer is refused, streams of nodes end. Idempotent."""
+        self.leads_until = -math.inf
+        self.state.take_effects()
+        answers, self._answers = self._answers, {}
+        for future in answers.values():
+            if not future.done():
+                future.set_exception(self._over())
+        for outbox in self._outboxes.values():
+            self._put(outbox, self._over())
+
+    @property
+    def ceased(self) -> bool:
+        return self.leads_until == -math.inf
+
+    @staticmethod
+    def _over() -> NotLeaderError:
+        return not_leader("", "this master leads no more")
+
+    def _check_time(self, now: float) -> None:
+        """Raises NotLeaderError."""
+        if now >= self.leads_until:
+            self.cease()
+            raise self._over()
 
     async def stop(self) -> None:
         if self._ticker is not None:
@@ -96,7 +164,9 @@ class MasterService:
         step = _STEPS.get(type(request))
         if step is None:
             raise ProtocolError(f"this master does not know {type(request).__name__}")
-        started = time.perf_counter()
+        started = time.monotonic()
+        if started >= self.leads_until:
+            self._check_time(started)
         try:
             result: calls.Reply | Later = step(self.state, self._clock(), request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
@@ -104,15 +174,19 @@ class MasterService:
             )
         finally:
             self._settle()
-            self._took(started)
+            ended = self._took(started)
+        if ended >= self.leads_until:
+            self._check_time(ended)
         if isinstance(answer, calls.ClusterStatus):
-            return answer._replace(counters=self._counters(answer.counters))
+            counters = self._counters(answer.counters)
+            return answer._replace(counters=counters, role=self.role, leader=self.address)
         return answer
 
-    def _took(self, started: float) -> None:
-        self._longest_step_us = max(
-            self._longest_step_us, int((time.perf_counter() - started) * 1e6)
-        )
+    def _took(self, started: float) -> float:
+        """Notes how long the loop was held; the time now."""
+        ended = time.monotonic()
+        self._longest_step_us = max(self._longest_step_us, int((ended - started) * 1e6))
+        return ended
 
     def _counters(self, counted: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         """With those of the shell: ``longest_step_us`` is for how long the loop served one call or
@@ -126,6 +200,7 @@ class MasterService:
                 f"this master speaks protocol {PROTOCOL_VERSION}, the client {request.protocol}",
                 advice="Run the same release of kvstore on both.",
             )
+        self._check_time(time.monotonic())
         log.debug("client_joined client=%s host=%s", request.client, request.host)
         state, endpoints = self.state, self.endpoints
         return calls.Joined(
@@ -160,6 +235,7 @@ class MasterService:
             raise ProtocolError("a node's stream begins with its join") from None
         if not isinstance(first, calls.NodeJoin):
             raise ProtocolError(f"a node's stream begins with NodeJoin, not {first!r:.80}")
+        self._check_time(time.monotonic())
         self._next_session += 1
         session = self._next_session
         outbox: Outbox = asyncio.Queue(OUTBOX_MAX)
@@ -187,6 +263,7 @@ class MasterService:
     ) -> None:
         try:
             async for message in incoming:
+                self._check_time(time.monotonic())
                 self.state.node_said(self._clock(), session, message)
                 self._settle()
             self._put(outbox, None)
@@ -207,6 +284,9 @@ class MasterService:
         """Carry out what the state asks for, and see to its background work."""
         state = self.state
         while state.effects:
+            if time.monotonic() >= self.leads_until:
+                self.cease()
+                return
             for effect in state.take_effects():
                 match effect:
                     case Answer(ticket, result):
@@ -238,7 +318,9 @@ class MasterService:
 
     def _work(self) -> None:
         self._working = False
-        started = time.perf_counter()
+        started = time.monotonic()
+        if started >= self.leads_until:
+            return
         self.state.work(self._clock())
         self._took(started)
         self._settle()
@@ -246,7 +328,10 @@ class MasterService:
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            started = time.perf_counter()
+            started = time.monotonic()
+            if started >= self.leads_until:
+                self.cease()
+                return
             self.state.tick(self._clock())
             self._settle()
             self._took(started)

@@ -1,4 +1,4 @@
-"""Generates ``kvstore/v1`` from ``proto/kvstore/v1``.
+"""Generates ``kvstore/v1`` and ``kvstore/etcd/rpc_pb2`` from ``proto/kvstore``.
 
     python proto/generate.py            write the generated modules
     python proto/generate.py --check    compare them with what is committed; 1 when they differ
@@ -19,7 +19,7 @@ from pathlib import Path
 GENERATOR = "1.73.1"
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "proto"
-PACKAGE = Path("kvstore/v1")
+PACKAGES = (Path("kvstore/v1"), Path("kvstore/etcd"))
 
 
 def generate(target: Path) -> list[Path]:
@@ -29,7 +29,7 @@ def generate(target: Path) -> list[Path]:
     version = importlib.metadata.version("grpcio-tools")
     if version != GENERATOR:
         raise SystemExit(f"grpcio-tools {version} is installed; install grpcio-tools=={GENERATOR}")
-    names = sorted(str(path.relative_to(SOURCES)) for path in (SOURCES / PACKAGE).glob("*.proto"))
+    names = [str(path.relative_to(SOURCES)) for path in _in_packages(SOURCES, "*.proto")]
     plugin = Path(sys.executable).with_name("protoc-gen-mypy")
     arguments = [
         "protoc",
@@ -40,14 +40,18 @@ def generate(target: Path) -> list[Path]:
     arguments += [f"--mypy_out=quiet:{target}", *names]
     if protoc.main(arguments) != 0:
         raise SystemExit("protoc failed")
-    return sorted(path.relative_to(target) for path in (target / PACKAGE).glob("*_pb2.py*"))
+    return [path.relative_to(target) for path in _in_packages(target, "*_pb2.py*")]
+
+
+def _in_packages(root: Path, pattern: str) -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (root / package).glob(pattern))
 
 
 def differing() -> list[Path]:
     """Generated files that are missing, superfluous or not what the sources say."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = {path: (Path(folder) / path).read_bytes() for path in generate(Path(folder))}
-    there = {path.relative_to(ROOT) for path in (ROOT / PACKAGE).glob("*_pb2.py*")}
+    there = {path.relative_to(ROOT) for path in _in_packages(ROOT, "*_pb2.py*")}
     return sorted(
         path
         for path in there | fresh.keys()
@@ -56,7 +60,7 @@ def differing() -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Generate kvstore/v1 from proto/kvstore/v1.")
+    parser = argparse.ArgumentParser(description="Generate Python from proto/.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     if not parser.parse_args().check:
         generate(ROOT)

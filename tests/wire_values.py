@@ -215,6 +215,8 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         st.lists(NODE_STATUS, max_size=3),
         st.lists(NAMESPACE_STATUS, max_size=3),
         st.lists(st.tuples(NAME, U64), max_size=5),
+        TEXT,
+        TEXT,
     ),
     calls.Drained: st.builds(calls.Drained, U64, U64, U64),
     calls.MovesStarted: moves_started(),

@@ -31,6 +31,7 @@ from rich.progress import (
 from rich.table import Table
 
 from kvstore._version import __version__
+from kvstore.addresses import shown_place
 from kvstore.calls import ClusterStatus, ObjectRow
 from kvstore.cli.bench import bench
 from kvstore.cli.doctor import doctor
@@ -158,7 +159,7 @@ def status(session: Session, counters: bool) -> None:
         print_json(status_json(found))
         return
     console = Console()
-    for part in status_tables(found, session.config.master, counters=counters):
+    for part in status_tables(found, shown_place(session.config.master), counters=counters):
         console.print(part, highlight=False)
 
 
@@ -474,9 +475,11 @@ def status_tables(found: ClusterStatus, master: str, *, counters: bool) -> Itera
     size = sum(segment.size for node in found.nodes for segment in node.segments)
     used = sum(segment.used for node in found.nodes for segment in node.segments)
     objects = sum(namespace.objects for namespace in found.namespaces)
+    who = f"leader {found.leader}" if found.leader else f"master {master}"
+    if found.leader and found.leader != master:
+        who += f" (found by {master})"
     yield (
-        f"master {master}, version {found.version}, epoch {found.epoch}, "
-        f"up {duration_text(found.uptime_ms)}"
+        f"{who}, version {found.version}, epoch {found.epoch}, up {duration_text(found.uptime_ms)}"
     )
     share = f" ({100 * used / size:.0f} %)" if size else ""
     counted = f"{objects} object" + ("" if objects == 1 else "s")

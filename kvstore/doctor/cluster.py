@@ -11,9 +11,10 @@ from typing import cast
 
 from kvstore import calls
 from kvstore._version import __version__
+from kvstore.addresses import join_address, split_address
 from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments
 from kvstore.client.stub import MasterStub
-from kvstore.config import MasterConfig, join_address, split_address
+from kvstore.config import MasterConfig
 from kvstore.doctor.findings import Finding, ok, problem, warning
 from kvstore.errors import KVStoreError
 from kvstore.host import host_id

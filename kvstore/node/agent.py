@@ -44,6 +44,7 @@ from kvstore.errors import (
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.memory.segment import Segment
 from kvstore.node import inventory
+from kvstore.node.masters import Masters
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from kvstore.wire.node_stream import NodeStream
@@ -53,6 +54,16 @@ log = logging.getLogger("kvstore.node")
 BACKOFF_S: Final = (0.05, 0.1, 0.2)
 """Pauses between attempts to reach a master; the last one is repeated. A master that was started
 again waits for us that long (``JOINING_MS``), and a little longer."""
+
+PAUSE_SEVERAL_S: Final = 0.25
+"""The longest pause where there are several masters, one of which will lead within seconds."""
+
+SILENCE_SEVERAL_S: Final = 2.0
+"""How long one of several masters may be silent before the others are asked: it may have been
+stopped. If it leads still, the stream is resumed."""
+
+CONNECT_SEVERAL_S: Final = 1.0
+"""How long connecting to one of several masters may take."""
 
 JOIN_TIMEOUT_S: Final = 5.0
 LEAVE_TIMEOUT_S: Final = 1.0
@@ -79,7 +90,7 @@ class NodeAgent:
             name: unique among the master's nodes.
             host: ``kvstore.host.host_id()``.
             master: ``host:port``; or several places where it may be, separated by commas, which
-                are tried in turn.
+                are tried in turn; or ``etcd://...``, which says where it is.
             segment: owned by the caller, who closes it after ``run``.
             server: serves ``segment``; the caller's, too.
             address: where clients find ``server``.
@@ -89,7 +100,7 @@ class NodeAgent:
         """
         self._name = name
         self._host = host
-        self._masters = master.split(",")
+        self._masters = Masters(master)
         self._segment = segment
         self._server = server
         self._address = address
@@ -98,6 +109,8 @@ class NodeAgent:
         self._waiting = waiting
         self._epoch = 0
         """Of the master that we can resume with; 0: join anew."""
+        self._epoch_max = 0
+        """The highest that we have joined: nobody before that is our master any more."""
         self._fresh = not segment.attached
         """Nobody was ever given an extent of our segment."""
         self._unverified = segment.attached
@@ -126,10 +139,13 @@ class NodeAgent:
                 join, and would always.
         """
         failures = 0
+        several = self._masters.several
         while not self._stopping.is_set():
             started = time.monotonic()
+            master, at_once = "", False
             try:
-                await self._session(self._masters[failures % len(self._masters)])
+                master = await self._masters.find()
+                await self._session(master)
             except SegmentGoneError as error:
                 log.info("node_not_resumed node=%s reason=%s", self._name, error.message)
                 self._epoch = 0
@@ -142,7 +158,8 @@ class NodeAgent:
             except KVStoreError as error:
                 if not isinstance(error, UnavailableError) and not self._known:
                     raise
-                if failures == 0:
+                at_once = self._masters.failed(master, error)
+                if failures == 0 and not at_once:
                     self._waiting(error)
             if self._stopping.is_set():
                 return
@@ -150,8 +167,11 @@ class NodeAgent:
                 self._unanswered = False
                 await asyncio.to_thread(self._fence)
             failures = failures + 1 if time.monotonic() - started < 1.0 else 1
+            if at_once:
+                failures -= 1
+                continue
             pause = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
-            await self._stopped_within(pause)
+            await self._stopped_within(min(pause, PAUSE_SEVERAL_S) if several else pause)
 
     def _fence(self) -> None:
         self._segment.bump_generation()
@@ -169,7 +189,7 @@ class NodeAgent:
         """
         segment = self._segment
         async with NodeStream(master) as link:
-            await link.connect(JOIN_TIMEOUT_S)
+            await link.connect(CONNECT_SEVERAL_S if self._masters.several else JOIN_TIMEOUT_S)
             offer = SegmentOffer(
                 size=segment.size,
                 uuid=segment.uuid,
@@ -186,6 +206,16 @@ class NodeAgent:
             accepted = await self._answer_to(link, join)
             if not isinstance(accepted, MasterAccepted):
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
+            if accepted.epoch < self._epoch_max:
+                # It may have granted something meanwhile, and is not to have it.
+                self._fresh, self._unanswered = False, True
+                raise UnavailableError(
+                    f"the master at {master} has epoch {accepted.epoch}, and we have joined one "
+                    f"of epoch {self._epoch_max} before",
+                    advice="Its time is over. Of a single master the clock was put back.",
+                )
+            self._epoch_max = accepted.epoch
+            self._masters.joined()
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             self._fresh = False
@@ -196,6 +226,8 @@ class NodeAgent:
                 self._joined(accepted)
             answers = asyncio.Semaphore(CLAIMS_UNANSWERED_MAX)
             silence_s = accepted.dead_ms / 1000
+            if self._masters.several:
+                silence_s = min(silence_s, SILENCE_SEVERAL_S)
             beating = asyncio.create_task(self._beat(link, accepted))
             reading = asyncio.create_task(self._listen(link, answers, silence_s))
             telling = asyncio.create_task(self._tell(link, answers))

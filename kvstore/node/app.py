@@ -22,9 +22,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
-from kvstore.config import NodeConfig, join_address, split_address
+from kvstore.config import NodeConfig
 from kvstore.errors import KVStoreError, LeftOverMemoryError, NodeNameTakenError
 from kvstore.host import address_towards, host_id
 from kvstore.memory import numa
@@ -105,13 +106,13 @@ async def _serve(
     def joined(accepted: MasterAccepted) -> None:
         print(
             f"kvstore-node {segment.node} serves {segment.size >> 20} MiB on {address} "
-            f"for the master at {config.master}",
+            f"for the master at {shown_place(config.master)}",
             flush=True,
         )
         parent.tell(name=segment.node, epoch=accepted.epoch)
 
     def waiting(error: KVStoreError) -> None:
-        log.warning("waiting_for_master address=%s reason=%s", config.master, error)
+        log.warning("waiting_for_master address=%s reason=%s", shown_place(config.master), error)
 
     agent = NodeAgent(
         name=segment.node,

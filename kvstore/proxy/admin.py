@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from kvstore.config import join_address, split_address
+from kvstore.addresses import join_address, split_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.proxy import bodies
 from kvstore.proxy.asked import REQUEST_ID, error_response, request_id_of

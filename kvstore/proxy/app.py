@@ -13,7 +13,8 @@ from typing import Final
 from aiohttp import web
 
 from kvstore._version import __version__
-from kvstore.config import ProxyConfig, join_address
+from kvstore.addresses import join_address, shown_place
+from kvstore.config import ProxyConfig
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.proxy import bodies, metrics
 from kvstore.proxy.admin import Admin, rows
@@ -149,7 +150,7 @@ def _greet(config: ProxyConfig, runner: web.AppRunner) -> None:
         f"kvstore-proxy listening on {join_address(config.host, port)}"
         f"; prefill: {', '.join(config.prefill) or 'none'}"
         f"; decode: {', '.join(config.decode) or 'none'}"
-        f"; store: {config.master or 'none'}{only}",
+        f"; store: {shown_place(config.master) or 'none'}{only}",
         flush=True,
     )
     log.info("proxy_started version=%s", __version__)

@@ -71,10 +71,16 @@ class StatusReply(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     NAMESPACES_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.str
     """Release of the master."""
     uptime_ms: _builtins.int
+    role: _builtins.str
+    """single or leader: a master that stands by answers with the error not_leader."""
+    leader: _builtins.str
+    """host:port under which it is the leader; empty for a single one."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
@@ -92,10 +98,12 @@ class StatusReply(_message.Message):
         nodes: _abc.Iterable[Global___NodeStatus] | None = ...,
         namespaces: _abc.Iterable[Global___NamespaceStatus] | None = ...,
         counters: _abc.Iterable[Global___Counter] | None = ...,
+        role: _builtins.str = ...,
+        leader: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epoch", b"epoch", "namespaces", b"namespaces", "nodes", b"nodes", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epoch", b"epoch", "leader", b"leader", "namespaces", b"namespaces", "nodes", b"nodes", "role", b"role", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

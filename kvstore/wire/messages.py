@@ -617,7 +617,9 @@ def _decode_status(data: bytes) -> calls.Status:
 
 
 def _encode_cluster_status(r: calls.ClusterStatus) -> bytes:
-    m = admin_pb2.StatusReply(epoch=r.epoch, version=r.version, uptime_ms=r.uptime_ms)
+    m = admin_pb2.StatusReply(
+        epoch=r.epoch, version=r.version, uptime_ms=r.uptime_ms, role=r.role, leader=r.leader
+    )
     for node in r.nodes:
         row = m.nodes.add(
             name=node.name,
@@ -653,7 +655,9 @@ def _decode_cluster_status(data: bytes) -> calls.ClusterStatus:
     ]
     namespaces = [calls.NamespaceStatus(n.name, n.objects, n.size) for n in m.namespaces]
     counters = [(c.name, c.value) for c in m.counters]
-    return calls.ClusterStatus(m.epoch, m.version, m.uptime_ms, nodes, namespaces, counters)
+    return calls.ClusterStatus(
+        m.epoch, m.version, m.uptime_ms, nodes, namespaces, counters, m.role, m.leader
+    )
 
 
 def _encode_list_objects(r: calls.ListObjects) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import pytest
 
@@ -15,6 +16,9 @@ from kvstore.memory.segment import Segment
 from kvstore.node.agent import NodeAgent
 from kvstore.transport.tcp_server import DataServer
 from tests.conformance.carrier_peers import ScriptedService, Server
+
+LEAVES = 9
+"""The epoch of a master that ends the stream."""
 
 
 @pytest.fixture
@@ -26,9 +30,10 @@ def segment() -> Iterator[Segment]:
 class Master:
     """Takes joins, and answers none but the last of ``count``."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, epochs: Iterable[int] = itertools.repeat(7)) -> None:
         self.joins: list[NodeJoin] = []
         self._count = count
+        self._epochs = iter(epochs)
 
     async def script(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
         join = await anext(incoming)
@@ -36,21 +41,31 @@ class Master:
         self.joins.append(join)
         if len(self.joins) < self._count:
             return
-        yield calls.MasterAccepted(7, 500, 6_000, [1])
+        epoch = next(self._epochs)
+        yield calls.MasterAccepted(epoch, 500, 6_000, [1])
+        if epoch == LEAVES:
+            return
         async for _ in incoming:
             pass
 
 
-def run(server: Server, segment: Segment, masters: str) -> None:
-    """An agent, until it has joined; in the server's loop."""
+def run(server: Server, segment: Segment, masters: str, epoch: int = 7) -> list[int]:
+    """An agent, until it has joined that epoch; in the server's loop. The epochs it joined."""
+    epochs: list[int] = []
 
     async def session() -> None:
         data = DataServer([segment], "127.0.0.1", 0)
         data.start()
         joined = asyncio.Event()
+
+        def accepted(by: calls.MasterAccepted) -> None:
+            epochs.append(by.epoch)
+            if by.epoch == epoch:
+                joined.set()
+
         agent = NodeAgent(
             name="n", host="h", master=masters, segment=segment, server=data, address="h:1",
-            joined=lambda _: joined.set(),
+            joined=accepted,
         )  # fmt: skip
         running = asyncio.create_task(agent.run())
         try:
@@ -63,6 +78,7 @@ def run(server: Server, segment: Segment, masters: str) -> None:
             data.stop()
 
     asyncio.run_coroutine_threadsafe(session(), server._loop).result(30)
+    return epochs
 
 
 def test_a_join_that_was_not_answered_may_have_been_accepted(segment: Segment) -> None:
@@ -84,3 +100,14 @@ def test_a_join_that_never_left_has_changed_nothing(segment: Segment) -> None:
         run(server, segment, f"{nobody},{server.address}")
     offers = [(join.segments[0].fresh, join.segments[0].generation) for join in master.joins]
     assert offers == [(True, 1)]
+
+
+def test_nobody_with_a_lower_epoch_is_obeyed(segment: Segment) -> None:
+    """It may have granted space before the node left again: so writers are fenced off."""
+    with Server(ScriptedService()) as server:
+        master = Master(1, [LEAVES, LEAVES - 1, LEAVES + 1])
+        server.service.script = master.script
+        epochs = run(server, segment, server.address, LEAVES + 1)
+    assert epochs == [LEAVES, LEAVES + 1]
+    offers = [(join.segments[0].fresh, join.segments[0].generation) for join in master.joins]
+    assert offers == [(True, 1), (False, 1), (False, 2)]

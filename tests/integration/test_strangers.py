@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from kvstore import PutOutcome, calls
-from kvstore.config import split_address
+from kvstore.addresses import split_address
 from kvstore.wire.messages import CALLS, decode_reply, encode_reply
 from tests.integration.cluster import Cluster, free_port
 from tests.integration.conftest import either_client

@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.addresses import EtcdPlace, join_address, split_address
 from kvstore.config import (
     KINDS,
     ClientConfig,
     Config,
+    ConnectorConfig,
     MasterConfig,
     NodeConfig,
+    ProxyConfig,
     format_size,
-    join_address,
     load,
     parse_size,
     settings,
-    split_address,
 )
 from kvstore.errors import ConfigError, InvalidArgumentError
 
@@ -329,6 +330,24 @@ def test_rules_between_settings_say_why() -> None:
 
 def test_a_short_timeout_alone_is_fine() -> None:
     assert ClientConfig(timeout_ms=100).timeout_ms == 100
+
+
+@pytest.mark.parametrize("kind", [NodeConfig, ClientConfig, ConnectorConfig, ProxyConfig])
+def test_a_master_may_be_named_by_an_etcd(kind: type[Config]) -> None:
+    assert kind(master=" etcd://e;f:1").model_dump()["master"] == "etcd://e:2379,f:1/kvstore"
+    with pytest.raises(ConfigError, match="no place in an etcd"):
+        kind(master="etcd://e?ca_file=f")
+
+
+def test_where_masters_meet() -> None:
+    assert MasterConfig().etcd_place is None
+    plain = MasterConfig(etcd="e,f:1", etcd_prefix="/mine/")
+    assert plain.etcd_place == EtcdPlace(("e:2379", "f:1"), "mine")
+    url = MasterConfig(etcd="etcd://u:p@e/mine?ca=f", etcd_cert="c", etcd_key="k")
+    assert url.etcd_place == EtcdPlace(("e:2379",), "mine", "f", "c", "k", "u", "p")
+    for key in ("", "k"):
+        with pytest.raises(ConfigError, match="a certificate for etcd needs its key"):
+            MasterConfig(etcd="e", etcd_cert="c", etcd_key=key)
 
 
 def test_configurations_are_values() -> None:

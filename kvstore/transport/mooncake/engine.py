@@ -37,8 +37,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final, NamedTuple
 
+from kvstore.addresses import split_address
 from kvstore.calls import EngineAddress
-from kvstore.config import P2P, split_address
+from kvstore.config import P2P
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, TransferEngineError
 
 log = logging.getLogger("kvstore.mooncake")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,13 @@ from kvstore.client.stub_flow import (
     LANE_RETRY_S,
     LANE_SILENT_RETRY_S,
     REFUSALS_MAX,
+    SILENCE_S,
     CarrierBrokenError,
     Flow,
     JoinAt,
     LaneUnreachableError,
     Link,
+    Locate,
     OnGrpc,
     OnLane,
     Pause,
@@ -35,12 +38,15 @@ from kvstore.client.stub_flow import (
 from kvstore.errors import (
     BusyError,
     DeadlineExceededError,
+    EtcdUnreachableError,
     InvalidArgumentError,
     KVStoreError,
     MasterUnreachableError,
     NoSpaceError,
+    NotLeaderError,
     PermissionDeniedError,
 )
+from kvstore.limits import Key, Namespace
 from kvstore.wire.messages import CALLS
 
 EXISTS = CALLS[calls.Exists]
@@ -70,7 +76,7 @@ class World:
         answer: Callable[[Step], bytes | Exception],
         *,
         timeout_s: float = 10.0,
-        broken: CarrierBrokenError | None = None,
+        broken: CarrierBrokenError | NotLeaderError | None = None,
     ) -> bytes:
         """Drives a flow; ``answer`` says what comes of each step."""
         flow: Flow = call_flow(self.link, call, self.now + timeout_s, lambda: self.now, broken)
@@ -86,13 +92,18 @@ class World:
             return done.value  # type: ignore[no-any-return]  # bytes, by the type of Flow
         raise AssertionError("the flow does not end")
 
-    def _do(self, step: Step, answer: Callable[[Step], bytes | Exception]) -> bytes | Exception:
+    def _do(
+        self, step: Step, answer: Callable[[Step], bytes | Exception]
+    ) -> bytes | str | Exception:
         self.now += 0.001
         if isinstance(step, Pause):
             assert step.seconds > 0
             self.now += step.seconds
             return b""
         outcome = answer(step)
+        if isinstance(step, Locate) and isinstance(outcome, bytes):
+            self.story.append("Locate")
+            return outcome.decode()
         self.story.append(type(step).__name__ + ("!" if isinstance(outcome, Exception) else ""))
         if isinstance(step, JoinAt) and not isinstance(outcome, Exception):
             self.link.accept(self.joined())
@@ -303,10 +314,135 @@ def test_an_old_connection_that_breaks_does_not_undo_a_new_join() -> None:
     assert world.story[2:] == ["OnLane"]
 
 
+def stands_by(leader: str = "") -> NotLeaderError:
+    return NotLeaderError("stands by", leader=leader)
+
+
+def joins(world: World, found: Callable[[JoinAt], bytes | Exception]) -> tuple[list[str], Any]:
+    """Where it joined, and what answers so."""
+    tried: list[str] = []
+
+    def answer(step: Step) -> bytes | Exception:
+        if isinstance(step, JoinAt):
+            tried.append(step.address)
+            return found(step)
+        return b"reply"
+
+    return tried, answer
+
+
+def test_a_master_that_stands_by_says_who_leads() -> None:
+    world = World("a:1,b:2")
+    tried, answer = joins(world, lambda step: b"" if step.address == "c:3" else stands_by("c:3"))
+    start = world.now
+    assert world.run(EXISTS, answer) == b"reply"
+    assert tried == ["a:1", "c:3"]
+    assert world.now - start < 0.01, "there is nothing to wait for"
+    assert world.link.address == "c:3"
+
+
+def test_whom_we_were_sent_to_may_be_gone() -> None:
+    world = World("a:1,b:2")
+    tried, answer = joins(
+        world,
+        lambda step: {"a:1": stands_by("c:3"), "c:3": gone()}.get(step.address, b""),
+    )
+    assert world.run(EXISTS, answer) == b"reply"
+    assert tried[:2] == ["a:1", "c:3"]
+    assert tried[-1] == "b:2"
+
+
+def test_two_that_name_each_other_are_not_asked_without_a_pause() -> None:
+    world = World("a:1,b:2")
+    tried, answer = joins(world, lambda step: stands_by({"a:1": "b:2"}.get(step.address, "a:1")))
+    with pytest.raises(MasterUnreachableError, match="stands by"):
+        world.run(EXISTS, answer, timeout_s=5.0)
+    assert len(tried) < 40
+
+
+def test_a_leader_that_steps_down_during_a_call_is_left_for_the_next_one() -> None:
+    """It may have done the call, but what it knew is gone with it: so any call is sent again."""
+    for call in (EXISTS, PUT_START, STATUS):
+        world = World("a:1,b:2")
+        world.run(EXISTS, script(b"", b"reply"))
+        world.story.clear()
+
+        def answer(step: Step, world: World = world) -> bytes | Exception:
+            if world.link.address == "a:1":
+                return stands_by("b:2")
+            world.epoch = 2
+            return b"reply"
+
+        assert world.run(call, answer) == b"reply"
+        assert world.link.address == "b:2"
+
+
+def test_a_refusal_before_the_flow_is_followed() -> None:
+    world = World("a:1,b:2")
+    world.run(EXISTS, script(b"", b"reply"))
+    tried, answer = joins(world, lambda step: b"")
+    assert world.run(EXISTS, answer, broken=stands_by("c:3")) == b"reply"
+    assert tried == ["c:3"]
+
+
+def test_a_silent_one_of_several_masters_is_left() -> None:
+    world = World("a:1,b:2")
+    world.run(EXISTS, script(b"", b"reply"))
+    silent = CarrierBrokenError("no answer in time", sent=True, silent=True)
+    tried, answer = joins(world, lambda step: b"")
+    assert world.run(EXISTS, answer, broken=silent) == b"reply"
+    assert tried == ["b:2"]
+
+
+def test_how_long_silence_is_borne() -> None:
+    exists = calls.Exists(Namespace("n"), [Key(b"k")])
+    put = calls.Allocate(1, 3_000, "h")
+    alone, several = Link("a:1", lane=True), Link("a:1,b:2", lane=True)
+    in_etcd = Link("etcd://e:1", lane=True)
+    assert alone.silence_s(exists) == alone.silence_s(put) == math.inf
+    for link in (several, in_etcd):
+        assert link.silence_s(exists) == SILENCE_S
+        assert link.silence_s(put) == SILENCE_S + 3.0
+        assert link.silence_s(calls.PutEnd(1, [1])) > SILENCE_S
+
+
+def test_etcd_says_who_leads() -> None:
+    world = World("etcd://e:2379")
+    assert world.run(EXISTS, script(b"m:1", b"", b"reply")) == b"reply"
+    assert world.story == ["Locate", "JoinAt", "OnLane"]
+    assert world.link.address == "m:1"
+    assert world.run(STATUS, script(b"reply")) == b"reply"
+
+
+def test_etcd_is_asked_again_when_the_leader_is_gone() -> None:
+    world = World("etcd://e:2379")
+    world.run(EXISTS, script(b"m:1", b"", b"reply"))
+    world.story.clear()
+    no_etcd = EtcdUnreachableError("no")
+    answers = script(gone(), gone(), b"m:1", gone(), b"", no_etcd, b"n:2", b"", b"reply")
+    assert world.run(EXISTS, answers) == b"reply"
+    assert world.story == [
+        "OnLane!", "JoinAt!", "Locate", "JoinAt!",
+        "Locate", "Locate!", "Locate", "JoinAt", "OnLane",
+    ]  # fmt: skip
+    assert world.link.address == "n:2"
+
+
+def test_without_etcd_a_call_ends_at_its_deadline() -> None:
+    world = World("etcd://e:2379/p?ca=/f")
+    start = world.now
+    with pytest.raises(MasterUnreachableError, match="no etcd") as caught:
+        world.run(EXISTS, lambda step: EtcdUnreachableError("no etcd"), timeout_s=5.0)
+    assert world.now - start <= 5.01
+    assert caught.value.fields["addresses"] == "etcd://e:2379/p"
+
+
 @given(
-    events=st.lists(st.sampled_from(["ok", "unsent", "sent", "lane", "token", "busy", "late"])),
+    events=st.lists(
+        st.sampled_from(["ok", "unsent", "sent", "lane", "token", "busy", "late", "stands by"])
+    ),
     idempotent=st.booleans(),
-    addresses=st.sampled_from(["a:1", "a:1,b:2"]),
+    addresses=st.sampled_from(["a:1", "a:1,b:2", "etcd://e"]),
 )
 def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
     events: list[str], idempotent: bool, addresses: str
@@ -319,10 +455,10 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
         nonlocal doubtful
         event = rest.pop(0) if rest else "unsent"
         on_lane = isinstance(step, OnLane)
-        if not isinstance(step, JoinAt):
+        if not isinstance(step, JoinAt | Locate):
             # What may have been done by a master that is still the same is never sent again.
             assert idempotent or not doubtful
-            doubtful = event == "sent"
+            doubtful = event in ("sent", "stands by")
         outcomes: dict[str, bytes | Exception] = {
             "ok": b"reply",
             "unsent": gone(),
@@ -331,6 +467,7 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
             "token": TokenRefusedError("old") if on_lane else gone(),
             "busy": BusyError("busy"),
             "late": late(world.link, "call"),
+            "stands by": stands_by("b:2"),
         }
         return outcomes[event]
 
@@ -368,4 +505,4 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_steps_are_what_drivers_know() -> None:
-    assert set(Step.__args__) == {JoinAt, OnLane, OnGrpc, Pause}
+    assert set(Step.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Pause}

@@ -52,6 +52,11 @@ def test_extra_config_is_read() -> None:
     assert extra["memory"] == "4GiB"
 
 
+def test_a_mooncake_file_may_name_an_etcd(mooncake: Mooncake) -> None:
+    config = read_config({}, mooncake(master_server_address="etcd://10.0.0.1:2379;10.0.0.2:2379"))
+    assert config.master == "etcd://10.0.0.1:2379,10.0.0.2:2379/kvstore"
+
+
 def test_an_unknown_key_is_named_with_the_nearest_right_one() -> None:
     with pytest.raises(ConfigError) as raised:
         read_config({"save_decodes": True}, NO_FILE)

@@ -1,0 +1,123 @@
+"""Addresses as people write them: ``host:port``, and where in an etcd a master is announced."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+from urllib.parse import parse_qsl, quote, unquote, urlencode
+
+from kvstore.errors import InvalidArgumentError
+
+ETCD_SCHEME: Final = "etcd://"
+ETCD_PORT: Final = 2379
+ETCD_PREFIX: Final = "kvstore"
+"""Under which the masters of one cluster meet, where nothing else is said."""
+
+_FILES: Final = ("ca", "cert", "key")
+
+
+def split_address(address: str, *, default_port: int | None = None) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[IPv6]:port``, the brackets taken off.
+
+    Raises:
+        InvalidArgumentError: not of that form, or without a port where there is no default.
+    """
+    text = address.strip()
+    advice = "Write HOST:PORT, and an IPv6 address in brackets: [::1]:50001."
+    if text.startswith("["):
+        host, closing, rest = text[1:].partition("]")
+        colon, port = rest[:1], rest[1:]
+        valid = bool(closing and host) and colon in ("", ":")
+    else:
+        host, colon, port = text.partition(":")
+        valid = bool(host) and not any(sign in host for sign in "/ ]@") and ":" not in port
+    if valid and not colon and default_port is not None:
+        return host, default_port
+    if not valid or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise InvalidArgumentError(f"{address!r} is no address", advice=advice)
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """``split_address`` backwards."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class EtcdPlace(NamedTuple):
+    """An etcd, how to get in, and the prefix under which the masters of one cluster meet."""
+
+    endpoints: tuple[str, ...]
+    """``host:port`` of its members, one or more."""
+    prefix: str = ETCD_PREFIX
+    ca: str = ""
+    """File with the certificates that its own is checked against; empty: no TLS."""
+    cert: str = ""
+    key: str = ""
+    """Files with our certificate and key, where etcd asks for one."""
+    user: str = ""
+    password: str = ""
+
+    @property
+    def leader_key(self) -> bytes:
+        """Holds the leader's address, for as long as its lease lives."""
+        return f"{self.prefix}/leader".encode()
+
+    @property
+    def epoch_key(self) -> bytes:
+        """Holds the epoch of the last leader."""
+        return f"{self.prefix}/epoch".encode()
+
+    def __str__(self) -> str:
+        """``parse_etcd`` backwards."""
+        user = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}@" if self.user else ""
+        files = {name: getattr(self, name) for name in _FILES if getattr(self, name)}
+        query = "?" + urlencode(files, safe="/") if files else ""
+        return f"{ETCD_SCHEME}{user}{','.join(self.endpoints)}/{self.prefix}{query}"
+
+    @property
+    def shown(self) -> str:
+        """For messages: without the password and the files."""
+        return f"{ETCD_SCHEME}{','.join(self.endpoints)}/{self.prefix}"
+
+
+def parse_etcd(text: str) -> EtcdPlace:
+    """``[etcd://][USER:PASSWORD@]HOST[:PORT],...[/PREFIX][?ca=FILE&cert=FILE&key=FILE]``.
+
+    Members are separated by commas or, as Mooncake's users write it, by semicolons.
+
+    Raises:
+        InvalidArgumentError: not of that form.
+    """
+    rest, _, query = text.strip().removeprefix(ETCD_SCHEME).partition("?")
+    members, _, prefix = rest.partition("/")
+    who, at, members = members.rpartition("@")
+    user, _, password = who.partition(":")
+    endpoints = tuple(
+        join_address(*split_address(member, default_port=ETCD_PORT))
+        for member in re.split("[,;]", members)
+    )
+    files = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = files.keys() - set(_FILES)
+    prefix = prefix.strip("/") or ETCD_PREFIX
+    if unknown or (at and not user) or not prefix.isprintable() or len(prefix) > 128:
+        raise InvalidArgumentError(
+            f"{text.partition('?')[0].rpartition('@')[2]!r} is no place in an etcd",
+            advice="Write etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE&cert=FILE&key=FILE.",
+        )
+    place = EtcdPlace(endpoints, prefix, user=unquote(user), password=unquote(password), **files)
+    return checked_etcd(place)
+
+
+def checked_etcd(place: EtcdPlace) -> EtcdPlace:
+    """``place``. Raises InvalidArgumentError: its files make no sense together."""
+    if bool(place.cert) != bool(place.key) or (place.cert and not place.ca):
+        raise InvalidArgumentError(
+            "a certificate for etcd needs its key, and both need the certificate of its authority",
+            advice="Give ca, cert and key; or ca alone, where etcd asks for no certificate.",
+        )
+    return place
+
+
+def shown_place(master: str) -> str:
+    """Where a master may be, for messages: an etcd without its password."""
+    return parse_etcd(master).shown if master.startswith(ETCD_SCHEME) else master

@@ -1,0 +1,268 @@
+"""What a candidate asks of etcd: leases, one key that names the leader, and news of its end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, NamedTuple, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from kvstore.addresses import EtcdPlace
+from kvstore.errors import KVStoreError, NotLeaderError, ProtocolError
+from kvstore.etcd import rpc_pb2 as rpc
+from kvstore.etcd.wire import (
+    AUTHENTICATE,
+    CHANNEL_OPTIONS,
+    GRANT,
+    KEEP_ALIVE,
+    RANGE,
+    REVOKE,
+    TXN,
+    WATCH,
+    Method,
+    credentials,
+    metadata,
+    refused,
+    unavailable,
+    worth_another_member,
+)
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+ATTEMPT_S: Final = 1.0
+"""How long one of several members may take before the next one is asked."""
+
+
+class Lease(NamedTuple):
+    lease_id: int
+    ttl_s: int
+    """Given by etcd; may be more than what was asked for."""
+
+
+class Leader(NamedTuple):
+    """What stands in the leader's key."""
+
+    address: str
+    lease_id: int
+    revision: int
+    """At which the key was created: grows from leader to leader."""
+
+
+class Sight(NamedTuple):
+    """The leader's key at one time."""
+
+    leader: Leader | None
+    revision: int
+    """Of the store, when that was so."""
+
+
+class Etcd:
+    """One etcd, of one member or several. Threads: those of one event loop.
+
+    Every method takes ``deadline``, a value of ``time.monotonic()`` by which it returns or raises.
+    What a member cannot do is tried at the next one, so a call may be done twice, which does no
+    harm: the second ``new_epoch`` fails.
+
+    Raises (all of them):
+        EtcdUnreachableError: no member answered in time; whether it was done is not known.
+        PermissionDeniedError: it did not let us.
+    """
+
+    def __init__(self, place: EtcdPlace) -> None:
+        """Raises StartupError: a file for TLS cannot be read."""
+        self.place = place
+        self._credentials = credentials(place)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turn = 0
+        self._token = ""
+
+    async def close(self) -> None:
+        """Idempotent."""
+        for channel in list(self._channels.values()):
+            await channel.close()
+        self._channels.clear()
+
+    # --- leases -------------------------------------------------------------------------------
+
+    async def grant(self, ttl_s: int, deadline: float) -> Lease:
+        granted = await self._call(GRANT, rpc.LeaseGrantRequest(TTL=ttl_s), deadline)
+        return Lease(granted.ID, granted.TTL)
+
+    async def keep_alive(self, lease_id: int, deadline: float) -> int:
+        """For how many seconds more the lease lives, from a moment after this was called; 0: there
+        is no such lease any more."""
+        kept = await self._call(KEEP_ALIVE, rpc.LeaseKeepAliveRequest(ID=lease_id), deadline)
+        return max(kept.TTL, 0)
+
+    async def revoke(self, lease_id: int, deadline: float) -> None:
+        """Ends the lease, and with it every key that hangs on it. Idempotent."""
+        await self._call(
+            REVOKE, rpc.LeaseRevokeRequest(ID=lease_id), deadline, missing_is_fine=True
+        )
+
+    # --- the leader's key ---------------------------------------------------------------------
+
+    async def look(self, deadline: float) -> Sight:
+        found = await self._call(RANGE, rpc.RangeRequest(key=self.place.leader_key), deadline)
+        return Sight(_leader(found), found.header.revision)
+
+    async def campaign(self, lease_id: int, address: str, deadline: float) -> Leader:
+        """Enters ``address`` as the leader's if there is none. Returns who leads then."""
+        key = self.place.leader_key
+        nobody = rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)
+        put = rpc.PutRequest(key=key, value=address.encode(), lease=lease_id)
+        transaction = rpc.TxnRequest(
+            compare=[nobody],
+            success=[rpc.RequestOp(request_put=put)],
+            failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=key))],
+        )
+        done = await self._call(TXN, transaction, deadline)
+        if done.succeeded:
+            return Leader(address, lease_id, done.header.revision)
+        leader = _leader(done.responses[0].response_range)
+        assert leader is not None, "what could not be created is there"
+        return leader
+
+    async def watch_for_end(self, revision: int, deadline: float) -> bool:
+        """Whether the leader's key changed after ``revision``; False: not until the deadline."""
+        create = rpc.WatchCreateRequest(key=self.place.leader_key, start_revision=revision + 1)
+        request = rpc.WatchRequest(create_request=create)
+        try:
+            await self._call(WATCH, request, deadline)
+        except KVStoreError:
+            if time.monotonic() < deadline - 0.001:
+                raise
+            return False
+        return True
+
+    async def new_epoch(self, leader: Leader, least: int, deadline: float) -> int:
+        """A higher one than any before, for ``leader``, if it is the leader still.
+
+        Args:
+            least: at least this one: Unix time in milliseconds, which is what a master without etcd
+                takes for its epoch, so that those count as before, too.
+
+        Raises:
+            NotLeaderError: the key names another one by now, or none.
+        """
+        key = self.place.epoch_key
+        found = await self._call(RANGE, rpc.RangeRequest(key=key), deadline)
+        last, changed_at = 0, 0
+        if found.kvs:
+            value, changed_at = found.kvs[0].value, found.kvs[0].mod_revision
+            if not value.isdigit():
+                raise ProtocolError(
+                    f"{key.decode()} in the etcd at {self.place.shown} holds {value[:40]!r}, "
+                    "no number",
+                    advice="Who else uses this prefix? Give each cluster its own: --etcd-prefix.",
+                )
+            last = int(value)
+        epoch = max(last + 1, least)
+        still = rpc.Compare(
+            target=rpc.Compare.CREATE, key=self.place.leader_key, create_revision=leader.revision
+        )
+        unchanged = rpc.Compare(target=rpc.Compare.MOD, key=key, mod_revision=changed_at)
+        put = rpc.PutRequest(key=key, value=str(epoch).encode())
+        transaction = rpc.TxnRequest(
+            compare=[still, unchanged], success=[rpc.RequestOp(request_put=put)]
+        )
+        if not (await self._call(TXN, transaction, deadline)).succeeded:
+            raise NotLeaderError("the lease ended before there was an epoch", leader="")
+        return epoch
+
+    # --- carrying it --------------------------------------------------------------------------
+
+    async def _call(
+        self,
+        method: Method[ResponseT],
+        request: Message,
+        deadline: float,
+        *,
+        missing_is_fine: bool = False,
+    ) -> ResponseT:
+        members = self.place.endpoints
+        reasons: dict[str, str] = {}
+        authenticated = False
+        for _ in range(len(members) + 1):  # once around, and the first one a second time
+            member = members[self._turn % len(members)]
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            timeout_s = left_s if len(members) == 1 or method is WATCH else min(left_s, ATTEMPT_S)
+            try:
+                if self.place.user and not self._token:
+                    self._token = await self._authenticate(member, timeout_s)
+                return await self._ask(member, method, request, timeout_s)
+            except grpc.RpcError as error:
+                failure = error
+            code, details = failure.code(), failure.details() or ""
+            if missing_is_fine and code is grpc.StatusCode.NOT_FOUND:
+                return method.response()
+            if "auth" in details and self._token and not authenticated:
+                self._token, authenticated = "", True  # it was given out by another life of etcd
+                continue
+            if not worth_another_member(failure):
+                raise refused(failure, self.place)
+            reasons[member] = details.rpartition(": ")[2][:80] or code.name.lower()
+            await self._forget(member)
+            self._turn += 1
+        raise unavailable(self.place, reasons)
+
+    async def _authenticate(self, member: str, timeout_s: float) -> str:
+        request = rpc.AuthenticateRequest(name=self.place.user, password=self.place.password)
+        return (await self._ask(member, AUTHENTICATE, request, timeout_s)).token
+
+    async def _ask(
+        self, member: str, method: Method[ResponseT], request: Message, timeout_s: float
+    ) -> ResponseT:
+        """Raises grpc.RpcError."""
+        channel = self._channel(member)
+        encode, decode = type(request).SerializeToString, method.response.FromString
+        if not method.streams:
+            call: Any = channel.unary_unary(method.path, encode, decode)
+            answer: ResponseT = await call(
+                request, timeout=timeout_s, metadata=metadata(self._token)
+            )
+            return answer
+        stream: Any = channel.stream_stream(method.path, encode, decode)(
+            timeout=timeout_s, metadata=metadata(self._token)
+        )
+        try:
+            await stream.write(request)
+            while (response := await stream.read()) is not grpc.aio.EOF:
+                if method is not WATCH or response.events or response.canceled:
+                    found: ResponseT = response
+                    return found
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(),
+                "it ended the stream",
+            )  # fmt: skip
+        finally:
+            stream.cancel()
+
+    def _channel(self, member: str) -> grpc.aio.Channel:
+        channel = self._channels.get(member)
+        if channel is None:
+            if self._credentials is None:
+                channel = grpc.aio.insecure_channel(member, options=CHANNEL_OPTIONS)
+            else:
+                channel = grpc.aio.secure_channel(
+                    member, self._credentials, options=CHANNEL_OPTIONS
+                )
+            self._channels[member] = channel
+        return channel
+
+    async def _forget(self, member: str) -> None:
+        """The next call connects anew at once; the old channel would wait for its backoff."""
+        channel = self._channels.pop(member, None)
+        if channel is not None:
+            await channel.close()
+
+
+def _leader(found: rpc.RangeResponse) -> Leader | None:
+    if not found.kvs:
+        return None
+    row = found.kvs[0]
+    return Leader(row.value.decode(errors="replace"), row.lease, row.create_revision)

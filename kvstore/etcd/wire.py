@@ -1,0 +1,107 @@
+"""etcd's calls: their names, messages, credentials and failures; the same for both clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvstore.addresses import EtcdPlace
+from kvstore.errors import (
+    EtcdUnreachableError,
+    KVStoreError,
+    PermissionDeniedError,
+    StartupError,
+)
+from kvstore.etcd import rpc_pb2 as rpc
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class Method(NamedTuple, Generic[ResponseT]):
+    path: str
+    response: type[ResponseT]
+    streams: bool = False
+
+
+RANGE: Final = Method("/etcdserverpb.KV/Range", rpc.RangeResponse)
+TXN: Final = Method("/etcdserverpb.KV/Txn", rpc.TxnResponse)
+GRANT: Final = Method("/etcdserverpb.Lease/LeaseGrant", rpc.LeaseGrantResponse)
+REVOKE: Final = Method("/etcdserverpb.Lease/LeaseRevoke", rpc.LeaseRevokeResponse)
+KEEP_ALIVE: Final = Method(
+    "/etcdserverpb.Lease/LeaseKeepAlive", rpc.LeaseKeepAliveResponse, streams=True
+)
+WATCH: Final = Method("/etcdserverpb.Watch/Watch", rpc.WatchResponse, streams=True)
+AUTHENTICATE: Final = Method("/etcdserverpb.Auth/Authenticate", rpc.AuthenticateResponse)
+
+CHANNEL_OPTIONS: Final = (
+    # gRPC's own backoff grows to two minutes, in which an etcd that is back is not seen.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def credentials(place: EtcdPlace) -> grpc.ChannelCredentials | None:
+    """For TLS; None without. Reads the files.
+
+    Raises:
+        StartupError: one of them cannot be read.
+    """
+    if not place.ca:
+        return None
+    ca, cert, key = (_read(name) for name in (place.ca, place.cert, place.key))
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _read(name: str) -> bytes | None:
+    try:
+        return Path(name).expanduser().read_bytes() if name else None
+    except OSError as error:
+        raise StartupError(
+            f"cannot read {name}, which is for etcd: {error.strerror}",
+            advice="Give certificates as PEM files.",
+        ) from error
+
+
+def worth_another_member(error: grpc.RpcError) -> bool:
+    """Whether another member of the same etcd may do what this one could not."""
+    return error.code() in (
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    )
+
+
+def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
+    """What it means that etcd refused a call."""
+    details = error.details() or error.code().name.lower()
+    kind: type[KVStoreError] = EtcdUnreachableError
+    if error.code() in (
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    ):
+        kind = PermissionDeniedError
+    return kind(
+        f"the etcd at {place.shown} refused a call: {details[:200]}",
+        advice="Check its user, its password and what that user may do.",
+    )
+
+
+def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableError:
+    why = "; ".join(f"{member}: {reason}" for member, reason in reasons.items())
+    return EtcdUnreachableError(
+        f"no etcd answers at {place.shown} ({why or 'no time left'})"[:400],
+        advice="Is it running, and is this its client port?",
+    )
+
+
+def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    return (("token", token),) if token else ()

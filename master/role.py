@@ -1,0 +1,232 @@
+"""Whether a master leads or stands by, and what it does next: pure, time is an argument.
+
+    following ── nobody leads ──► grant a lease, campaign ── won ──► leading
+        ▲                                │ another one was faster       │ its lease was not kept in
+        └────────────────────────────────┴──────────────────────────────┘ time, or is gone
+
+One rule makes a second leader impossible: a leader acts only while ``now < until``, and ``until``
+is counted from *before* the request was sent to which etcd answered that the lease lives on, less a
+margin for clocks that run at different speeds. So it has stopped before etcd lets anybody else win.
+
+Each lease is campaigned with once, and each election has an epoch of its own, higher than any
+before. Whoever lost its lease, or only fears so, leads again under a new lease and epoch only.
+
+Times are monotonic seconds. Every ``next`` is followed by the one report that its action asks for.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+MARGIN: Final = 0.1
+"""Share of a lease that its leader does not use: clocks differ by far less than a hundredth."""
+
+KEEP_SHARE: Final = 1 / 3
+"""Of a lease, after which it is kept alive again: two attempts may be lost."""
+
+RETRY_SHARE: Final = 1 / 15
+"""Of a lease, after which a failed attempt is repeated."""
+
+BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
+"""Pauses of a master that stands by and cannot reach etcd; the last one is repeated."""
+
+
+class Look(NamedTuple):
+    """Read who leads. Report: ``saw`` or ``failed``."""
+
+
+class Watch(NamedTuple):
+    """Wait until that changes after ``revision``, but not for ever. Report: ``changed`` or
+    ``failed``."""
+
+    revision: int
+
+
+class Grant(NamedTuple):
+    """Get a lease. Report: ``granted`` or ``failed``."""
+
+
+class Campaign(NamedTuple):
+    """Enter ourselves as the leader, if there is none, and get an epoch. Report: ``campaigned`` or
+    ``failed``."""
+
+    lease_id: int
+
+
+class KeepAlive(NamedTuple):
+    """Keep the lease, and see whether we are entered still; by ``deadline``. Report: ``kept`` or
+    ``failed``."""
+
+    lease_id: int
+    deadline: float
+
+
+class Revoke(NamedTuple):
+    """End a lease that is of no use any more, if that can be done. No report."""
+
+    lease_id: int
+
+
+class Lead(NamedTuple):
+    """Begin to serve under this epoch. No report."""
+
+    epoch: int
+
+
+class StepDown(NamedTuple):
+    """Stop serving, at once. No report."""
+
+    why: str
+
+
+class Wait(NamedTuple):
+    """Do nothing until then. No report."""
+
+    until: float
+
+
+Action = Look | Watch | Grant | Campaign | KeepAlive | Revoke | Lead | StepDown | Wait
+
+
+class Seen(NamedTuple):
+    """The leader as etcd knows it."""
+
+    address: str
+    lease_id: int
+    revision: int
+    """At which it was entered."""
+
+
+class Role:
+    """See the module. One per process, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """Under which we lead, or last led."""
+        self.until = 0.0
+        """We may act as the leader before this time only; 0: we do not lead."""
+        self.leader: Seen | None = None
+        """As last seen; not us."""
+        self._leading = False
+        self._why = ""
+        """Why we lead no more, until ``StepDown`` was said."""
+        self._revision = 0
+        """At which nobody else is known to have been entered since; 0: look first."""
+        self._lease_id = 0
+        self._stale: list[int] = []
+        """Leases to revoke."""
+        self._ttl_s = 0.0
+        self._asked_at = 0.0
+        """When the action under way was handed out: what it sends, it sends later than that."""
+        self._granted_until = 0.0
+        self._not_before = 0.0
+        self._failures = 0
+
+    @property
+    def leading(self) -> bool:
+        """Whether ``Lead`` was said, and ``StepDown`` not yet."""
+        return self._leading
+
+    def next(self, now: float) -> Action:
+        """What to do now."""
+        self._asked_at = now
+        if self._leading:
+            if not self._why and now >= self.until:
+                self._why = "lease_not_kept"
+            if self._why:
+                why, self._why = self._why, ""
+                self._end()
+                return StepDown(why)
+            if now < self._not_before:
+                return Wait(min(self._not_before, self.until))
+            return KeepAlive(self._lease_id, min(self.until, now + self._ttl_s * KEEP_SHARE))
+        if self._stale:
+            return Revoke(self._stale.pop())
+        if self.until:
+            if now < self.until:
+                self._leading = True
+                self._not_before = now
+                return Lead(self.epoch)
+            self._end()
+            return self.next(now)
+        if now < self._not_before:
+            return Wait(self._not_before)
+        if not self._revision:
+            return Look()
+        if self.leader is not None:
+            return Watch(self._revision)
+        return Campaign(self._lease_id) if self._lease_id else Grant()
+
+    # --- reports ------------------------------------------------------------------------------
+
+    def saw(self, leader: Seen | None, revision: int) -> None:
+        """After ``Look``: who leads, at that revision of the store."""
+        self._failures = 0
+        self.leader, self._revision = leader, revision
+
+    def changed(self) -> None:
+        """After ``Watch``: the leader changed, or the watch is over."""
+        self._revision = 0
+
+    def granted(self, lease_id: int, ttl_s: float) -> None:
+        """After ``Grant``."""
+        self._lease_id, self._ttl_s = lease_id, ttl_s
+        self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
+
+    def campaigned(self, leader: Seen, epoch: int) -> None:
+        """After ``Campaign``: who leads now; and the new epoch, if we do."""
+        if leader.lease_id == self._lease_id:
+            assert epoch > self.epoch
+            self.epoch = epoch
+            self.until = self._granted_until
+            self.leader = None
+            return
+        self._end()
+        self.leader, self._revision = leader, leader.revision
+
+    def kept(self, ttl_s: float, leader: Seen | None) -> None:
+        """After ``KeepAlive``: how long the lease lives, counted from then; and who is entered."""
+        if ttl_s <= 0:
+            self._why = "lease_gone"
+        elif leader is None or leader.lease_id != self._lease_id:
+            self._why = "removed_from_etcd"
+        else:
+            self._failures = 0
+            self._ttl_s = ttl_s
+            self.until = max(self.until, self._asked_at + ttl_s * (1 - MARGIN))
+            self._not_before = self._asked_at + ttl_s * KEEP_SHARE
+
+    def stopped(self) -> None:
+        """What serves found that its time had passed, and stopped, before ``kept`` was heard."""
+        self._why = "lease_not_kept"
+
+    def failed(self, now: float) -> None:
+        """After any of them: etcd did not answer. It may have done what it was asked."""
+        self._failures += 1
+        if self._leading:
+            self._not_before = now + self._ttl_s * RETRY_SHARE
+            return
+        self._end()
+        self._not_before = now + BACKOFF_S[min(self._failures, len(BACKOFF_S)) - 1]
+
+    def resign(self) -> int:
+        """Lead no more and never again; the lease to revoke, or 0. The caller serves nobody now."""
+        lease_id = self._lease_id
+        self._end()
+        return lease_id
+
+    def _end(self) -> None:
+        """Back to following, with nothing in hand."""
+        if self._lease_id:
+            self._stale.append(self._lease_id)
+        self._leading = False
+        self._lease_id = self._revision = 0
+        self.until = 0.0
+        self.leader = None
+        self._not_before = 0.0
+
+    def check_invariants(self) -> None:
+        assert not self._leading or (self._lease_id and self.until and self.epoch)
+        assert self.leader is None or not self.until
+        assert self._lease_id not in self._stale
+        assert len(self._stale) <= 1, "each is revoked before the next one is granted"
