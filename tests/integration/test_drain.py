@@ -148,16 +148,17 @@ def test_nobody_who_reads_notices(store: Cluster) -> None:
 
 def test_a_node_that_keeps_its_memory_leaves_none_when_it_was_drained(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, settings=SHORT)
+    cluster.master()
+    command = ["--keep", "--memory", "16MiB", "--name", f"keeps-{os.getpid()}"]
+    node = Node(NODE, [*command, "--master", cluster.address], log=tmp_path / "node.log")
+    node.name = command[-1]
     try:
-        cluster.master()
-        command = ["--keep", "--memory", "16MiB", "--name", f"keeps-{os.getpid()}"]
-        node = Node(NODE, [*command, "--master", cluster.address], log=tmp_path / "node.log")
-        node.name = command[-1]
         node.line("serves")
         assert drain(cluster, node).code == 0
         has_left(node)
-        node.close()
     finally:
+        node.close()
+        node.entry.unlink(missing_ok=True)
         cluster.close()
 
 
