@@ -25,7 +25,7 @@ from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
 from kvstore.client.stub import MasterStub
-from kvstore.client.values import Buffer, Kind, Storable, Value
+from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
 
@@ -176,6 +176,14 @@ class AsyncClient:
         """As ``Client.get_into``. After a cancellation the buffers may still be written to for as
         long as one copy takes."""
         return await self._run(self._operations.get_into(keys, buffers, namespace))
+
+    async def register(self, buffer: Buffer) -> None:
+        """As ``Client.register``."""
+        await asyncio.to_thread(self._session.movers.register, writable(buffer)[0][0])
+
+    async def unregister(self, buffer: Buffer) -> None:
+        """As ``Client.unregister``."""
+        await asyncio.to_thread(self._session.movers.unregister, writable(buffer)[0][0])
 
     def lease(self, view: View) -> Lease | None:
         """As ``Client.lease``."""

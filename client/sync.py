@@ -18,7 +18,7 @@ from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
 from kvstore.client.stub import MasterStub
-from kvstore.client.values import Buffer, Kind, Storable, Value
+from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
 
@@ -267,6 +267,23 @@ class Client:
                 (the buffer's contents are undefined). Other buffers of the batch may be filled.
         """
         return self._run(self._operations.get_into(keys, buffers, namespace))
+
+    def register(self, buffer: Buffer) -> None:
+        """Let the transfer engine move bytes from and into this memory as it is, where it moves
+        any: without, they pass through a buffer. Ours until ``unregister`` or ``close``.
+
+        A ``get_into`` of such memory that fails with MemoryQuarantinedError leaves it in doubt:
+        see there. Needs memory that may be locked (RDMA); does nothing without an engine.
+
+        Raises:
+            TransferEngineError: it cannot be registered, or is in part already.
+        """
+        self._session.movers.register(writable(buffer)[0][0])
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Take memory back. Returns when nothing can be written to it any more: at once, or some
+        5 s after a read was given up."""
+        self._session.movers.unregister(writable(buffer)[0][0])
 
     def lease(self, view: View) -> Lease | None:
         """The promise under a value from ``get(copy=False)`` or ``allocate``, or under anything

@@ -51,6 +51,17 @@ class Presence(enum.IntEnum):
     BEING_WRITTEN = 2
 
 
+class EngineAddress(NamedTuple):
+    """Where a segment is registered with a transfer engine (``kvstore.transport.mooncake``)."""
+
+    name: str
+    """What peers open: ``host:port`` of its handshake, or its key in the metadata server."""
+    base: int
+    """Of the segment's first byte in the node's process; another one for each generation."""
+    protocol: str
+    metadata_server: str
+
+
 class SegmentInfo(NamedTuple):
     """How to reach a segment. ``segment_id`` is never used again within an epoch."""
 
@@ -71,6 +82,8 @@ class SegmentInfo(NamedTuple):
     """Seed of the header checksums of this segment (64 bits)."""
     generation: int
     """Counts mounts; a data connection or mapping of an older one is refused."""
+    engine: EngineAddress | None = None
+    """None: its node has no transfer engine."""
 
 
 class Placements(NamedTuple):
@@ -514,6 +527,7 @@ class SegmentOffer(NamedTuple):
     """Nobody has ever been given an extent of it."""
     mark: Version = NO_MARK
     """The last that it was told to keep (``MasterWipe``)."""
+    engine: EngineAddress | None = None
 
 
 class NodeJoin(NamedTuple):

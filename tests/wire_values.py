@@ -122,8 +122,9 @@ def wipes(draw: st.DrawFn) -> calls.MasterWipe:
     )  # fmt: skip
 
 
+ENGINE = st.none() | st.builds(calls.EngineAddress, NAME, U64, NAME, NAME)
 SEGMENT_INFO = st.builds(
-    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64
+    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64, ENGINE
 )
 SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME)
 NODE_STATUS = st.builds(
@@ -142,6 +143,7 @@ OFFER = st.builds(
     U64,
     FLAGS,
     VERSION,
+    ENGINE,
 )
 
 

@@ -6,7 +6,8 @@
                                   └─ fence ◄┘ refused: a new master, or we counted as dead
 
 *Fencing* ends whatever an older grant may still write: the segment's generation grows, which stops
-writers through shared memory and turns away their data connections, and the open ones are closed.
+writers through shared memory and turns away their data connections, the open ones are closed, and a
+transfer engine has the segment at another address from then on.
 Only then does the node join anew, and tells what its memory holds (``kvstore.node.inventory``); the
 master gives out no space on it before it knows all, and the leases that its predecessor promised
 have ended.
@@ -43,6 +44,7 @@ from kvstore.errors import (
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.memory.segment import Segment
 from kvstore.node import inventory
+from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from kvstore.wire.node_stream import NodeStream
 
@@ -68,6 +70,7 @@ class NodeAgent:
         segment: Segment,
         server: DataServer,
         address: str,
+        engine: EngineServer | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
     ) -> None:
@@ -80,6 +83,7 @@ class NodeAgent:
             segment: owned by the caller, who closes it after ``run``.
             server: serves ``segment``; the caller's, too.
             address: where clients find ``server``.
+            engine: serves ``segment``, too; the caller's.
             joined: told of each join that is not a mere resumption.
             waiting: told when the master is not reachable, once per outage.
         """
@@ -89,6 +93,7 @@ class NodeAgent:
         self._segment = segment
         self._server = server
         self._address = address
+        self._engine = engine
         self._joined = joined
         self._waiting = waiting
         self._epoch = 0
@@ -151,6 +156,8 @@ class NodeAgent:
     def _fence(self) -> None:
         self._segment.bump_generation()
         self._server.fence()
+        if self._engine is not None:
+            self._engine.fence()
         log.info("node_fenced node=%s generation=%d", self._name, self._segment.generation)
 
     async def _session(self, master: str) -> None:
@@ -173,6 +180,7 @@ class NodeAgent:
                 generation=segment.generation,
                 fresh=self._fresh,
                 mark=segment.mark,
+                engine=None if self._engine is None else self._engine.address,
             )
             join = NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
             accepted = await self._answer_to(link, join)

@@ -30,6 +30,8 @@ from kvstore.host import address_towards, host_id
 from kvstore.memory import numa
 from kvstore.memory.segment import MemoryOptions, Segment, free_node_name
 from kvstore.node.agent import NodeAgent
+from kvstore.transport.mooncake.engine import EngineSettings
+from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 
 log = logging.getLogger("kvstore.node")
@@ -72,9 +74,12 @@ def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool
             )
             server.start()
             stack.callback(server.stop)
+            engine = _start_engine(config, segment)
+            if engine is not None:
+                stack.callback(engine.close)
             # Last in, first out: nothing interrupts the clean-up that follows.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-            drained = asyncio.run(_serve(config, segment, server, parent))
+            drained = asyncio.run(_serve(config, segment, server, engine, parent))
         return 0
     except KeyboardInterrupt:
         return 0
@@ -88,7 +93,11 @@ def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool
 
 
 async def _serve(
-    config: NodeConfig, segment: Segment, server: DataServer, parent: ParentLink
+    config: NodeConfig,
+    segment: Segment,
+    server: DataServer,
+    engine: EngineServer | None,
+    parent: ParentLink,
 ) -> bool:
     """Until it is told to stop; whether that was because it was drained."""
     address = _advertised(config, server.port)
@@ -111,6 +120,7 @@ async def _serve(
         segment=segment,
         server=server,
         address=address,
+        engine=engine,
         joined=joined,
         waiting=waiting,
     )
@@ -179,6 +189,14 @@ def _named(config: NodeConfig, progress: Callable[[int, int], None], *, is_child
                     raise
                 time.sleep(0.05)  # its process may be ending
             name = again  # somebody was faster
+
+
+def _start_engine(config: NodeConfig, segment: Segment) -> EngineServer | None:
+    if not config.protocol:
+        return None
+    settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
+    host, _ = split_address(_advertised(config, 0), default_port=0)
+    return EngineServer(segment, settings, host)
 
 
 def _left(

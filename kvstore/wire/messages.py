@@ -37,8 +37,10 @@ from kvstore.v1 import admin_pb2, client_pb2, common_pb2
 from kvstore.wire.packed import (
     COLUMN_ROWS_MAX,
     pack_column,
+    pack_engine,
     pack_keys,
     unpack_column,
+    unpack_engine,
     unpack_keys,
     unpack_number,
     unpack_text,
@@ -557,7 +559,8 @@ def _decode_describe_segments(data: bytes) -> calls.DescribeSegments:
 def _encode_segments(r: calls.Segments) -> bytes:
     m = client_pb2.DescribeSegmentsReply(epoch=r.epoch)
     for segment in r.segments:
-        m.segments.add(**segment._asdict())
+        m.segments.add(**segment._replace(engine=None)._asdict())
+        pack_engine(m.segments[-1], segment.engine)
     return m.SerializeToString()
 
 
@@ -577,6 +580,7 @@ def _decode_segments(data: bytes) -> calls.Segments:
                 s.token,
                 s.seed,
                 s.generation,
+                unpack_engine(s),
             )
             for s in m.segments
         ],

@@ -287,4 +287,5 @@ def describe(segment: Segment) -> SegmentInfo:
         token=offer.token,
         seed=offer.seed,
         generation=offer.generation,
+        engine=offer.engine,
     )
