@@ -15,7 +15,7 @@ from kvstore.calls import PutOutcome
 from kvstore.client import asking, getting, putting
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.getting import Target
-from kvstore.client.leases import Granted, Lease, Named
+from kvstore.client.leases import Granted, Lease, Named, Place
 from kvstore.client.movers import Movers
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.putting import Item, PutOptions
@@ -308,7 +308,8 @@ class Operations:
             if placed.size:
                 named = Named(namespace, key, placed.epoch, placed.counter)
                 mounted = self.movers.watch(replica.segment)
-                self.views.add(array, named, placed.until, mounted)
+                place = Place(replica.segment.uuid, replica.offset)
+                self.views.add(array, named, placed.until, mounted, place)
             return _view_of(header, array, kind)
         return _Elsewhere()
 

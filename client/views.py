@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore import calls
-from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named
+from kvstore.calls import SegmentInfo
+from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
 from kvstore.client.values import Bytes1D
 from kvstore.errors import KVStoreError
 
@@ -35,8 +36,16 @@ Ask = Callable[[calls.Request, float], calls.Reply]
 class Views:
     """All views and allocations of one client, by the address of their memory."""
 
-    def __init__(self, ask: Ask, *, lease_margin_s: float) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        lease_margin_s: float,
+        watch: Callable[[SegmentInfo], Mounted] | None = None,
+    ) -> None:
+        """``watch``: of ``Movers``, to go on with objects whose segments were mounted anew."""
         self._ask = ask
+        self._watch = watch
         self._margin_s = lease_margin_s
         # Reentrant: a finalizer may run in a thread that holds it.
         self._lock = threading.RLock()
@@ -47,15 +56,26 @@ class Views:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, array: Bytes1D, held: Named | Granted, until: float, mounted: Mounted) -> Lease:
+    def add(
+        self,
+        array: Bytes1D,
+        held: Named | Granted,
+        until: float,
+        mounted: Mounted,
+        place: Place | None = None,
+    ) -> Lease:
         """Watch ``array``, the first array over some payload, until its memory is let go.
 
         Args:
+            array: over the payload.
+            held: what it is.
+            until: when the promise ends.
             mounted: whether the segment under it is mounted as it was.
+            place: of the object; then it is found again when its segment was mounted anew.
         """
         address = array.ctypes.data
         with self._lock:
-            lease = self._leases.add(address, array.nbytes, held, until, mounted)
+            lease = self._leases.add(address, array.nbytes, held, until, mounted, place)
             weakref.finalize(array, self._let_go, address, lease).atexit = False
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(
@@ -93,6 +113,29 @@ class Views:
             self._dropped.append(dropped)
             self._changed.set()
 
+    def _follow(self, moved: list[Lease]) -> None:
+        """Ask for objects whose segments were mounted anew, one by one, until nobody answers."""
+        for lease in moved:
+            lease.plan_renewal()
+        for lease in moved:
+            what, asked = lease.what, time.monotonic()
+            if not isinstance(what, Named) or self._watch is None or not lease.held:
+                continue
+            try:
+                patience_s = max(0.05, lease.seconds_left / 2)
+                found = self._ask(calls.Lookup(what.namespace, [what.key]), patience_s)
+                assert isinstance(found, calls.Found)
+                segments = calls.DescribeSegments(found.placements.segments)
+                described = self._ask(segments, patience_s)
+                assert isinstance(described, calls.Segments)
+            except KVStoreError as error:
+                log.warning("lease_renewal_failed leases=%d error=%s", len(moved), error)
+                return
+            segment = found_at(lease, found, described)
+            if segment is not None:
+                until = asked + found.lease_ms / 1000 - self._margin_s
+                lease.mounted_again(self._watch(segment), until)
+
     def _renew_forever(self) -> None:
         while not self._closing.is_set():
             with self._lock:  # whoever adds one that is due sooner sees the time, and wakes us
@@ -105,7 +148,8 @@ class Views:
                 return
             self._revoke_dropped()
             with self._lock:
-                due = self._leases.due()
+                due, moved = self._leases.due(), self._leases.moved()
+            self._follow(moved)
             for renewal in due:
                 asked = time.monotonic()
                 try:

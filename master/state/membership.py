@@ -119,7 +119,18 @@ class Membership:
         known = self.nodes.get(join.name)
         same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
-            if known is None or not same or join.resume_epoch != self._epoch:
+            # A join that was long on its way may have come after one that was sent later. And an
+            # inventory that was broken off is begun anew.
+            generations = {offer.uuid: offer.generation for offer in join.segments}
+            if (
+                known is None
+                or not same
+                or join.resume_epoch != self._epoch
+                or not all(
+                    segment.whole and segment.offer.generation == generations[segment.offer.uuid]
+                    for segment in self.segments[known.name]
+                )
+            ):
                 raise SegmentGoneError(
                     f"node {join.name} has nothing to resume here", advice="Join anew."
                 )
