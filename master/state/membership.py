@@ -125,7 +125,18 @@ class Membership:
         if join.resume_epoch:
             if not self._dismissed.keys().isdisjoint(uuids):
                 raise _drained(join.name)  # it was told so, and has not heard it
-            if known is None or not same or join.resume_epoch != self._epoch:
+            # A join that was long on its way may have come after one that was sent later. And an
+            # inventory that was broken off is begun anew.
+            generations = {offer.uuid: offer.generation for offer in join.segments}
+            if (
+                known is None
+                or not same
+                or join.resume_epoch != self._epoch
+                or not all(
+                    segment.whole and segment.offer.generation == generations[segment.offer.uuid]
+                    for segment in self.segments[known.name]
+                )
+            ):
                 raise SegmentGoneError(
                     f"node {join.name} has nothing to resume here", advice="Join anew."
                 )
