@@ -16,7 +16,7 @@ from kvstore.calls import DrainStep, PutOutcome, SegmentInfo
 from kvstore.client import asking, getting, moving, putting
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.getting import Bad, Target
-from kvstore.client.leases import Granted, Lease, Named
+from kvstore.client.leases import Granted, Lease, Named, Place
 from kvstore.client.movers import Movers
 from kvstore.client.moving import Moved
 from kvstore.client.objects import headers, is_whole
@@ -36,7 +36,7 @@ from kvstore.client.values import (
     read_descriptor,
     writable,
 )
-from kvstore.client.views import Views
+from kvstore.client.views import Views, Watched
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     InvalidArgumentError,
@@ -337,7 +337,7 @@ class Operations:
                     found[at] = CORRUPT
         base = int(np.frombuffer(memory, np.uint8).ctypes.data)
         stale: list[int] = []
-        held: list[tuple[NDArray[np.generic], int, Named | Granted, float]] = []
+        held: list[Watched] = []
         now = context.clock()
         for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
             if now >= placed.until:
@@ -354,7 +354,8 @@ class Operations:
             views[index] = _view_of(descriptor, array, kind)
             if placed.size:
                 named = Named(namespace, Key(row[4]), placed.epoch, placed.counter)
-                held.append((array, base + offset, named, placed.until))
+                place = Place(segment.uuid, row[0])
+                held.append(Watched(array, base + offset, named, placed.until, place))
         self.views.add_many(held, mounted)
         return stale
 

@@ -55,7 +55,7 @@ class Session:
         self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
         self.movers = Movers(config.transports, self._engine if config.protocol else None)
         margin_s = config.lease_margin_ms / 1000
-        self.views = Views(ask, lease_margin_s=margin_s)
+        self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch)
         self.context = Context(
             clock=time.monotonic,
             host=self.host,

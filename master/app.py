@@ -81,6 +81,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     endpoints = master.endpoints
     election: Election | None = None
     tasks = [loop.create_task(_keep_collector_out())]
+    stopping = loop.create_task(stopped.wait())
     child: Child | None = None
     try:
         if etcd is None:
@@ -94,13 +95,15 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
             tasks.append(loop.create_task(election.run()))
         await master.carriers.start()
         _greet(config, endpoints)
-        if config.memory:
+        if config.memory and election is not None:
+            known = loop.create_task(election.leader_known.wait())
+            await asyncio.wait((stopping, known), return_when=asyncio.FIRST_COMPLETED)
+            known.cancel()
+        if config.memory and not stopped.is_set():
             child = await asyncio.to_thread(_start_node, config, endpoints)
             tasks.append(loop.create_task(_watch(child)))
         parent.tell(port=endpoints.port)
-        stopping = loop.create_task(stopped.wait())
         await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
         for task in tasks:
             if task.done() and not stopped.is_set():
                 task.result()  # raises: none of them ends by itself
@@ -111,9 +114,10 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
             loop.remove_reader(parent.fd)
         if child is not None:
             await asyncio.to_thread(child.stop)
+        stopping.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(stopping, *tasks, return_exceptions=True)
         if election is not None:
             await election.resign()
         if etcd is not None:

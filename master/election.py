@@ -45,6 +45,7 @@ class Terms(Protocol):
     def extend(self, until: float) -> bool:
         """The lease was kept: it may serve longer. False: its time had passed before, and it has
         stopped by itself, for good."""
+        ...
 
     def end(self, leader: str) -> None:
         """Serve no more; ``leader`` is the one to name, if one is known. May come twice."""
@@ -55,6 +56,8 @@ class Election:
 
     def __init__(self, etcd: Etcd, address: str, lease_ms: int, terms: Terms) -> None:
         """``address``: what clients and nodes are told of us when we lead."""
+        self.leader_known = asyncio.Event()
+        """Set once somebody, we or another one, was seen to lead."""
         self._etcd = etcd
         self._address = address
         self._ttl_s = -(-lease_ms // 1000)
@@ -127,6 +130,7 @@ class Election:
             case Lead(epoch):
                 self._counters["elections_won"] += 1
                 self._named = None
+                self.leader_known.set()
                 self._terms.begin(epoch, role.until)
                 log.info("leading epoch=%d address=%s", epoch, self._address)
             case StepDown(why):
@@ -139,6 +143,7 @@ class Election:
         leader = self._role.leader
         if leader is None:
             return
+        self.leader_known.set()
         address = leader.address if leader.address != self._address else ""
         if address != self._named:
             self._named = address

@@ -33,7 +33,6 @@ from rich.table import Table
 from kvstore._version import __version__
 from kvstore.addresses import shown_place
 from kvstore.calls import ClusterStatus, ObjectRow
-from kvstore.cli.bench import bench
 from kvstore.cli.doctor import doctor
 from kvstore.cli.options import (
     CONTEXT,
@@ -130,7 +129,22 @@ def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrap
 
 
-@click.group(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+class Commands(click.Group):
+    """With ``bench``, which is loaded only when it is asked for: it needs packages whose absence
+    ``doctor`` is there to tell."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "bench"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "bench":
+            from kvstore.cli.bench import bench
+
+            return bench
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=Commands, context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
 @config_options(ClientConfig, without=SETTINGS_WITHOUT)
 @json_option
 @debug_option
@@ -426,7 +440,6 @@ def version(context: click.Context, as_json: bool) -> None:
             click.echo(f"{name} {number}")
 
 
-cli.add_command(bench)
 cli.add_command(doctor)
 
 

@@ -22,6 +22,7 @@ EXAMPLE = """\b
 Examples:
   kvstore-master --memory 2GiB              a whole store on one host
   kvstore-master --host 10.0.0.7            nodes and clients on other hosts, too
+  kvstore-master --host 10.0.0.7 --etcd 10.0.1.1:2379      one of several masters
 """
 
 

@@ -394,8 +394,9 @@ class MasterState:
             self.pool.free(tails, put.length - kept)
         replaced = self._store(put, record, alive, request.size, now_ms)
         self._count_stored(1, request.size)
-        # Its owner has it mapped, and can renew the lease only when this reply is there.
-        record.lease_until_ms = max(record.lease_until_ms, now_ms + self.rules.lease_ms)
+        # Its owner has it mapped, and believes in his allocation until this reply is there.
+        lease_until_ms = max(now_ms + self.rules.lease_ms, put.deadline_ms)
+        record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
         self._settle(record)
         reply = calls.Committed(PutOutcome.STORED)
         put.record = record

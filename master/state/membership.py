@@ -67,6 +67,8 @@ class Membership:
         self._next_segment_id = 0
         self._gone: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and until when its allocations were promised."""
+        self._dismissed: dict[bytes, None] = {}
+        """Memory (uuid) of nodes that were told to leave."""
         self._alive: tuple[int, list[Segment]] | None = None
         """``alive_segments`` of that time, until something changes."""
 
@@ -94,6 +96,7 @@ class Membership:
         Raises:
             NodeNameTakenError: another living node has that name.
             SegmentGoneError: nothing to resume; fence, then join anew.
+            DrainedError: nothing to resume; leave.
             ProtocolError, InvalidArgumentError, BusyError
         """
         if join.protocol != PROTOCOL_VERSION:
@@ -120,7 +123,20 @@ class Membership:
         known = self.nodes.get(join.name)
         same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
-            if known is None or not same or join.resume_epoch != self._epoch:
+            if not self._dismissed.keys().isdisjoint(uuids):
+                raise _drained(join.name)  # it was told so, and has not heard it
+            # A join that was long on its way may have come after one that was sent later. And an
+            # inventory that was broken off is begun anew.
+            generations = {offer.uuid: offer.generation for offer in join.segments}
+            if (
+                known is None
+                or not same
+                or join.resume_epoch != self._epoch
+                or not all(
+                    segment.whole and segment.offer.generation == generations[segment.offer.uuid]
+                    for segment in self.segments[known.name]
+                )
+            ):
                 raise SegmentGoneError(
                     f"node {join.name} has nothing to resume here", advice="Join anew."
                 )
@@ -194,9 +210,12 @@ class Membership:
         """Tell it to leave, and count it as gone."""
         if node.session is not None:
             self._by_session.pop(node.session)
-            error = DrainedError(f"node {node.name} was drained, and leaves", node=node.name)
-            self.effects.append(Hangup(node.session, error))
+            self.effects.append(Hangup(node.session, _drained(node.name)))
             node.session = None
+        for segment in self.segments[node.name]:
+            self._dismissed[segment.offer.uuid] = None
+        while len(self._dismissed) > GONE_MAX:
+            del self._dismissed[next(iter(self._dismissed))]
         self.declare_dead(node, "left")
 
     def bury_dead(self, now_ms: int) -> None:
@@ -260,6 +279,10 @@ class Membership:
         self.effects.append(
             Notice(event, {"node": node.name, "host": node.host, "bytes": size, **fields})
         )
+
+
+def _drained(node: str) -> DrainedError:
+    return DrainedError(f"node {node} was drained, and leaves", node=node)
 
 
 def describe(segment: Segment) -> SegmentInfo:

@@ -284,6 +284,10 @@ def test_it_leaves_when_it_is_told_to_and_is_told_why(two: Cluster) -> None:
     assert [node.name for node in two.status().nodes] == ["b"]
     assert two.match("a") == 1
     assert drain(two, "a", DrainStep.LEAVE).used == 0, "asked again, it has left"
+    with pytest.raises(DrainedError):  # its stream broke before it heard
+        two.join("a", resume=True)
+    two.join("a", 10)  # started again, later
+    assert state_of(two, "a") == "alive"
 
 
 def test_a_node_that_is_not_there(two: Cluster) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import Version
-from kvstore.errors import ProtocolError, UnavailableError
+from kvstore.errors import ProtocolError, SegmentGoneError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key
 from kvstore.master.state import inventory
 from kvstore.master.state.effects import Later
@@ -212,13 +212,28 @@ def test_an_inventory_that_was_broken_off_begins_again(new_cluster: NewCluster) 
     cluster.join("one", again=True, tells=False)
     cluster.tell("one", claim("a", 0), last=False)
     cluster.break_stream("one")
-    cluster.join("one", resume=True)
+    with pytest.raises(SegmentGoneError):
+        cluster.join("one", resume=True)
+    cluster.join("one", again=True, tells=False)
 
     cluster.tell("one", claim("a", 0), claim("b", 1))
 
     assert cluster.present("ab") == "ab"
     assert cluster.state.counters["refused_claims"] == 0
     assert cluster.free_blocks() == 6
+
+
+def test_a_join_that_comes_late_is_no_reason_to_wait_for_ever(new_cluster: NewCluster) -> None:
+    """It was sent before the one that was accepted: who it mounted never tells anything."""
+    cluster = new_cluster(one=8)
+    cluster.kill("one")
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", claim("a", 0))
+    cluster.join("one", again=True, tells=False)
+    cluster.break_stream("one")
+
+    with pytest.raises(SegmentGoneError):
+        cluster.join("one", resume=True)
 
 
 # --- what was removed stays removed ------------------------------------------------------------
