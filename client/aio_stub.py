@@ -130,7 +130,7 @@ class AsyncMasterStub:
         flow = call_flow(self._link, call, deadline, time.monotonic, broken)
         reply = decode_reply(call, await self._run(flow, call, payload, deadline, silence_s))
         if isinstance(reply, Joined):
-            self._accept(reply)
+            self._accept(reply, self._link.address)
         return reply
 
     async def close(self) -> None:
@@ -212,14 +212,14 @@ class AsyncMasterStub:
                 data = await self._on_grpc(
                     step.address, call, payload, until, last=until == deadline
                 )
-                self._accept(cast(Joined, decode_reply(call, data)))
+                self._accept(cast(Joined, decode_reply(call, data)), step.address)
         finally:
             self._joining.release()
 
-    def _accept(self, joined: Joined) -> None:
+    def _accept(self, joined: Joined, address: str) -> None:
         if self._on_join is not None:
             self._on_join(joined)
-        self._link.accept(joined)
+        self._link.accept(joined, address)
 
     async def _on_grpc(
         self,

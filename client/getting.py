@@ -6,24 +6,26 @@
                                    (ATTEMPTS times, then a miss)
 
 What was read counts only if the lease, counted on our own clock from before the question, had not
-ended when the last byte arrived.
+ended when the last byte arrived. While it lives the extent has the object's bytes, so whoever finds
+others there, asks anew and is sent to the same place has found bad memory: the master is told.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore import calls
 from kvstore.client.objects import ObjectReads
-from kvstore.client.placements import Placed
+from kvstore.client.placements import Placed, Replica
 from kvstore.client.steps import Ask, Context, Flow, ask, describe, unreachable
 from kvstore.client.values import Bytes1D, check_dtype
-from kvstore.errors import BufferMismatchError
+from kvstore.errors import BufferMismatchError, KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.native.kinds import STALE
 
@@ -50,8 +52,8 @@ class Target:
     """What was read, where the memory was made here."""
     room: Bytes1D | None = None
     """That memory."""
-    wrong: int = 0
-    """Reads that brought other bytes."""
+    bad: list[Bad] = field(default_factory=list)
+    """Reads, under a lease that lived, that brought other bytes."""
 
     def make_room(self, size: int) -> list[memoryview]:
         """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
@@ -61,6 +63,14 @@ class Target:
             return _exactly(self.views, size, self.key)
         self.room = np.empty(size, np.uint8)
         return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
+
+
+class Bad(NamedTuple):
+    """Where other bytes were found than should be there."""
+
+    key: Key
+    placed: Placed
+    replica: Replica
 
 
 def locate(
@@ -101,69 +111,103 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         MasterUnreachableError, DeadlineExceededError
     """
     todo = list(targets)
-    rotten: list[Key] = []
     fresh = False
     for attempt in range(ATTEMPTS):
         placed = yield from locate(context, namespace, [target.key for target in todo], fresh=fresh)
         groups: dict[int, _Group] = {}
         for target, known in zip(todo, placed, strict=True):
             if known is not None:
-                # Replicas on nodes that failed are listed last, so the first is right; one whose
-                # bytes were wrong is only avoided by counting on.
-                replicas = known.replicas
-                segment, offset = replicas[target.wrong % len(replicas)]
+                if target.bad:
+                    target.bad = confirmed(target.bad, known)
+                replica = in_order(known, target.bad)[0]
+                segment, offset = replica
                 group = groups.get(id(segment))
                 if group is None:
                     reads = ObjectReads(segment, namespace, verify=context.verify_payload)
                     group = groups[id(segment)] = _Group(reads, [])
                 group.reads.add(known, offset, target.key, target.make_room(known.size))
-                group.targets.append((target, known))
+                group.targets.append((target, known, replica))
         if not groups:
-            return
+            todo = []
+            break
         if not attempt:
             failover = context.clock() + context.failover_s
             for reads, its_targets in groups.values():
-                if all(len(known.replicas) > 1 for _, known in its_targets):
+                if all(len(known.replicas) > 1 for _, known, _ in its_targets):
                     reads.deadline = failover
         errors = yield [group.reads for group in groups.values()]
         assert isinstance(errors, list)
-        todo, rotten = [], []
+        todo = []
         for group, error in zip(groups.values(), errors, strict=True):
             if error is None:
-                todo += _finish(context, group, rotten)
+                todo += _finish(context, group)
             else:
                 yield from unreachable(context, group.reads.segment, error)
-                todo += [target for target, _ in group.targets]
+                todo += [target for target, _, _ in group.targets]
         if not todo:
-            return
+            break
         for target in todo:
             context.placements.forget(namespace, target.key)
         fresh = True
-    if rotten:
-        # Every replica that we were offered is bad: a miss for everybody, so that it is put anew.
-        context.count("corrupt_objects", len(rotten))
-        log.error("corrupt_objects_removed namespace=%s count=%d", namespace, len(rotten))
-        yield from ask(calls.Remove(namespace, rotten), calls.Removed)
+    bad = [target.bad for target in todo if len(target.bad) > 1]
+    bad += [target.bad for target in targets if target.bad and target.descriptor is not None]
+    if bad:
+        yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
+
+
+def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
+    """Those of the version that is placed there still. A removal hides an object before it wipes
+    it: who reads in between, by an older answer, has found nothing bad."""
+    version = placed.epoch, placed.counter
+    return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
+
+
+def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
+    """Its replicas, the best first: as they are listed, those on nodes that failed last; what was
+    found bad after all others."""
+    if not bad:
+        return placed.replicas
+    seen = Counter(each.replica for each in bad)
+    return sorted(placed.replicas, key=lambda replica: seen[replica])
+
+
+def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -> Flow[None]:
+    """Tell the master of bad memory: what has no other replica is removed, so that it is a miss for
+    everybody and can be put anew."""
+    if not bad:
+        return
+    rows = {
+        (key, placed.epoch, placed.counter, replica.segment.uuid): None
+        for key, placed, replica in bad
+    }
+    keys, epochs, counters, uuids = map(list, zip(*rows, strict=True))
+    for key in keys:
+        context.placements.forget(namespace, key)  # a bad replica is listed first
+    objects = len(set(keys))
+    context.count("corrupt_objects", objects)
+    log.error("corrupt_objects namespace=%s objects=%d", namespace, objects)
+    try:
+        request = calls.ReportCorrupt(namespace, keys, epochs, counters, uuids)
+        yield from ask(request, calls.Dropped)
+    except KVStoreError as error:
+        log.warning("corruption_not_reported objects=%d error=%s", objects, error)
 
 
 class _Group(NamedTuple):
     """What is read from one segment."""
 
     reads: ObjectReads
-    targets: list[tuple[Target, Placed]]
+    targets: list[tuple[Target, Placed, Replica]]
     """Of each row."""
 
 
-def _finish(context: Context, group: _Group, rotten: list[Key]) -> list[Target]:
-    """Note what was read; returns the targets that have not the right bytes now. Keys of those
-    whose checksum is wrong are added to ``rotten``."""
+def _finish(context: Context, group: _Group) -> list[Target]:
+    """Note what was read; returns the targets that have not the right bytes now."""
     again: list[Target] = []
     reads, targets = group
     now = context.clock()
-    for (target, known), outcome in zip(targets, reads.outcomes(), strict=True):
-        if outcome == STALE:
-            context.count("stale_reads")
-        elif now >= known.until:
+    for (target, known, replica), outcome in zip(targets, reads.outcomes(), strict=True):
+        if now >= known.until:
             context.count("late_reads")
         elif isinstance(outcome, bytes):
             if target.dtype:
@@ -173,17 +217,25 @@ def _finish(context: Context, group: _Group, rotten: list[Key]) -> list[Target]:
             target.data = target.room
             continue
         else:
-            rotten.append(target.key)
-            context.count("checksum_mismatches")
-            log.warning(
-                "checksum_mismatch namespace=%s key=%s node=%s",
-                reads.namespace,
-                target.key.hex(),
-                reads.segment.node,
-            )
-        target.wrong += 1
+            if outcome == STALE:
+                context.count("stale_reads")
+            else:
+                mismatch(context, reads.namespace, target.key, replica)
+            target.bad.append(Bad(target.key, known, replica))
         again.append(target)
     return again
+
+
+def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica) -> None:
+    """Count and log a payload that is not what its header says."""
+    context.count("checksum_mismatches")
+    log.warning(
+        "checksum_mismatch namespace=%s key=%s node=%s offset=%d",
+        namespace,
+        key.hex(),
+        replica.segment.node,
+        replica.offset,
+    )
 
 
 def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:

@@ -29,7 +29,7 @@ from kvstore.memory.header import (
 from kvstore.native import fast
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.transport.base import Hasher, Move, Transport
-from kvstore.transport.pieces import batch_ended
+from kvstore.transport.pieces import batch_ended, feed
 
 _WIPE = memoryview(WIPE)
 
@@ -168,6 +168,15 @@ def headers(
         is_there = header is not None and is_of(header, namespace, row)
         outcomes.append(header.descriptor if header is not None and is_there else STALE)
     return outcomes
+
+
+def is_whole(memory: memoryview, segment: SegmentInfo, row: ReadRow) -> bool:
+    """Whether the payload behind a header is what the header says. Reads all of it."""
+    offset, size = row[:2]
+    header = unpack(memory[offset : offset + HEADER_BYTES], segment.seed, offset)
+    hasher = xxh3_64()
+    feed(hasher, memory[offset + HEADER_BYTES : offset + HEADER_BYTES + size])
+    return header is not None and hasher.intdigest() == header.payload_checksum
 
 
 def is_of(header: Header, namespace: Namespace, row: ReadRow) -> bool:

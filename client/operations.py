@@ -15,11 +15,11 @@ from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, SegmentInfo
 from kvstore.client import asking, getting, moving, putting
 from kvstore.client.asking import Match, ObjectStat
-from kvstore.client.getting import Target
+from kvstore.client.getting import Bad, Target
 from kvstore.client.leases import Granted, Lease, Named, Place
 from kvstore.client.movers import Movers
 from kvstore.client.moving import Moved
-from kvstore.client.objects import headers
+from kvstore.client.objects import headers, is_whole
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.putting import Item, PutOptions
 from kvstore.client.steps import Context, Flow, ask
@@ -58,7 +58,7 @@ from kvstore.limits import (
     check_namespace,
 )
 from kvstore.memory.header import HEADER_BYTES
-from kvstore.native.kinds import ReadRow
+from kvstore.native.kinds import CORRUPT, STALE, ReadRow
 
 if TYPE_CHECKING:
     import torch
@@ -263,6 +263,7 @@ class Operations:
         views: list[View | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         copied: list[int] = []
+        bad: dict[int, list[Bad]] = {}
         fresh = False
         for _ in range(getting.ATTEMPTS):
             placed = yield from getting.locate(
@@ -272,7 +273,10 @@ class Operations:
             for index, known in zip(todo, placed, strict=True):
                 if known is None:
                     continue
-                for segment, offset in known.replicas:
+                if index in bad:
+                    bad[index] = getting.confirmed(bad[index], known)
+                for replica in getting.in_order(known, bad.get(index, ())):
+                    segment, offset = replica
                     if self.movers.maps(segment):
                         looks = here.get(id(segment))
                         if looks is None:
@@ -280,17 +284,25 @@ class Operations:
                         looks.rows.append((
                             offset, known.size, known.epoch, known.counter, keys[index], None
                         ))  # fmt: skip
-                        looks.of.append((index, known))
+                        looks.of.append((index, known, replica))
                         break
                 else:
                     copied.append(index)
             todo, fresh = [], True
             for looks in here.values():
-                todo += self._look(namespace, looks, views, kind)
+                todo += self._look(namespace, looks, views, kind, bad)
             if not todo:
                 break
             for index in todo:
                 self.context.placements.forget(namespace, keys[index])
+        if bad:
+            known_bad = [
+                each
+                for index, seen in bad.items()
+                if views[index] is not None or (index in todo and len(seen) > 1)
+                for each in seen
+            ]
+            yield from getting.report_corrupt(self.context, namespace, known_bad)
         if copied:
             values = yield from self.get_many(
                 [keys[index] for index in copied], namespace, True, kind
@@ -300,28 +312,41 @@ class Operations:
         return views
 
     def _look(
-        self, namespace: Namespace, looks: _Looks, views: list[View | None], kind: Kind | None
+        self,
+        namespace: Namespace,
+        looks: _Looks,
+        views: list[View | None],
+        kind: Kind | None,
+        bad: dict[int, list[Bad]],
     ) -> list[int]:
         """Put values over the segment into ``views``; returns the indexes of those where something
-        else stands now."""
+        else stands now, and adds to ``bad`` what it has found there."""
         segment, rows, of = looks
+        context = self.context
         try:
             memory = self.movers.memory(segment)
             mounted = self.movers.watch(segment)
             found = headers(memory, segment, namespace, rows)
         except (SegmentGoneError, InvalidRangeError):
-            self.context.segments.forget(segment)
-            return [index for index, _ in of]
+            context.segments.forget(segment)
+            return [index for index, _, _ in of]
+        if context.verify_views:
+            for at, row in enumerate(rows):
+                if isinstance(found[at], bytes) and not is_whole(memory, segment, row):
+                    getting.mismatch(context, namespace, Key(row[4]), of[at][2])
+                    found[at] = CORRUPT
         base = int(np.frombuffer(memory, np.uint8).ctypes.data)
         stale: list[int] = []
         held: list[Watched] = []
-        now = self.context.clock()
-        for row, (index, placed), descriptor in zip(rows, of, found, strict=True):
-            if not isinstance(descriptor, bytes):
-                self.context.count("stale_reads")
+        now = context.clock()
+        for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
+            if now >= placed.until:
                 stale.append(index)
                 continue
-            if now >= placed.until:
+            if not isinstance(descriptor, bytes):
+                if descriptor == STALE:
+                    context.count("stale_reads")
+                bad.setdefault(index, []).append(Bad(Key(row[4]), placed, replica))
                 stale.append(index)
                 continue
             offset = row[0] + HEADER_BYTES
@@ -412,7 +437,7 @@ class _Looks(NamedTuple):
 
     segment: SegmentInfo
     rows: list[ReadRow]
-    of: list[tuple[int, Placed]]
+    of: list[tuple[int, Placed, Replica]]
 
 
 def _lost() -> ReservationLostError:

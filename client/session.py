@@ -62,7 +62,8 @@ class Session:
             segments=SegmentTable(),
             placements=PlacementCache(config.placements_max),
             lease_margin_s=margin_s,
-            verify_payload=config.verify == "payload",
+            verify_payload=config.verify != "header",
+            verify_views=config.verify == "all",
             counters={},
             failover_s=config.timeout_ms / 3000,
         )

@@ -93,6 +93,9 @@ class Context:
     placements: PlacementCache
     lease_margin_s: float
     verify_payload: bool
+    """Whether what is copied is compared with its checksum."""
+    verify_views: bool = False
+    """Whether what is not copied is, too, before it is handed out."""
     counters: dict[str, int]
     """Events by name; see ``count``."""
     failover_s: float = 3.0

@@ -213,8 +213,16 @@ class Link:
         """The master that we use, or try next; empty: etcd must be asked."""
         return self._leader or (self.addresses[self._turn] if self.addresses else "")
 
-    def accept(self, joined: Joined) -> None:
-        """The master at ``address`` let us in."""
+    @property
+    def epoch(self) -> int:
+        """Of the master that was last joined; 0 before."""
+        return self.joined.epoch if self.joined is not None else 0
+
+    def accept(self, joined: Joined, address: str) -> None:
+        """The master at ``address`` let us in: that one is used, wherever another call has turned
+        meanwhile."""
+        if address != self.address:
+            self._leader = address
         before = self.joined
         if before is None or before.lane_token != joined.lane_token:
             self._lane_retry_at = 0.0
@@ -229,8 +237,9 @@ class Link:
             self.generation += 1
 
     def next_address(self, failed: str) -> None:
-        """``failed`` is of no use; nothing changes where another call has found that out."""
-        if self.address != failed:
+        """``failed`` is of no use; nothing changes where another call has found that out, or has
+        joined somebody since: after ``lost``."""
+        if self.current or self.address != failed:
             return
         if self._leader:
             self._leader = ""
@@ -238,8 +247,9 @@ class Link:
             self._turn = (self._turn + 1) % len(self.addresses)
 
     def follow(self, leader: str) -> None:
-        """Somebody who knows says that it leads."""
-        self._leader = leader
+        """Somebody who knows says that it leads; after ``lost``."""
+        if not self.current:
+            self._leader = leader
 
     def silence_s(self, request: Request) -> float:
         """How long a master may be silent to ``request`` before another one is asked."""
@@ -316,7 +326,8 @@ def call_flow(
     started = clock()
     failures = refusals = hops = 0
     reasons: dict[str, str] = {}
-    doubtful: int | None = None  # the epoch under which an attempt may have been done
+    epoch = link.epoch  # under which the present attempt is made
+    doubtful: int | None = None  # under which an attempt may have been done
     while True:
         pause_s = 0.0
         joining = False
@@ -337,7 +348,7 @@ def call_flow(
                 generation = link.generation
             if call is None:
                 return b""
-            epoch = link.joined.epoch if link.joined is not None else 0
+            epoch = link.epoch  # another call may join anew while this one is under way
             if doubtful == epoch:
                 raise _in_doubt(call, address, reasons)
             if call.lane and link.lane_open(clock()):
@@ -358,7 +369,8 @@ def call_flow(
             if failure.generation is not None:
                 generation = failure.generation
             if failure.sent and call is not None and not joining and not call.idempotent:
-                doubtful = link.joined.epoch if link.joined is not None else 0
+                doubtful = epoch
+            link.lost(generation)
             if failure.silent:
                 link.next_address(address)
             elif joining or call is None or not call.lane:
@@ -366,13 +378,12 @@ def call_flow(
                 pause_s = link.backoff_s(failures)
             elif failures > 1:
                 pause_s = link.backoff_s(failures - 1)
-            link.lost(generation)
         except NotLeaderError as refusal:
             failures += 1
             reasons[address or link.shown] = refusal.message
             if call is not None and not joining and not call.idempotent:
                 # By a leader whose time was over when it had done it.
-                doubtful = link.joined.epoch if link.joined is not None else 0
+                doubtful = epoch
             link.lost(generation)
             link.next_address(address)
             leader = str(refusal.fields.get("leader", ""))

@@ -228,7 +228,8 @@ class Client:
             copy: False gives a view of the pool's own memory where that is on this host (a copy
                 elsewhere), leased for as long as the view or anything made of it lives. It must
                 not be written to: arrays are read-only, torch cannot express that. bytes come as
-                a read-only memoryview. Only the header is checked then, not the payload.
+                a read-only memoryview. Only the header is checked then, not the payload, unless
+                ``verify="all"``.
             kind: ``"torch"``, ``"numpy"`` or ``"bytes"``, instead of the kind that was put.
 
         Raises:

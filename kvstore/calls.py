@@ -324,6 +324,25 @@ class Reported(NamedTuple):
     """Nodes that are suspect now."""
 
 
+class ReportCorrupt(NamedTuple):
+    """These replicas hold other bytes than were put, as columns: a header that is none, or a
+    payload that is not the checksum's. Told of every replica that was offered, the master removes
+    the object."""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+    epochs: Sequence[int]
+    counters: Sequence[int]
+    """With ``epochs`` the version that was read; another one is left alone."""
+    uuids: Sequence[bytes]
+    """Of the segments: their numbers may be those of an earlier master."""
+
+
+class Dropped(NamedTuple):
+    dropped: int
+    """Objects that were removed."""
+
+
 # --- for operators -----------------------------------------------------------------------------
 
 
@@ -486,6 +505,7 @@ ClientRequest = (
     | Clear
     | DescribeSegments
     | ReportFailure
+    | ReportCorrupt
 )
 AdminRequest = Status | ListObjects | StatObject | Drain | StartMoves
 Request = ClientRequest | AdminRequest
@@ -503,6 +523,7 @@ Reply = (
     | Cleared
     | Segments
     | Reported
+    | Dropped
     | ClusterStatus
     | Listed
     | ObjectDetail

@@ -294,7 +294,7 @@ Transports = Annotated[
     tuple[str, ...], _As("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
 ]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
-Verify = Annotated[Literal["payload", "header"], BeforeValidator(_lower)]
+Verify = Annotated[Literal["header", "payload", "all"], BeforeValidator(_lower)]
 HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeValidator(_lower)]
 LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
@@ -636,8 +636,9 @@ class ClientConfig(Config):
     )
     verify: Verify = Field(
         default="payload",
-        description="What a get checks before it returns: the header alone, or the payload's "
-        "checksum, too, which is computed while copying.",
+        description="What a get checks before it returns: the header alone; or the payload's "
+        "checksum, too, which is computed while copying; or (all) also that of views, which are "
+        "read once for it.",
     )
     lease_margin_ms: Milliseconds = Field(
         default=200,

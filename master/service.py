@@ -57,6 +57,7 @@ _STEPS: Final[dict[type, Callable[[MasterState, int, Any], Any]]] = {
     calls.Clear: MasterState.clear,
     calls.DescribeSegments: MasterState.describe_segments,
     calls.ReportFailure: MasterState.report_failure,
+    calls.ReportCorrupt: MasterState.report_corrupt,
     calls.Status: MasterState.status,
     calls.ListObjects: MasterState.list_objects,
     calls.StatObject: MasterState.stat_object,

@@ -114,6 +114,14 @@ def renews(draw: st.DrawFn) -> calls.Renew:
 
 
 @st.composite
+def corrupt_reports(draw: st.DrawFn) -> calls.ReportCorrupt:
+    batch = draw(keys())
+    epochs, counters = draw(column(len(batch))), draw(column(len(batch)))
+    uuids = draw(st.lists(SIXTEEN, min_size=len(batch), max_size=len(batch)))
+    return calls.ReportCorrupt(draw(NAMESPACE), batch, epochs, counters, uuids)
+
+
+@st.composite
 def wipes(draw: st.DrawFn) -> calls.MasterWipe:
     rows = draw(st.integers(0, 40))
     return calls.MasterWipe(
@@ -180,6 +188,7 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     calls.Clear: st.builds(calls.Clear, ANY_NAMESPACE, st.integers(1, 16_384)),
     calls.DescribeSegments: st.builds(calls.DescribeSegments, st.lists(U64, max_size=40)),
     calls.ReportFailure: st.builds(calls.ReportFailure, st.lists(U64, max_size=40)),
+    calls.ReportCorrupt: corrupt_reports(),
     calls.Status: st.builds(calls.Status),
     calls.ListObjects: st.builds(
         calls.ListObjects,
@@ -207,6 +216,7 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
     calls.Cleared: st.builds(calls.Cleared, U64, U64),
     calls.Segments: st.builds(calls.Segments, U64, st.lists(SEGMENT_INFO, max_size=4)),
     calls.Reported: st.builds(calls.Reported, U32),
+    calls.Dropped: st.builds(calls.Dropped, U32),
     calls.ClusterStatus: st.builds(
         calls.ClusterStatus,
         U64,

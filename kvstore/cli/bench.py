@@ -39,6 +39,7 @@ from kvstore.bench.session import (
     percentile,
     time_memcpy,
 )
+from kvstore.cli.bench_verify import verify_option
 from kvstore.cli.options import CONTEXT, debug_option, json_option
 from kvstore.cli.show import size_text
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
@@ -90,6 +91,7 @@ class Row:
 @click.option("--master-scale", type=click.IntRange(min=1), metavar="N",
               help="Measure a master that knows N objects instead: memory and pauses.")  # fmt: skip
 @json_option
+@verify_option
 @debug_option
 @click.pass_context
 def bench(

@@ -815,3 +815,64 @@ class ReportFailureReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportFailureReply: _TypeAlias = ReportFailureReply  # noqa: Y015
+
+@_typing.final
+class ReportCorruptRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    UUIDS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys:
+        """One entry per replica in each of these: the same key may occur several times."""
+
+    @_builtins.property
+    def epochs(self) -> _common_pb2.Column:
+        """The version that was read."""
+
+    @_builtins.property
+    def counters(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of the segments, 16 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        keys: _common_pb2.Keys | None = ...,
+        epochs: _common_pb2.Column | None = ...,
+        counters: _common_pb2.Column | None = ...,
+        uuids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "keys", b"keys"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "keys", b"keys", "namespace", b"namespace", "uuids", b"uuids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportCorruptRequest: _TypeAlias = ReportCorruptRequest  # noqa: Y015
+
+@_typing.final
+class ReportCorruptReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """Objects that were removed: no replica of them is right."""
+    def __init__(
+        self,
+        *,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportCorruptReply: _TypeAlias = ReportCorruptReply  # noqa: Y015

@@ -604,6 +604,36 @@ def _decode_reported(data: bytes) -> calls.Reported:
     return calls.Reported(client_pb2.ReportFailureReply.FromString(data).suspects)
 
 
+def _encode_report_corrupt(r: calls.ReportCorrupt) -> bytes:
+    m = client_pb2.ReportCorruptRequest(namespace=r.namespace, uuids=r.uuids)
+    pack_keys(m.keys, r.keys)
+    pack_column(m.epochs, r.epochs)
+    pack_column(m.counters, r.counters)
+    return m.SerializeToString()
+
+
+def _decode_report_corrupt(data: bytes) -> calls.ReportCorrupt:
+    m = client_pb2.ReportCorruptRequest.FromString(data)
+    keys = unpack_keys(m.keys)
+    if len(m.uuids) != len(keys):
+        raise InvalidArgumentError(f"uuids: {len(m.uuids)} rows, expected {len(keys)}")
+    return calls.ReportCorrupt(
+        check_namespace(m.namespace),
+        keys,
+        unpack_column(m.epochs, "epochs", rows=len(keys)),
+        unpack_column(m.counters, "counters", rows=len(keys)),
+        list(m.uuids),
+    )
+
+
+def _encode_dropped(r: calls.Dropped) -> bytes:
+    return client_pb2.ReportCorruptReply(dropped=r.dropped).SerializeToString()
+
+
+def _decode_dropped(data: bytes) -> calls.Dropped:
+    return calls.Dropped(client_pb2.ReportCorruptReply.FromString(data).dropped)
+
+
 # --- AdminService ------------------------------------------------------------------------------
 
 
@@ -903,6 +933,11 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     _row_of(
         calls.ReportFailure, _encode_report_failure, _decode_report_failure,
         calls.Reported, _encode_reported, _decode_reported,
+        idempotent=True,
+    ),
+    _row_of(
+        calls.ReportCorrupt, _encode_report_corrupt, _decode_report_corrupt,
+        calls.Dropped, _encode_dropped, _decode_dropped,
         idempotent=True,
     ),
     # Operators ask rarely and need no lane, so they need not join either.

@@ -540,7 +540,7 @@ class MasterState:
                 above = record
             else:
                 above = table.get(parent_key) or table.add(parent_key)
-            found = known[index]
+            found = table.get(keys[index])  # making room may have forgotten what was known of it
             record = table.add(keys[index]) if found is None else found
             token += 1
             put = PendingPut(
@@ -782,6 +782,42 @@ class MasterState:
     def _present(self) -> Version:
         """No version is newer until the next put begins."""
         return Version(self.epoch, self._next_token)
+
+    def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
+        """An object with a replica left that nobody has complained of keeps it, and offers it
+        first; any other one is removed. Who reports does not wait for the wiping."""
+        bad: dict[ObjectRecord, set[Segment]] = {}
+        rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
+        for key, epoch, counter, uuid in rows:
+            record = self.forest.get(request.namespace, key)
+            if record is None or (record.epoch, record.counter) != (epoch, counter):
+                continue
+            for segment, _ in record.extents():
+                if segment.alive and segment.offer.uuid == uuid:
+                    bad.setdefault(record, set()).add(segment)
+        gone: list[Remains] = []
+        steps_max = self.forest.steps + HIDE_STEPS
+        for record, segments in bad.items():
+            if record.segment is None:
+                continue  # went along with one before
+            self.counters["corrupt_replicas"] += len(segments)
+            nodes = ",".join(segment.node.name for segment in segments)
+            key_hex = record.key.hex()
+            self._effect(
+                Notice(
+                    "corrupt_object",
+                    {"namespace": record.namespace, "key": key_hex, "nodes": nodes},
+                )
+            )
+            if all(segment in segments for segment, _ in record.extents() if segment.alive):
+                gone.append(Remains.of(record))
+                self.pool.hide(record, steps_max)
+            else:
+                self.pool.demote(record, segments)
+        self.counters["corrupt_objects"] += len(gone)
+        reply = calls.Dropped(len(gone))
+        self._bury(now_ms, gone, reply)
+        return reply
 
     def _bury(
         self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Grave] = ()

@@ -7,7 +7,7 @@ its namespace, and the forest. It knows nothing of puts, leases' lengths, nodes'
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -216,6 +216,18 @@ class Pool:
         extents = sorted(record.extents(), key=lambda extent: not extent[0].alive)
         record.segment, record.offset = extents[0]
         record.more = tuple(extents[1:])
+
+    def demote(self, record: ObjectRecord, segments: Collection[Segment]) -> None:
+        """Offer its replicas on these segments after all others."""
+        detached, is_candidate = self.marked_detached(record), bool(record.ticket)
+        if is_candidate:
+            self._policy_of(record).discard(record)
+        extents = sorted(record.extents(), key=lambda extent: extent[0] in segments)
+        record.segment, record.offset = extents[0]
+        record.more = tuple(extents[1:])
+        self._rehome(record)
+        if is_candidate:
+            self._policy_of(record).add(record, detached=detached)
 
     @staticmethod
     def _policy_of(record: ObjectRecord) -> EvictionPolicy:

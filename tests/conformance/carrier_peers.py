@@ -71,6 +71,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
         (calls.Clear(N, 100), calls.Cleared(2, 0)),
         (calls.DescribeSegments([3, 4]), calls.Segments(7, [SEGMENT])),
         (calls.ReportFailure([3]), calls.Reported(1)),
+        (calls.ReportCorrupt(N, KEYS, [7, 7], [1, 2], [bytes(16)] * 2), calls.Dropped(1)),
         (
             calls.Status(),
             calls.ClusterStatus(

@@ -48,6 +48,13 @@ CARRIER_ERRORS = (
 )  # fmt: skip
 
 
+class SimLink(Link):
+    """As ``Link``, in the simulation's times."""
+
+    def silence_s(self, request: calls.Request) -> float:
+        return super().silence_s(request) / 5
+
+
 class Client:
     """One client process; several of its operations may be under way at once."""
 
@@ -55,7 +62,7 @@ class Client:
         self, process: Process, network: Network, oracle: Oracle, *,
         memories: Callable[[bytes], Memory | None], piece_bytes: int,
         piece_us: tuple[int, int], rate: float, config: ClientConfig,
-        call_ids: Iterator[int],
+        call_ids: Iterator[int], masters: str = "master:1",
     ) -> None:  # fmt: skip
         """
         Args:
@@ -80,7 +87,7 @@ class Client:
         self._tokens: dict[tuple[int, int], Version] = {}
         """What was granted to us, by segment and offset."""
         self._join = calls.Join(process.name, process.host, PROTOCOL_VERSION)
-        self._link = Link("master:1", lane=True, rng=self._random)
+        self._link = SimLink(masters, lane=True, rng=self._random)
         margin_s = config.lease_margin_ms / 1000
         self.views = SimViews(self.ask_within, lease_margin_s=margin_s, clock=self.clock)
         self.views.watch = self.watch
@@ -164,9 +171,17 @@ class Client:
                         await self.sleep(step.seconds)
                         outcome = None
                     else:
-                        port = "lane" if isinstance(step, stub_flow.OnLane) else "grpc"
+                        assert not isinstance(step, stub_flow.Locate), "they are listed"
+                        port, address = "lane", self._link.address
+                        if isinstance(step, stub_flow.OnGrpc):
+                            port, address = "grpc", step.address
+                        until = min(deadline, self.clock() + self._link.silence_s(request))
                         call_id = next(self._call_ids)
-                        outcome = await self._exchange(port, call_id, call, payload, deadline)
+                        await self.process.reached(f"client: before {call.name}")
+                        outcome = await self._exchange(
+                            address, port, call_id, call, payload, until, last=until == deadline
+                        )
+                        await self.process.reached(f"client: after {call.name}")
                 except CARRIER_ERRORS as error:
                     step = flow.throw(error)
                 else:
@@ -186,28 +201,36 @@ class Client:
     async def _join_at(self, step: stub_flow.JoinAt, deadline: float) -> None:
         if self._link.generation != step.generation:
             return
-        until = min(deadline, self.clock() + step.timeout_s)
+        patience_s = step.timeout_s if self._link.alone else step.timeout_s / 5
+        until = min(deadline, self.clock() + patience_s)
         payload = encode_request(self._join)
         last = until == deadline
-        data = await self._exchange("join", 0, CALLS[calls.Join], payload, until, last=last)
+        data = await self._exchange(
+            step.address, "join", 0, CALLS[calls.Join], payload, until, last=last
+        )
         joined = decode_reply(CALLS[calls.Join], data)
         assert isinstance(joined, calls.Joined)
-        self._link.accept(joined)
+        self._link.accept(joined, step.address)
 
     async def _exchange(
-        self, port: str, call_id: int, call: Call[Any, Any], payload: bytes, deadline: float,
-        *, last: bool = True,
+        self, address: str, port: str, call_id: int, call: Call[Any, Any], payload: bytes,
+        deadline: float, *, last: bool = True,
     ) -> bytes:  # fmt: skip
         joined = self._link.joined
         token = None if port == "join" or joined is None or not call.lane else joined.lane_token
         generation = self._link.generation
-        end = self._network.connect(self.process, "master", port)
+        master = address.partition(":")[0]
+        if call.idempotent and token is not None:
+            self._network.duplicate(self.process, master, port, (0, call.wire_name, payload, token))
+        end = self._network.connect(self.process, master, port)
         try:
             end.send((call_id, call.wire_name, payload, token))
             kind, data = await end.receive(self._us(deadline - self.clock()))
         except TimedOutError:
             if not last:
-                raise CarrierBrokenError("no answer in time", sent=True) from None
+                silent = CarrierBrokenError("no answer in time", sent=True, silent=True)
+                silent.generation = generation if port == "lane" else None
+                raise silent from None
             raise stub_flow.late(self._link, call.name) from None
         except BrokenStreamError:
             broken = CarrierBrokenError("the connection broke", sent=True)
@@ -273,7 +296,7 @@ class Client:
                     piece[:] = memory.memory[offset : offset + len(piece)]
                 if move.hasher is not None:
                     move.hasher.update(piece)
-                await self._between_pieces()
+                await self._between_pieces(_what(transfer, move))
 
     async def _tcp_write(self, transfer: Transfer, deadline: float) -> None:
         segment = transfer.segment
@@ -291,7 +314,7 @@ class Client:
                     if move.hasher is not None:
                         move.hasher.update(piece)
                     end.send((offset, bytes(piece), version))
-                    await self._between_pieces()
+                    await self._between_pieces(_what(transfer, move))
             status = await end.receive(self._us(deadline - self.clock()))
             if status != "ok":
                 raise segment_gone(segment)
@@ -354,7 +377,8 @@ class Client:
             if header is not None:
                 self.oracle.sealed(header)
 
-    async def _between_pieces(self) -> None:
+    async def _between_pieces(self, what: str = "payload") -> None:
+        await self.process.reached(f"client: {what} written")
         if self.die_after_pieces:
             self.die_after_pieces -= 1
             if not self.die_after_pieces:
@@ -447,3 +471,12 @@ class Client:
             what, version = "allocation", Version(held.what.epoch, held.what.token)
         length = HEADER_BYTES + held.array.nbytes
         return Believed(self.process.name, what, held.uuid, held.offset, length, version)
+
+
+def _what(transfer: Transfer, move: Move) -> str:
+    """Of which part of an object this is, for the names of steps."""
+    if not transfer.write:
+        return "nothing"
+    if move.hasher is not None:
+        return "payload"
+    return "wiping" if len(move.buffer) < HEADER_BYTES else "header"

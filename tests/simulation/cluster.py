@@ -1,4 +1,4 @@
-"""A whole store in virtual time: one master, nodes, clients and their programs, from one seed.
+"""A whole store in virtual time: masters, nodes, clients and their programs, from one seed.
 
 A run has three phases. *Faults*: everything goes wrong that may, and only safety is asked for.
 *Healing*: faults stop, nobody begins anything new, and what was begun must come to its end.
@@ -20,7 +20,9 @@ from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterRules, MasterState
 from tests.simulation import inside
+from tests.simulation.candidate import Candidate
 from tests.simulation.client import Client
+from tests.simulation.etcd import Etcd, EtcdStub, Store
 from tests.simulation.faults import KINDS, Faults
 from tests.simulation.known import KNOWN_ISSUES
 from tests.simulation.master import Master
@@ -60,11 +62,15 @@ class Options:
     seed: int
     fault_seconds: float = 8.0
     faults: tuple[str, ...] = KINDS
+    masters: int = 0
+    """How many; several elect one by an etcd. 0: the seed decides."""
     nodes: int = 3
     clients: int = 4
     workers: int = 2
     waived: frozenset[str] = frozenset(KNOWN_ISSUES)
     """Rules of the oracle whose violations are only counted: issues that are known."""
+    mix: Mix | None = None
+    """Of the work; None: the seed decides."""
     new_state: Callable[..., MasterState] = MasterState
     policy: Callable[[], EvictionPolicy] = LRU
     new_node: Callable[..., Node] = Node
@@ -78,24 +84,37 @@ class Cluster:
         self.options = options
         self.scheduler = Scheduler(options.seed)
         self.random = random = self.scheduler.random
-        self.oracle = Oracle(self.scheduler, waived=options.waived)
-        weather = Weather(slow=random.choice((0.0, 0.02)), very_slow=random.choice((0.0, 0.003)))
+        self._memories: dict[bytes, Memory] = {}
+        self.oracle = Oracle(self.scheduler, self._memories.get, waived=options.waived)
+        weather = Weather(
+            slow=random.choice((0.0, 0.02)),
+            very_slow=random.choice((0.0, 0.003)),
+            twice=random.choice((0.0, 0.0, 0.02)),
+        )
         self.network = Network(self.scheduler, weather)
         self.piece_bytes = random.choice((256, 1_000, 1_024, 4_096))
         self.segment_bytes = random.choice((24, 48, 96)) << 10
-        self.mix = Mix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
+        mix = Mix.draw(random, self.segment_bytes // random.choice((4, 8, 16)))
+        self.mix = options.mix or mix
         self.piece_us = (5, random.choice((200, 2_000, 40_000, 150_000)))
         self.rules = replace(RULES, put_deadline_ms=random.choice((6_000, 6_000, 1_200)))
         self.paused = False
-        self.master: Master | None = None
+        self.doomed_step = ""
+        """Whoever comes to the step of this name next dies there."""
+        self.steps_seen: dict[str, int] = {}
+        """How often, by name."""
+        self.masters = [f"master{n}" for n in range(options.masters or random.choice((1, 1, 2, 3)))]
+        self.etcd: Etcd | None = None
+        self._etcd_store = Store()
+        self._alone: Master | None = None
+        self._candidates: dict[str, Candidate] = {}
         self.nodes: list[Node] = []
         self.clients: dict[str, Client] = {}
         self.workers: list[Worker] = []
-        self._memories: dict[bytes, Memory] = {}
         self._epoch = 0
         self._client_numbers = count(1)
         self._call_ids = count(1)
-        self._start_master()
+        self._start_masters()
         for number in range(options.nodes):
             self.nodes.append(self._new_node(f"node{number}"))
         for _ in range(options.clients):
@@ -115,6 +134,7 @@ class Cluster:
         self._everything_works()
         self._run_until(self.scheduler.now_us + QUIET_US)
         self._nothing_is_left("quiet")
+        self._all_is_found()
 
     def run_steps(self, steps: int) -> None:
         """The first so many steps of ``run``'s phase with faults."""
@@ -135,7 +155,9 @@ class Cluster:
             if worker.busy and worker.client.process.alive:
                 who = worker.client.process.name
                 self.oracle.broken("liveness", f"{who} is still at its {worker.busy} when {when}")
-        assert self.master is not None
+        if self.master is None:
+            self.oracle.broken("liveness", f"nobody leads when {when}")
+            return
         left = {what: n for what, n in inside.leftovers(self.master.state).items() if n}
         if left:
             self.oracle.broken("liveness", f"left over when {when}: {left}")
@@ -143,6 +165,27 @@ class Cluster:
             for what in ("checksum_mismatches", "corrupt_objects"):
                 if client.context.counters.get(what):
                     self.oracle.broken("corrupt", f"{client.process.name} has seen {what}")
+
+    def _all_is_found(self) -> None:
+        """What nobody removed, replaced or evicted, and memory still holds, is at the master; and
+        all that is at the master can be read."""
+        assert self.master is not None
+        for node in self.nodes:
+            self.oracle.nothing_is_forgotten(node.memory)
+        names = sorted(inside.complete_objects(self.master.state))
+        worker = next(each for each in self.workers if each.client.process.alive)
+        tasks = []
+        for namespace in NAMESPACES:
+            keys = [key for its_namespace, key in names if its_namespace == namespace]
+            if keys:
+                reading = worker.read(namespace, keys)
+                tasks.append((keys, worker.client.process.spawn("last", reading)))
+        self._run_until(self.scheduler.now_us + 8 * SECOND)
+        for keys, task in tasks:
+            values = task.result.result() if task.ended else [None] * len(keys)
+            missed = [key for key, value in zip(keys, values, strict=True) if value is None]
+            if missed:
+                self.oracle.broken("liveness", f"{missed} are there and cannot be read")
 
     def _everything_works(self) -> None:
         tasks = []
@@ -164,69 +207,109 @@ class Cluster:
 
     # --- who there is -------------------------------------------------------------------------
 
+    @property
+    def master(self) -> Master | None:
+        """Who leads, if anybody does."""
+        leaders = [each.master for each in self._candidates.values() if each.leads]
+        if self._alone is not None and self._alone.process.alive:
+            leaders.append(self._alone)
+        return leaders[0] if leaders else None
+
     def processes(self) -> Iterator[Process]:
-        if self.master is not None:
-            yield self.master.process
+        if self._alone is not None:
+            yield self._alone.process
+        yield from (candidate.process for candidate in self._candidates.values())
+        if self.etcd is not None:
+            yield self.etcd.process
         yield from (node.process for node in self.nodes)
         yield from (client.process for client in self.clients.values())
 
     def later(self, delay_us: int, action: Callable[[], None]) -> None:
         self.scheduler.after(delay_us, "later", action)
 
-    def kill_master(self) -> None:
-        if self.master is not None:
-            self.master.process.kill()
-            self.master = None
-            self.oracle.master_died()
+    def dies_at(self, step: str) -> bool:
+        """Whether it is time to die for the process that has come to this step."""
+        self.steps_seen[step] = self.steps_seen.get(step, 0) + 1
+        if step != self.doomed_step:
+            return False
+        self.doomed_step = ""
+        self.oracle.note(f"FAULT dies at {step!r}")
+        self.later(self.random.randint(1, SECOND), self.revive)
+        return True
 
     def revive(self) -> None:
         """Start again what is dead: it is another process then. A node that was killed may find its
         memory again."""
-        if self.master is None:
-            self._start_master()
+        self._start_masters()
         for index, node in enumerate(self.nodes):
             if not node.process.alive:
                 kept = node.memory.linked and self.random.random() < 0.7
                 node.memory.linked = kept
+                if kept and self.random.random() < 0.3:
+                    self.oracle.rot(node.memory, self.random)
                 self.nodes[index] = self._new_node(node.name, node.memory if kept else None)
         for name, client in list(self.clients.items()):
             if not client.process.alive:
                 del self.clients[name]
                 self._new_client()
 
-    def _start_master(self) -> None:
-        self._epoch += 1
-        process = Process(self.scheduler, "master", "host-m")
-        self.oracle.note(f"master starts epoch={self._epoch}")
+    def _start_masters(self) -> None:
+        """Those that do not live."""
+        if len(self.masters) == 1:
+            if self._alone is None or not self._alone.process.alive:
+                self._epoch += 1
+                process = self._process(self.masters[0], "host-m")
+                self._alone = self._new_master(process, self._epoch, self._new_clock())
+                self.network.listen(process.name, process, self._alone.accept)
+            return
+        if self.etcd is None or not self.etcd.process.alive:
+            process = self._process("etcd", "host-e")
+            self.etcd = Etcd(process, self._etcd_store, self._rate())
+            self.network.listen("etcd", process, self.etcd.accept)
+        for name in self.masters:
+            candidate = self._candidates.get(name)
+            if candidate is None or not candidate.process.alive:
+                process = self._process(name, f"host-{name}")
+                stub = EtcdStub(process, self.network)
+                candidate = Candidate(process, self.oracle, stub, self._rate(), self._new_master)
+                self._candidates[name] = candidate
+                self.network.listen(name, process, candidate.accept)
+
+    def _new_master(self, process: Process, epoch: int, clock: Callable[[], float]) -> Master:
+        self.oracle.note(f"master starts epoch={epoch}")
 
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
-                epoch=self._epoch,
-                rules=self.rules,
-                policy=self.options.policy,
-                started_ms=started_ms,
+                epoch=epoch, rules=self.rules, policy=self.options.policy, started_ms=started_ms
             )
 
-        clock = (self.random.randint(0, 10**9), self._rate())
-        master = Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
-        self.network.listen("master", process, master.accept)
-        self.master = master
+        return Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
+
+    def _new_clock(self) -> Callable[[], float]:
+        offset_s, rate, scheduler = self.random.uniform(0, 10**6), self._rate(), self.scheduler
+        return lambda: offset_s + scheduler.now_us * rate / 1e6
+
+    def _process(self, name: str, host: str) -> Process:
+        process = Process(self.scheduler, name, host)
+        process.dies_at = self.dies_at
+        return process
 
     def _new_node(self, name: str, left: Memory | None = None) -> Node:
         """``left``: memory of the process of before."""
-        process = Process(self.scheduler, name, self._host_of(name))
+        process = self._process(name, self._host_of(name))
         memory = left or Memory(name, process.host, self.segment_bytes, self.random)
         self._memories[memory.uuid] = memory
         self.oracle.note(f"{name} starts attached={left is not None}")
         node = self.options.new_node(
-            process, self.network, self.oracle, memory, self.piece_bytes, attached=left is not None
-        )
+            process, self.network, self.oracle, memory, self.piece_bytes,
+            attached=left is not None, masters=tuple(self.masters),
+        )  # fmt: skip
         self.network.listen(name, process, node.accept)
         return node
 
     def _new_client(self) -> None:
         name = f"client{next(self._client_numbers)}"
-        process = Process(self.scheduler, name, self.random.choice(("host-a", "host-b")))
+        process = self._process(name, self.random.choice(("host-a", "host-b")))
         config: dict[str, Any] = {
             "timeout_ms": self.random.choice((2_000, 2_000, 6_000)),
             "lease_margin_ms": LEASE_MARGIN_MS,
@@ -237,8 +320,8 @@ class Cluster:
         client = self.options.new_client(
             process, self.network, self.oracle,
             memories=self._memories.get, piece_bytes=self.piece_bytes, piece_us=self.piece_us,
-            rate=self._rate(),
-            config=ClientConfig(**config), call_ids=self._call_ids,
+            rate=self._rate(), config=ClientConfig(**config), call_ids=self._call_ids,
+            masters=",".join(f"{name}:1" for name in self.masters),
         )  # fmt: skip
         self.clients[name] = client
         for _ in range(self.options.workers):

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 KINDS = (
     "break_stream", "cut_one_way", "cut_both_ways", "stall_node", "stall_node_long",
     "stall_client", "stall_master", "kill_node", "leave_node", "kill_client",
-    "kill_client_mid_put", "restart_master", "isolate_node",
+    "kill_client_mid_put", "restart_master", "isolate_node", "die_at_step", "stall_leader",
+    "cut_etcd", "restart_etcd",
 )  # fmt: skip
 
 
@@ -42,13 +43,15 @@ class Faults:
         self._stopped = True
         cluster = self._cluster
         cluster.network.heal()
-        cluster.network.weather.very_slow = 0.0
+        cluster.network.weather.very_slow = cluster.network.weather.twice = 0.0
+        cluster.doomed_step = ""
         for process in cluster.processes():
             if process.stalled:
                 process.resume()
         cluster.piece_us = QUICK_US
         for client in cluster.clients.values():
             client.piece_us = QUICK_US
+            client.die_after_pieces = 0
         cluster.revive()
 
     def _again(self) -> None:
@@ -87,10 +90,11 @@ class Faults:
         node = self._random.choice(self._cluster.nodes).name
         duration_us = self._random.randint(SECOND // 2, 4 * SECOND)
         directions = self._random.choice((1, 2, 3))
-        if directions & 1:
-            self._cut("master", node, duration_us)
-        if directions & 2:
-            self._cut(node, "master", duration_us)
+        for master in self._cluster.masters:
+            if directions & 1:
+                self._cut(master, node, duration_us)
+            if directions & 2:
+                self._cut(node, master, duration_us)
 
     def _stall_node(self) -> None:
         self._stall(self._random.choice(self._cluster.nodes).process.name, self._duration_us())
@@ -104,7 +108,14 @@ class Faults:
         self._stall(self._random.choice(list(self._cluster.clients)), self._duration_us())
 
     def _stall_master(self) -> None:
-        self._stall("master", self._random.randint(10 * MS, 800 * MS))
+        name = self._random.choice(self._cluster.masters)
+        self._stall(name, self._random.randint(10 * MS, 800 * MS))
+
+    def _stall_leader(self) -> None:
+        """Until another one may lead, if there is one."""
+        master = self._cluster.master
+        if master is not None:
+            self._stall(master.process.name, self._random.randint(300 * MS, 2 * SECOND))
 
     def _kill_node(self) -> None:
         node = self._random.choice(self._cluster.nodes)
@@ -131,9 +142,35 @@ class Faults:
         self._cluster.later(2 * SECOND, self._cluster.revive)
 
     def _restart_master(self) -> None:
-        self._note("kill master")
-        self._cluster.kill_master()
+        """The leader, if there is one."""
+        master = self._cluster.master
+        if master is not None:
+            self._note(f"kill {master.process.name}")
+            master.process.kill()
         self._cluster.later(self._duration_us(), self._cluster.revive)
+
+    def _die_at_step(self) -> None:
+        """Whoever comes to it next; each step that has a name is as likely as any other."""
+        seen = sorted(self._cluster.steps_seen)
+        if seen:
+            self._cluster.doomed_step = self._random.choice(seen)
+
+    def _cut_etcd(self) -> None:
+        """From one master, which clients may reach still."""
+        if self._cluster.etcd is not None:
+            master = self._random.choice(self._cluster.masters)
+            duration_us = self._random.randint(100 * MS, 3 * SECOND)
+            directions = self._random.choice((1, 2, 3))
+            if directions & 1:
+                self._cut(master, "etcd", duration_us)
+            if directions & 2:
+                self._cut("etcd", master, duration_us)
+
+    def _restart_etcd(self) -> None:
+        if self._cluster.etcd is not None:
+            self._note("kill etcd")
+            self._cluster.etcd.process.kill()
+            self._cluster.later(self._duration_us(), self._cluster.revive)
 
     # --- helpers ------------------------------------------------------------------------------
 
@@ -146,7 +183,8 @@ class Faults:
         """Client and master, node and master, or client and node, in some order."""
         client = self._random.choice(list(self._cluster.clients))
         node = self._random.choice(self._cluster.nodes).name
-        pair = self._random.choice(((client, "master"), (node, "master"), (client, node)))
+        master = self._random.choice(self._cluster.masters)
+        pair = self._random.choice(((client, master), (node, master), (client, node)))
         return pair if self._random.random() < 0.5 else (pair[1], pair[0])
 
     def _cut(self, source: str, target: str, duration_us: int) -> None:

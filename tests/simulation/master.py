@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 from kvstore import calls
-from kvstore.errors import KVStoreError, PermissionDeniedError, ProtocolError
+from kvstore.errors import KVStoreError, NotLeaderError, PermissionDeniedError, ProtocolError
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
@@ -25,8 +26,8 @@ _STEPS = {
     for kind in (
         *(calls.MatchPrefix, calls.Lookup, calls.Exists, calls.PutStart, calls.PutEnd),
         *(calls.PutRevoke, calls.Allocate, calls.Commit, calls.Renew, calls.Remove, calls.Clear),
-        *(calls.DescribeSegments, calls.ReportFailure, calls.Status, calls.ListObjects),
-        *(calls.StatObject, calls.Drain, calls.StartMoves),
+        *(calls.DescribeSegments, calls.ReportFailure, calls.ReportCorrupt, calls.Status),
+        *(calls.ListObjects, calls.StatObject, calls.Drain, calls.StartMoves),
     )
 }
 """Request and method of the state."""
@@ -34,30 +35,64 @@ _STEPS |= dict.fromkeys((calls.MatchPrefix, calls.Lookup, calls.Exists), "find")
 
 
 class Master:
-    """One master process. A restart is another one, with an empty state and a higher epoch."""
+    """One term of a master process: an empty state, a higher epoch than any before.
+
+    Alone it lasts as long as the process; elected, it acts before ``leads_until`` only.
+    """
 
     def __init__(
         self, process: Process, oracle: Oracle, new_state: Callable[[int], MasterState],
-        clock: tuple[int, float], lane_token: bytes,
+        clock: Callable[[], float], lane_token: bytes,
     ) -> None:  # fmt: skip
-        """``clock``: what its monotonic clock shows now (ms), and how fast it runs."""
+        """``clock``: monotonic seconds."""
         self.process = process
         self.oracle = oracle
         self.lane_token = lane_token
-        self._offset_ms, self._rate = clock
-        self._started_us = process.scheduler.now_us
-        self.state = new_state(self._offset_ms)
+        self.leads_until = math.inf
+        self._clock = clock
+        self._over = False
+        self.state = new_state(self.now_ms)
         self._answers: dict[int, Future[Any]] = {}
         self._sessions: dict[int, End] = {}
         self._next_session = 0
         self._working = False
         oracle.master_started(self.state, lambda: self.now_ms)
+        process.on_death[self] = lambda: oracle.master_ended(self.state)
         process.spawn("tick", self._tick_forever())
 
     @property
     def now_ms(self) -> int:
-        elapsed_us = self.process.scheduler.now_us - self._started_us
-        return self._offset_ms + int(elapsed_us * self._rate) // 1000
+        return int(self._clock() * 1000)
+
+    @property
+    def leads(self) -> bool:
+        return not self._over and self._clock() < self.leads_until
+
+    def extend(self, until: float) -> bool:
+        """The lease was kept; False: too late, it has stopped by itself."""
+        if not self._over:
+            self.leads_until = max(self.leads_until, until)
+        return not self._over
+
+    def cease(self) -> None:
+        """As ``MasterService.cease``."""
+        if self._over:
+            return
+        self._over = True
+        self.oracle.master_ended(self.state)
+        self.state.take_effects()
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.set(_not_leader())
+        for end in self._sessions.values():
+            self._send(end, ("error", encode_error(_not_leader())))
+            end.close()
+
+    def _check_time(self) -> None:
+        """Raises NotLeaderError."""
+        if not self.leads:
+            self.cease()
+            raise _not_leader()
 
     def accept(self, port: str, end: End) -> None:
         serve = self._serve_node if port == "node" else self._serve_call
@@ -75,8 +110,12 @@ class Master:
             self._send(end, ("refused" if port == "lane" else "error", encode_error(error)))
             return
         call = BY_WIRE_NAME[wire_name]
+        await self.process.reached(f"master: before {call.name}")
         try:
+            self._check_time()
             reply = self._answer_to(call_id, decode_request(call, payload), end)
+            self._check_time()
+            await self.process.reached(f"master: after {call.name}")
             if isinstance(reply, Future):
                 reply = await reply
                 if reply is None:
@@ -131,6 +170,13 @@ class Master:
         self._next_session += 1
         session = self._next_session
         try:
+            self._check_time()
+        except NotLeaderError as error:
+            self._send(end, ("error", encode_error(error)))
+            end.close()
+            return
+        await self.process.reached("master: before a join")
+        try:
             accepted = self.state.node_joined(self.now_ms, session, join)
         except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
@@ -145,15 +191,19 @@ class Master:
         try:
             while True:
                 message = decode_node_message(await end.receive())
+                await self.process.reached(f"master: before {type(message).__name__}")
+                self._check_time()
                 self.state.node_said(self.now_ms, session, message)
                 self._stepped()
                 self._settle()
         except BrokenStreamError:
             pass
-        except ProtocolError as error:
+        except (ProtocolError, NotLeaderError) as error:
             self._send(end, ("error", encode_error(error)))
         del self._sessions[session]
         end.close()
+        if self._over:
+            return
         self.state.node_stream_broken(session)
         self._stepped()
         self._settle()
@@ -162,6 +212,9 @@ class Master:
 
     def _settle(self) -> None:
         while self.state.effects:
+            if not self.leads:
+                self.cease()
+                return
             for effect in self.state.take_effects():
                 self._carry_out(effect)
         if self.state.has_work and not self._working:
@@ -191,6 +244,8 @@ class Master:
 
     def _work(self) -> None:
         self._working = False
+        if not self.leads:
+            return
         self.state.work(self.now_ms)
         self._stepped()
         self._settle()
@@ -198,6 +253,9 @@ class Master:
     async def _tick_forever(self) -> None:
         while True:
             await self.process.sleep(TICK_US)
+            if not self.leads:
+                self.cease()
+                return
             due_ms = self.state.next_tick_ms(self.now_ms)
             self.state.tick(self.now_ms)
             due = due_ms is not None and due_ms <= self.now_ms
@@ -206,6 +264,8 @@ class Master:
             self._settle()
 
     def _stepped(self) -> None:
+        if not self.leads:
+            return  # nothing of it will be heard of
         self.oracle.master_stepped(self.state, self.now_ms, None, None)
 
     @staticmethod
@@ -214,3 +274,7 @@ class Master:
             end.send(message)
         except BrokenStreamError:
             pass  # its own task finds out
+
+
+def _not_leader() -> NotLeaderError:
+    return NotLeaderError("this master leads no more", leader="")

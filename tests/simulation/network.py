@@ -35,6 +35,8 @@ class Weather:
     slow_us: tuple[int, int] = (2_000, 120_000)
     very_slow: float = 0.0
     very_slow_us: tuple[int, int] = (300_000, 1_500_000)
+    twice: float = 0.0
+    """Probability that a request which may be sent again arrives twice."""
 
 
 class _Close:
@@ -153,6 +155,12 @@ class Network:
         if len(self.streams) > 256:
             self.streams = [end for end in self.streams if not (end.broken or end.closed)]
         return near
+
+    def duplicate(self, process: Process, address: str, port: str, message: Any) -> None:
+        """Now and then, send this on a stream of its own, too; nobody waits for the answer."""
+        if self._scheduler.random.random() < self.weather.twice:
+            end = self.connect(process, address, port)
+            end.send(message)
 
     def cut(self, source: str, target: str, until_us: int) -> None:
         """Nothing arrives from one process at another until then."""

@@ -42,12 +42,10 @@ class Node:
     verifies = True
     """What it finds in memory that was left."""
     wipes = True
-    fences_unanswered_joins = True
-    """False shows finding 1 of README.md."""
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int,
-        *, attached: bool = False,
+        *, attached: bool = False, masters: tuple[str, ...] = ("master",),
     ) -> None:  # fmt: skip
         """``attached``: the memory is that of a process of before."""
         self.process = process
@@ -56,6 +54,8 @@ class Node:
         self._network = network
         self._oracle = oracle
         self._piece_bytes = piece_bytes
+        self._masters = masters
+        self._turn = 0
         self._epoch = 0
         self._fresh = not attached
         self._unverified = attached
@@ -100,10 +100,12 @@ class Node:
                 self._fence()
                 continue
             except KVStoreError as error:
+                self._turn += 1
                 self._oracle.note(f"{self.name} session ended: {error.message}")
             except (BrokenStreamError, TimedOutError) as error:
+                self._turn += 1
                 self._oracle.note(f"{self.name} session ended: {type(error).__name__}")
-            if self._unanswered and self.fences_unanswered_joins:
+            if self._unanswered:
                 self._fresh = self._unanswered = False
                 self._fence()
             lasted_us = self.process.scheduler.now_us - started_us
@@ -121,7 +123,9 @@ class Node:
 
     async def _session(self) -> None:
         memory = self.memory
-        link = self._network.connect(self.process, "master", "node")
+        link = self._network.connect(
+            self.process, self._masters[self._turn % len(self._masters)], "node"
+        )
         self._link = link
         beating: Task[None] | None = None
         telling: Task[None] | None = None
@@ -142,12 +146,15 @@ class Node:
                 self._untold = not self._fresh
             self._fresh = self._unanswered = False
             self._oracle.note(f"{self.name} joined epoch={accepted.epoch} resumed={resumed}")
+            await self.process.reached("node: joined")
             beating = self.process.spawn("beat", self._beat(link, accepted.beat_ms))
             telling = self.process.spawn("tell", self._tell(link))
             while True:
                 message = self._decoded(await link.receive(accepted.dead_ms * MS))
                 if isinstance(message, MasterWipe):
+                    await self.process.reached("node: before a wipe")
                     self._wipe(message)
+                    await self.process.reached("node: wiped, before it says so")
                     link.send(encode_node_message(NodeWiped(message.order)))
                 elif isinstance(message, MasterClaimed):
                     self._unanswered_claims -= 1
@@ -181,6 +188,7 @@ class Node:
             await self.process.sleep(random.randint(*PIECE_US))
             chunk = found[sent : sent + CLAIMS_PER_MESSAGE]
             sent += len(chunk)
+            await self.process.reached("node: in the middle of its inventory")
             if self._unverified and self.verifies:
                 chunk = inventory.verified(segment, chunk)
             while self._unanswered_claims >= CLAIMS_UNANSWERED_MAX:
@@ -234,6 +242,7 @@ class Node:
                         end.send("gone")
                         return
                     self._oracle.write(memory, offset, data, version)
+                    await self.process.reached("node: a piece written")
                 end.send("ok")
                 return
             for offset, length in what:

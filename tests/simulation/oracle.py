@@ -21,6 +21,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_64_intdigest
@@ -31,7 +32,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import Segment
-from kvstore.memory.header import Header
+from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
 from tests.simulation import inside
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
@@ -86,7 +87,15 @@ class _Call:
 class Oracle:
     """See the module. ``waived``: rules whose violations are counted instead of raised."""
 
-    def __init__(self, scheduler: Scheduler, *, waived: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memories: Callable[[bytes], Memory | None],
+        *,
+        waived: frozenset[str] = frozenset(),
+    ) -> None:
+        """``memories``: the segment of that uuid."""
+        self._memories = memories
         self.clients: dict[str, Watched] = {}
         self.waived = waived
         self.waivers: dict[str, int] = {}
@@ -104,6 +113,9 @@ class Oracle:
         self._places: dict[Version, list[tuple[Segment, int]]] = {}
         self._promised: dict[Version, int] = {}
         """Until when the master has leased a version (its own ms)."""
+        self._ended: set[Version] = set()
+        """Versions that were removed, replaced or evicted, by whichever master."""
+        self._epoch = 0
         self._evicted = 0
         self._claimed = 0
         self._last_token = 0
@@ -127,6 +139,9 @@ class Oracle:
     # --- the master ---------------------------------------------------------------------------
 
     def master_started(self, state: MasterState, now_ms: Callable[[], int]) -> None:
+        if state.epoch <= self._epoch:
+            self.broken("epoch", f"a master starts with {state.epoch} after {self._epoch}")
+        self._epoch = state.epoch
         self._state = state
         self._now_ms = now_ms
         self._now_complete = {}
@@ -134,8 +149,10 @@ class Oracle:
         self._evicted = self._claimed = self._last_token = 0
         self._calls = {}
 
-    def master_died(self) -> None:
-        self._state = None
+    def master_ended(self, state: MasterState) -> None:
+        """It is dead, or leads no more."""
+        if self._state is state:
+            self._state = None
 
     def processing(
         self, state: MasterState, now_ms: int, call_id: int, request: calls.Request
@@ -144,8 +161,17 @@ class Oracle:
         del now_ms
         names: list[Name | None] = []
         match request:
+            case calls.Clear(namespace):
+                for name, versions in self._history.items():
+                    if not namespace or name[0] == namespace:
+                        self._ended.update(versions)
+            case calls.ReportCorrupt(namespace, keys):
+                for key in keys:
+                    self._ended.update(self._history.get((namespace, key), ()))
             case calls.Remove(namespace, keys):
                 names = [(namespace, key) for key in keys]
+                for key in keys:
+                    self._ended.update(self._history.get((namespace, key), ()))
             case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
                 names = [inside.replaced_by(state, token) for token in tokens]
@@ -153,17 +179,22 @@ class Oracle:
                 names = [(request.namespace, request.key)]
             case _:
                 pass
-        doomed = [[] if name is None else self._versions_of(name) for name in names]
+        doomed = [[] if name is None else self._versions_of(name, state) for name in names]
         self._calls[call_id] = _Call(request, doomed)
 
-    def _versions_of(self, name: Name) -> list[tuple[Version, str]]:
+    def _versions_of(self, name: Name, state: MasterState) -> list[tuple[Version, str]]:
         # Those before the present one were replaced or removed by somebody else, and their
-        # wiping may still be under way.
+        # wiping may still be under way. Those on nodes that this master does not know, or not any
+        # more, are of the known issue.
         present = self._now_complete.get(name)
-        return [
-            (version, "removed_read" if version == present else "removed_twice_read")
-            for version in self._history.get(name, ())
-        ]
+        rows = []
+        for version in self._history.get(name, ()):
+            rule = "removed_read" if version == present else "removed_twice_read"
+            places = self._places.get(version, ())
+            if not all(inside.mounted(state, segment.offer.uuid) for segment, _ in places):
+                rule = "removed_read_from_dead"
+            rows.append((version, rule))
+        return rows
 
     def master_stepped(
         self,
@@ -173,6 +204,8 @@ class Oracle:
         reply: calls.Reply | Later | None,
     ) -> None:
         """After each step of the state."""
+        if state is not self._state:
+            self.broken("two_leaders", f"epoch {state.epoch} acts after {self._epoch} has begun")
         try:
             state.check_invariants()
         except AssertionError as error:
@@ -235,16 +268,57 @@ class Oracle:
                 "vanished", f"{len(evicted)} objects vanished, {counted} evictions: {evicted}"
             )
         self.count("evicted", len(evicted))
+        self._ended.update(version for _, version in evicted)
         for name, version in complete.items():
             if self._now_complete.get(name) != version:
+                self._ended.update(v for v in self._history.get(name, ()) if v < version)
                 if version in self._stored:
                     self.count("claimed")
+                    self._is_whole(state, name, version)
                 else:
                     self._history.setdefault(name, []).append(version)
                     self._stored.add(version)
                 self._places[version] = inside.extents_of(state, name)
                 self.note(f"complete {_show(name)} {_v(version)}")
         self._now_complete = complete
+
+    def _is_whole(self, state: MasterState, name: Name, version: Version) -> None:
+        """What memory is believed to hold again, it holds."""
+        for segment, offset in inside.extents_of(state, name):
+            memory = self._memories(segment.offer.uuid)
+            if memory is None or not segment.alive:
+                continue
+            header = unpack(memory.memory[offset : offset + HEADER_BYTES], memory.seed, offset)
+            start = offset + HEADER_BYTES
+            if (
+                header is None
+                or Version(header.epoch, header.counter) != version
+                or xxh3_64_intdigest(memory.memory[start : start + header.payload_size])
+                != header.payload_checksum
+            ):
+                self.broken(
+                    "served_unverified",
+                    f"{_show(name)} {_v(version)} at {segment} {offset} is served, and is bad",
+                    name[1].decode(), _v(version),
+                )  # fmt: skip
+
+    def rot(self, memory: Memory, random: Random) -> None:
+        """A byte of some whole object changes while nobody has the memory."""
+        found = [
+            (offset, header)
+            for offset, header in scan(memory.memory, memory.seed)
+            if header.payload_size and Version(header.epoch, header.counter) in self._stored
+        ]
+        views = [
+            view.promise.version for c in self.clients.values() for view in c.views_on(memory.uuid)
+        ]
+        found = [(o, h) for o, h in found if Version(h.epoch, h.counter) not in views]
+        if found:
+            offset, header = random.choice(found)
+            at = offset + HEADER_BYTES + random.randrange(header.payload_size)
+            memory.memory[at] ^= 1 << random.randrange(8)
+            self.count("rotten")
+            self.note(f"FAULT {memory.node} {header.key.decode()} at {offset} rots")
 
     def _promises(
         self, state: MasterState, now_ms: int, request: calls.Request | None, reply: calls.Reply
@@ -313,6 +387,26 @@ class Oracle:
         ):
             return "granted_lost_replica"
         return f"granted_{promise.what}"
+
+    def nothing_is_forgotten(self, memory: Memory) -> None:
+        """At rest: whole objects of a node that nobody ended are complete at the master."""
+        for offset, header in scan(memory.memory, memory.seed):
+            name, version = (header.namespace, header.key), Version(header.epoch, header.counter)
+            start = offset + HEADER_BYTES
+            payload = memory.memory[start : start + header.payload_size]
+            if (
+                version in self._stored
+                and version not in self._ended
+                and xxh3_64_intdigest(payload) == header.payload_checksum
+            ):
+                self.count("kept")
+                if self._now_complete.get(name) != version:
+                    self.broken(
+                        "forgotten",
+                        f"{memory.node} holds {_show(name)} {_v(version)} at {offset}, and nobody "
+                        f"finds it: {self._now_complete.get(name)}",
+                        name[1].decode(), _v(version),
+                    )  # fmt: skip
 
     # --- bytes --------------------------------------------------------------------------------
 
@@ -442,6 +536,8 @@ def _removes(request: calls.Request | None, name: Name) -> bool:
             return name[0] == namespace and name[1] in keys
         case calls.Clear(namespace):
             return not namespace or namespace == name[0]
+        case calls.ReportCorrupt(namespace, keys):
+            return name[0] == namespace and name[1] in keys
         case _:
             return False
 

@@ -1,84 +1,196 @@
-"""One seed, or many: ``python -m tests.simulation --seed 7``, ``--seeds 1:500``.
+"""Many seeds (``make sim``, ``make sim SEEDS=200``), or one: ``--seed 7``.
 
 A failure prints the seed, the options and the story of what it was about: the last events that name
-the key or version concerned, among the faults. The same seed runs to the same step again.
+the key or version concerned, among the faults; and the command that runs to the same step again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import multiprocessing
+import os
+import signal
 import sys
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
 
 from tests.simulation.cluster import Cluster, Options
 from tests.simulation.faults import KINDS
 from tests.simulation.known import KNOWN_ISSUES
 from tests.simulation.oracle import SimulationError
 
-TELLING = ("FAULT", "fenced", "joined", "master ", "BROKEN", "dies", "starts", "---")
+TELLING = ("FAULT", "fenced", "joined", "master ", "leads", "steps down", "BROKEN", "dies",
+           "starts", "---")  # fmt: skip
+
+LINE_S = 15.0
+"""Between two lines of progress where no terminal shows it in place."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one seed."""
+
+    seed: int
+    steps: int
+    digest: str
+    seconds: float
+    waivers: dict[str, int]
+    counts: dict[str, int]
+    failure: str = ""
+    """What to print; empty: it went well."""
+    rule: str = ""
+    """That was broken."""
+
+
+def run_seed(options: Options, steps: int | None = None, lines: int = 60) -> Result:
+    """One run; ``steps``: only so many, of the phase with faults."""
+    logging.disable()  # thousands of failed nodes
+    started = time.perf_counter()
+    cluster = Cluster(options)
+    error: Exception | None = None
+    try:
+        if steps is None:
+            cluster.run()
+        else:
+            cluster.run_steps(steps)
+    except Exception as raised:
+        error = raised
+    finally:
+        logging.disable(logging.NOTSET)
+    rule = error.rule if isinstance(error, SimulationError) else type(error).__name__
+    return Result(
+        seed=options.seed,
+        steps=cluster.scheduler.steps,
+        digest=cluster.scheduler.digest,
+        seconds=time.perf_counter() - started,
+        waivers=cluster.oracle.waivers,
+        counts=cluster.oracle.counts,
+        failure="" if error is None else told(cluster, error, lines),
+        rule="" if error is None else rule,
+    )
+
+
+def run_many(options: Options, seeds: Iterable[int], jobs: int) -> Iterator[Result]:
+    """As they end, in ``jobs`` processes; ``seeds`` may be endless."""
+    runs = (replace(options, seed=seed) for seed in seeds)
+    if jobs == 1:
+        yield from map(run_seed, runs)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        under_way: set[Future[Result]] = set()
+        try:
+            for run in itertools.chain(runs, itertools.repeat(None)):
+                if run is not None:
+                    under_way.add(pool.submit(run_seed, run))
+                    if len(under_way) <= jobs:
+                        continue
+                if not under_way:
+                    return
+                done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this one and tell what happened")
-    parser.add_argument("--seeds", default="1:51", help="FIRST:BEHIND_LAST (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="only so many steps, then print the digest")
+    parser.add_argument(
+        "--seeds", default="", metavar="N or FIRST:BEHIND", help="so many; default: until stopped"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at the same time")
+    parser.add_argument("--steps", type=int, help="of --seed, only so many; then the digest")
     parser.add_argument("--seconds", type=float, default=8.0, help="of faults, virtual")
+    parser.add_argument("--masters", type=int, default=0, help="how many; 0: the seed decides")
     parser.add_argument("--faults", default=",".join(KINDS), help="kinds, separated by commas")
     parser.add_argument("--waive", default="", help="further rules that are only counted")
     parser.add_argument("--strict", action="store_true", help="raise known issues, too")
     parser.add_argument("--lines", type=int, default=60, help="of the story of a failure")
-    parser.add_argument("--keep-going", action="store_true", help="after a failing seed")
     given = parser.parse_args(arguments)
-    logging.disable()  # thousands of failed nodes
     waived = frozenset(filter(None, given.waive.split(",")))
     if not given.strict:
         waived |= frozenset(KNOWN_ISSUES)
     options = Options(
         seed=0,
         fault_seconds=given.seconds,
+        masters=given.masters,
         faults=tuple(filter(None, given.faults.split(","))),
         waived=waived,
     )
     if given.seed is not None:
-        seeds = range(given.seed, given.seed + 1)
+        result = run_seed(replace(options, seed=given.seed), given.steps, given.lines)
+        print(line_of(result))
+        print(result.failure or sorted(result.counts.items()))
+        return bool(result.failure)
+    first, colon, behind = given.seeds.rpartition(":")
+    if not given.seeds:
+        seeds: Iterable[int] = itertools.count(1)
     else:
-        first, _, behind = given.seeds.partition(":")
-        seeds = range(int(first), int(behind))
-    failed: dict[str, list[int]] = {}
-    for seed in seeds:
-        started = time.perf_counter()
-        cluster = Cluster(replace(options, seed=seed))
-        error: Exception | None = None
-        try:
-            if given.steps is None:
-                cluster.run()
-            else:
-                cluster.run_steps(given.steps)
-        except Exception as raised:
-            error = raised
-        took_s = time.perf_counter() - started
-        steps = cluster.scheduler.steps
-        print(
-            f"seed {seed}: {'FAILED' if error else 'ok'} steps={steps} "
-            f"digest={cluster.scheduler.digest} {steps / took_s:,.0f} steps/s "
-            f"waived={cluster.oracle.waivers}",
-            flush=True,
+        seeds = range(int(first) if colon else 1, int(behind) + (not colon))
+    progress = Progress()
+    try:
+        for result in run_many(options, seeds, given.jobs):
+            progress.add(result)
+    except KeyboardInterrupt:
+        pass
+    progress.end()
+    return bool(progress.findings)
+
+
+class Progress:
+    """One line that says how far it is; failures stand above it."""
+
+    def __init__(self) -> None:
+        self.findings: dict[str, list[int]] = {}
+        """Seeds by the rule that was broken."""
+        self._seeds = self._steps = 0
+        self._waived: dict[str, int] = {}
+        self._started = self._shown = time.monotonic()
+        self._in_place = sys.stdout.isatty()
+
+    def add(self, result: Result) -> None:
+        self._seeds += 1
+        self._steps += result.steps
+        for rule, number in result.waivers.items():
+            self._waived[rule] = self._waived.get(rule, 0) + number
+        if result.failure:
+            self.findings.setdefault(result.rule, []).append(result.seed)
+            print(f"\r\033[K{line_of(result)}" if self._in_place else line_of(result))
+            print(result.failure, flush=True)
+        now = time.monotonic()
+        if self._in_place:
+            print(f"\r\033[K{self}", end="", flush=True)
+        elif now - self._shown >= LINE_S:
+            self._shown = now
+            print(self, flush=True)
+
+    def end(self) -> None:
+        print(f"\r\033[K{self}" if self._in_place else str(self))
+        if self.findings:
+            print(f"found: {self.findings}")
+
+    def __str__(self) -> str:
+        took_s = max(time.monotonic() - self._started, 1e-3)
+        found = sum(map(len, self.findings.values()))
+        known = f"  known issues {sum(self._waived.values())}" if self._waived else ""
+        return (
+            f"{self._seeds:,} seeds  {self._steps:,} steps  {self._steps / took_s:,.0f} steps/s"
+            f"  findings {found}{known}"
         )
-        if given.seed is not None and error is None:
-            print(sorted(cluster.oracle.counts.items()))
-        if error is not None:
-            rule = error.rule if isinstance(error, SimulationError) else type(error).__name__
-            failed.setdefault(rule, []).append(seed)
-            print(told(cluster, error, given.lines))
-            if not given.keep_going:
-                break
-    if failed:
-        print(f"failed: {failed}")
-    return 1 if failed else 0
+
+
+def line_of(result: Result) -> str:
+    return (
+        f"seed {result.seed}: {'FAILED' if result.failure else 'ok'} steps={result.steps} "
+        f"digest={result.digest} {result.steps / result.seconds:,.0f} steps/s "
+        f"waived={result.waivers}"
+    )
 
 
 def told(cluster: Cluster, error: Exception, lines: int) -> str:
@@ -94,12 +206,6 @@ def told(cluster: Cluster, error: Exception, lines: int) -> str:
         for step, now_us, text in list(cluster.scheduler.story)[-15:]
     ]
     trace = "" if isinstance(error, SimulationError) else "".join(traceback.format_exception(error))
-    options = cluster.options
-    again = (
-        f"python -m tests.simulation --seed {options.seed} --seconds {options.fault_seconds} "
-        f"--strict --waive={','.join(sorted(options.waived))}"
-        + ("" if options.faults == KINDS else f" --faults={','.join(options.faults)}")
-    )
     return "\n".join(
         (
             f"{type(error).__name__}: {error}{trace}",
@@ -107,9 +213,20 @@ def told(cluster: Cluster, error: Exception, lines: int) -> str:
             *story[-lines:],
             "the last events:",
             *last,
-            f"again: {again}",
+            f"again, to step {cluster.scheduler.steps}: {again(cluster.options)}",
         )
     )
+
+
+def again(options: Options) -> str:
+    """The command that does the same."""
+    words = [f"python -m tests.simulation --seed {options.seed} --seconds {options.fault_seconds}"]
+    words.append(f"--strict --waive={','.join(sorted(options.waived))}")
+    if options.masters:
+        words.append(f"--masters {options.masters}")
+    if options.faults != KINDS:
+        words.append(f"--faults={','.join(options.faults)}")
+    return " ".join(words)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,15 @@ class Process:
         self.tasks: dict[Task[Any], None] = {}
         self.on_death: dict[object, Action] = {}
         """What the operating system does when this process is gone."""
+        self.dies_at: Callable[[str], bool] = lambda step: False
+        """Asked at each step that has a name whether the process dies there."""
         self._backlog: list[Action] = []
+
+    async def reached(self, step: str) -> None:
+        """A task of ours has come to the step of that name."""
+        if self.dies_at(step):
+            self.scheduler.after(0, f"{self.name} dies", self.kill)
+            await Future()  # for ever
 
     def after(self, delay_us: int, label: str, action: Action) -> Event:
         """An event of this process: it waits while the process is stalled."""

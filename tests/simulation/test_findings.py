@@ -1,4 +1,5 @@
-"""What the simulation has found, each as the shortest story that shows it. README.md explains.
+"""What the simulation has found, each as the shortest story that shows it. ``tests/README.md``
+explains.
 
 A story that is marked ``xfail`` is open: whoever repairs it removes its mark here, and its rules
 from ``known.py``. The story stays as a regression.

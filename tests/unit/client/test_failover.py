@@ -105,8 +105,22 @@ def test_stale_again_and_again_is_a_miss() -> None:
     world = World()
     world.answers[calls.Lookup] = [found((7, 5, [(1, 4096)]))] * ATTEMPTS
     assert get(world, A) == [None]
-    assert world.context.counters == {"stale_reads": ATTEMPTS}
-    assert not world.requests(calls.Remove)
+    assert world.context.counters == {"stale_reads": ATTEMPTS, "corrupt_objects": 1}
+    assert world.requests(calls.ReportCorrupt) == [corrupt(A, 5, 1)]
+
+
+def test_what_cannot_be_reported_is_a_miss_all_the_same() -> None:
+    world = World()
+    world.answers[calls.Lookup] = [found((7, 5, [(1, 4096)]))] * ATTEMPTS
+    world.answers[calls.ReportCorrupt] = MasterUnreachableError("off")
+    assert get(world, A) == [None]
+
+
+def corrupt(key: Key, counter: int, *numbers: int) -> calls.ReportCorrupt:
+    """The report of one version's replicas on these segments."""
+    rows = len(numbers)
+    uuids = [segment(number).uuid for number in numbers]
+    return calls.ReportCorrupt(N, [key] * rows, [EPOCH] * rows, [counter] * rows, uuids)
 
 
 def test_of_two_replicas_the_first_gets_a_part_of_the_time() -> None:
@@ -162,9 +176,8 @@ def test_wrong_payload_everywhere_is_counted_removed_and_a_miss() -> None:
     world.memory[1][4096 + 1024] ^= 1
     rows = (7, 5, [(1, 4096)]), (4, 6, [(2, 4096)])
     world.answers[calls.Lookup] = [found(*rows), *[found(rows[0])] * (ATTEMPTS - 1)]
-    world.answers[calls.Remove] = calls.Removed(b"\1")
     assert get(world, A, B) == [None, b"fine"]
-    assert world.requests(calls.Remove) == [calls.Remove(N, [A])]
+    assert world.requests(calls.ReportCorrupt) == [corrupt(A, 5, 1)]
     assert world.context.counters["corrupt_objects"] == 1
 
 

@@ -96,7 +96,7 @@ def test_a_header_that_differs_in_anything_is_not_believed(change: str) -> None:
     world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
     assert read(world, b"a") == [None]
     assert world.context.counters["stale_reads"] == ATTEMPTS
-    assert not world.requests(calls.Remove)
+    assert [request.keys for request in world.requests(calls.ReportCorrupt)] == [[b"a"]]
 
 
 def test_flipped_bytes_are_never_returned_and_the_object_is_removed() -> None:
@@ -104,10 +104,9 @@ def test_flipped_bytes_are_never_returned_and_the_object_is_removed() -> None:
     place(world, b"a", b"payload")
     world.memory[1][AT + 1024 + 3] ^= 1
     world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
-    world.answers[calls.Remove] = calls.Removed([1])
     assert read(world, b"a") == [None]
     assert world.context.counters["checksum_mismatches"] == ATTEMPTS
-    assert [request.keys for request in world.requests(calls.Remove)] == [[b"a"]]
+    assert [request.keys for request in world.requests(calls.ReportCorrupt)] == [[b"a"]]
 
 
 def test_a_bad_replica_is_passed_over_for_a_good_one() -> None:
@@ -117,7 +116,8 @@ def test_a_bad_replica_is_passed_over_for_a_good_one() -> None:
     world.memory[1][AT + 1024] ^= 1
     world.answers[calls.Lookup] = found((7, 1, [(1, AT), (2, AT)]))
     assert read(world, b"a") == [b"payload"]
-    assert not world.requests(calls.Remove)
+    (report,) = world.requests(calls.ReportCorrupt)
+    assert report.uuids == [world.segments[1].uuid]
 
 
 def test_an_unreachable_node_is_reported_and_the_other_replica_read() -> None:

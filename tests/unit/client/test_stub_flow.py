@@ -54,7 +54,7 @@ PUT_START = CALLS[calls.PutStart]
 STATUS = CALLS[calls.Status]
 IDEMPOTENT = {
     "Join", "MatchPrefix", "Lookup", "Exists", "Renew", "Remove", "Clear", "DescribeSegments",
-    "ReportFailure", "Status", "ListObjects", "StatObject", "Drain",
+    "ReportFailure", "ReportCorrupt", "Status", "ListObjects", "StatObject", "Drain",
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ class World:
             return outcome.decode()
         self.story.append(type(step).__name__ + ("!" if isinstance(outcome, Exception) else ""))
         if isinstance(step, JoinAt) and not isinstance(outcome, Exception):
-            self.link.accept(self.joined())
+            self.link.accept(self.joined(), step.address)
         return outcome
 
 
@@ -266,7 +266,7 @@ def test_a_lane_with_another_token_is_tried_at_once() -> None:
 
 def test_an_unreachable_lane_is_warned_of_once() -> None:
     link = Link("m:1", lane=True)
-    link.accept(World().joined())
+    link.accept(World().joined(), "m:1")
     assert link.lane_warning() is None
     link.lane_failed(0.0, "filtered")
     warning = link.lane_warning()
@@ -307,7 +307,7 @@ def test_without_a_lane_everything_goes_over_grpc() -> None:
 def test_an_old_connection_that_breaks_does_not_undo_a_new_join() -> None:
     world = World()
     world.run(EXISTS, script(b"", b"reply"))
-    world.link.accept(world.joined())
+    world.link.accept(world.joined(), world.link.address)
     old = gone(sent=True)
     old.generation = world.link.generation - 1
     assert world.run(EXISTS, script(b"reply"), broken=old) == b"reply"
@@ -506,3 +506,44 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 def test_steps_are_what_drivers_know() -> None:
     assert set(Step.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Pause}
+
+
+def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_since() -> None:
+    """Found by the simulation: the next call went to a master that stands by, and was in doubt."""
+    world = World()
+    link = Link("a:1,b:1", lane=True)
+    link.accept(world.joined(), "a:1")
+    before = link.generation
+    link.lost(before)
+    link.accept(world.joined(), "a:1")
+    link.lost(before)  # another call's, made before
+    link.next_address("a:1")
+    link.follow("b:1")
+    assert link.address == "a:1"
+
+
+def test_who_has_let_us_in_is_used_although_another_call_has_turned_away_meanwhile() -> None:
+    world = World()
+    link = Link("a:1,b:1", lane=True)
+    link.next_address("a:1")  # while a join is under way there
+    link.accept(world.joined(), "a:1")
+    assert link.address == "a:1"
+
+
+def test_what_was_sent_to_a_master_before_is_sent_again_to_the_one_joined_meanwhile() -> None:
+    """Found by the simulation: the doubt was put down to the epoch that another call had joined."""
+    world = World("a:1,b:1")
+    world.link.accept(world.joined(), "a:1")
+    tried: list[str] = []
+
+    def answer(step: Step) -> bytes | Exception:
+        tried.append(world.link.address)
+        if len(tried) == 1:  # and while it is under way, another call finds the new leader
+            world.link.lost(world.link.generation)
+            world.epoch = 2
+            world.link.accept(world.joined(), "b:1")
+            return stands_by("")
+        return b"reply"
+
+    assert world.run(PUT_START, answer) == b"reply"
+    assert tried == ["a:1", "b:1"]

@@ -74,7 +74,7 @@ def grants(
 
 class World:
     """Answers by the type of the request: a value, an error, a function of the request; or a list
-    of those, one for each time it is asked. ``DescribeSegments`` and ``ReportFailure`` are
+    of those, one for each time it is asked. ``DescribeSegments`` and reports are
     answered without being told."""
 
     def __init__(self, segments: int = 3, *, verify_payload: bool = True) -> None:
@@ -92,6 +92,7 @@ class World:
                 [self.segments[each] for each in request.segment_ids if each in self.segments],
             ),
             calls.ReportFailure: calls.Reported(1),
+            calls.ReportCorrupt: calls.Dropped(1),
             calls.PutRevoke: calls.Revoked(1),
         }
         self.asked: list[Any] = []

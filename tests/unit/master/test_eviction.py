@@ -331,3 +331,15 @@ def test_what_is_used_counts_from_the_first_millisecond() -> None:
     first.last_used_ms = 5
 
     assert policy.peek(6) is second
+
+
+def test_making_room_may_forget_the_place_of_what_is_put(new_cluster: NewCluster) -> None:
+    """Found by the simulation: what was known of the key before is in no table any more."""
+    cluster = new_cluster(one=1)
+    cluster.put("b", parent="a")  # a is the place of a parent that is missing
+    cluster.after(cluster.rules.lease_ms + 1_000)
+
+    cluster.put("a")  # b has to go, and with it the place of its parent
+
+    assert cluster.present("ab") == "a"
+    cluster.state.check_invariants()

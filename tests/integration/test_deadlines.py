@@ -1,0 +1,346 @@
+"""No call of a client takes longer than its deadline, whatever dies, stops or is cut off.
+
+Every public call, of both clients, over both carriers and both transports, from clients that were
+connected before the fault and from new ones, against each fault of the master and of the node. All
+calls of one fault run at the same time: each test takes little more than one deadline.
+
+A call may return anything that is true, or raise a typed error that may be tried again. What it may
+not do is take longer than ``TIMEOUT_MS`` and ``SLACK_S``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import AsyncClient, Client
+from kvstore.errors import InvalidArgumentError, KVStoreError
+from tests.integration.cluster import SHORT, Cluster
+from tests.integration.test_network import ip
+
+TIMEOUT_MS = 1_200
+SLACK_S = 0.8
+"""Hundreds of threads wake up at the same moment, on two cores; alone it is milliseconds."""
+
+HUNG_S = 15.0
+LARGE = 4 << 20
+KEYS = ["a", "b", "c"]
+VALUE = np.arange(LARGE, dtype=np.uint8)
+
+Verb = Callable[[Any], Any]
+"""Makes a call; what it returns is awaited if it can be."""
+
+CALLS: dict[str, Verb] = {
+    "put": lambda c: c.put("new", VALUE),
+    "put_many": lambda c: c.put_many([("m1", VALUE), ("m2", b"small")], replicas=2),
+    "put_chain": lambda c: c.put_chain(["c1", "c2"], [b"1", VALUE]),
+    "allocate": lambda c: c.allocate(LARGE, kind="numpy"),
+    "get": lambda c: c.get("a"),
+    "get a view": lambda c: c.get("a", copy=False),
+    "get_many": lambda c: c.get_many(KEYS),
+    "get_into": lambda c: c.get_into("b", bytearray(LARGE)),
+    "match_prefix": lambda c: c.match_prefix(KEYS),
+    "match_prefixes": lambda c: c.match_prefixes(KEYS, namespaces=["default", "other"]),
+    "matches": lambda c: c.matches(KEYS, namespaces=["default"]),
+    "exists": lambda c: c.exists("a"),
+    "exists_many": lambda c: c.exists_many(KEYS),
+    "stat": lambda c: c.stat("a"),
+    "status": lambda c: c.status(),
+    "list_objects": lambda c: c.list_objects(),
+    "remove": lambda c: c.remove("never"),
+    "remove_many": lambda c: c.remove_many(["removed"]),
+    "clear": lambda c: c.clear("nobody's"),
+    "drain": lambda c: c.drain("nobody"),
+    "move_some": lambda c: c.move_some("nobody"),
+}
+NO_CALLS = {"close", "config", "embedded", "lease", "stats", "register", "unregister"}
+"""Public names that ask nobody, or are tested apart."""
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_every_public_call_is_in_the_table(kind: type) -> None:
+    public = {name for name in dir(kind) if not name.startswith("_")} | {"config"}
+    assert public == {name.split()[0] for name in CALLS} | NO_CALLS
+
+
+# --- calls that run at the same time, each on its own ------------------------------------------
+
+
+class Took:
+    """One call: how long it took, and what came of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seconds: float | None = None
+        self.outcome: object = "hangs"
+
+    def __repr__(self) -> str:
+        took = "never ends" if self.seconds is None else f"{self.seconds:.2f} s"
+        return f"{self.name}: {took}, {self.outcome!r:.120}"
+
+    @property
+    def is_wrong(self) -> bool:
+        if self.seconds is None or self.seconds > TIMEOUT_MS / 1000 + SLACK_S:
+            return True
+        error = self.outcome
+        if not isinstance(error, BaseException):
+            return False
+        if isinstance(error, InvalidArgumentError):
+            return False  # the master's answer: there is no such node
+        # ``sent`` says: the connection broke in the middle of what may not be done twice.
+        return not (isinstance(error, KVStoreError) and (error.retriable or "sent" in error.fields))
+
+
+class Clients:
+    """One client per way, each connected and warm or new; ``run`` makes every call of each."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._clients: list[tuple[str, Any]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="aio", daemon=True)
+        self._thread.start()
+
+    def add(self, age: str) -> None:
+        for kind in (Client, AsyncClient):
+            for transport in ("shm", "tcp"):
+                for lane in (True, False):
+                    name = f"{kind.__name__} {transport} {'lane' if lane else 'grpc'} {age}"
+                    settings: dict[str, Any] = {"timeout_ms": TIMEOUT_MS, "lane": lane}
+                    client = kind(self._address, transports=(transport,), **settings)
+                    self._clients.append((name, client))
+
+    def warm(self) -> None:
+        """Every client has joined, is connected to the node and knows some placements."""
+        first = self._clients[0][1]
+        for key in KEYS:
+            first.put(key, VALUE)
+        first.put("removed", VALUE)
+        for _, client in self._clients:
+            for verb in (lambda c: c.get_many(KEYS), lambda c: c.status()):
+                self._now(verb, client)
+
+    def run(self) -> list[Took]:
+        """All at the same time; returns when they have ended, or hang."""
+        all_took: list[Took] = []
+        threads: list[threading.Thread] = []
+        ended: list[Any] = []
+        for name, client in self._clients:
+            for what, verb in CALLS.items():
+                took = Took(f"{name}: {what}")
+                all_took.append(took)
+                if isinstance(client, AsyncClient):
+                    call = self._awaited(took, verb, client)
+                    ended.append(asyncio.run_coroutine_threadsafe(call, self._loop))
+                else:
+                    call_it = threading.Thread(
+                        target=self._timed, args=(took, verb, client), name=took.name, daemon=True
+                    )
+                    threads.append(call_it)
+        for thread in threads:
+            thread.start()
+        give_up = time.monotonic() + HUNG_S
+        for thread in threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        for future in ended:
+            with contextlib.suppress(TimeoutError):
+                future.result(max(0.0, give_up - time.monotonic()))
+        return all_took
+
+    def close(self) -> list[Took]:
+        """How long each took to close, one after the other."""
+        all_took = []
+        for name, client in self._clients:
+            took = Took(f"{name}: close")
+            all_took.append(took)
+            started = time.monotonic()
+            self._now(lambda c: c.close(), client)
+            took.seconds, took.outcome = time.monotonic() - started, None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._clients.clear()
+        return all_took
+
+    def _now(self, verb: Verb, client: Any) -> None:
+        if isinstance(client, AsyncClient):
+            call = _drive(verb, client)
+            asyncio.run_coroutine_threadsafe(call, self._loop).result(HUNG_S)
+        else:
+            verb(client)
+
+    @staticmethod
+    def _timed(took: Took, verb: Verb, client: Client) -> None:
+        started = time.monotonic()
+        try:
+            outcome = verb(client)
+            took.outcome = list(outcome) if inspect.isgenerator(outcome) else type(outcome)
+        except BaseException as error:
+            took.outcome = error.with_traceback(None)
+        took.seconds = time.monotonic() - started
+
+    @staticmethod
+    async def _awaited(took: Took, verb: Verb, client: AsyncClient) -> None:
+        started = time.monotonic()
+        try:
+            took.outcome = type(await _drive(verb, client))
+        except Exception as error:
+            took.outcome = error.with_traceback(None)
+        took.seconds = time.monotonic() - started
+
+
+async def _drive(verb: Verb, client: AsyncClient) -> Any:
+    outcome = verb(client)
+    if inspect.isasyncgen(outcome):
+        return [row async for row in outcome]
+    return await outcome if inspect.isawaitable(outcome) else outcome
+
+
+def check(cluster: Cluster, fault: Callable[[], object]) -> None:
+    """No call of old and new clients takes longer than it may, after ``fault``."""
+    clients = Clients(cluster.address)
+    try:
+        clients.add("old")
+        clients.warm()
+        fault()
+        clients.add("new")
+        wrong = [took for took in clients.run() if took.is_wrong]
+    finally:
+        wrong_ends = [took for took in clients.close() if took.is_wrong]
+    assert not wrong, "\n".join(map(repr, wrong))
+    assert not wrong_ends, "\n".join(map(repr, wrong_ends))
+
+
+# --- what dies and what stops ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["master", "node"])
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
+    cluster.start(2, memory="256MiB")
+    master = cluster.master_server
+    assert master is not None
+    server = master if who == "master" else cluster.nodes[0]
+    try:
+        check(cluster, getattr(server, fault))
+    finally:
+        if fault == "freeze":
+            server.resume()
+    if who == "master" and fault == "kill":
+        cluster.master()
+
+
+def test_both_stop(cluster: Cluster) -> None:
+    """What clients hold and know is of no use then, and costs them no second deadline."""
+    cluster.start(2, memory="256MiB")
+    assert cluster.master_server is not None
+    servers = (cluster.master_server, *cluster.nodes)
+
+    def freeze() -> None:
+        for server in servers:
+            server.freeze()
+
+    try:
+        check(cluster, freeze)
+    finally:
+        for server in servers:
+            server.resume()
+
+
+def test_memory_is_not_given_to_a_master_that_does_not_answer(cluster: Cluster) -> None:
+    cluster.start()
+    assert cluster.master_server is not None
+    cluster.master_server.freeze()
+    started = time.monotonic()
+    try:
+        with pytest.raises(KVStoreError) as caught:
+            Client(cluster.address, memory="8MiB", timeout_ms=TIMEOUT_MS)
+    finally:
+        cluster.master_server.resume()
+    assert caught.value.retriable
+    assert time.monotonic() - started < TIMEOUT_MS / 1000 + SLACK_S
+
+
+# --- a network that drops everything -----------------------------------------------------------
+
+OF_MASTER, OF_NODE = "198.18.81", "198.18.82"
+
+
+class Island:
+    """A namespace whose master and node this process reaches at addresses of their own."""
+
+    def __init__(self) -> None:
+        self.name = f"kvs-island-{os.getpid()}"
+        self._link = f"kvsi{os.getpid() % 10**7}"
+
+    def make(self) -> None:
+        ip("netns", "add", self.name)
+        ip("-n", self.name, "link", "set", "lo", "up")
+        ip("link", "add", self._link, "type", "veth", "peer", "name", "out", "netns", self.name)
+        for subnet in (OF_MASTER, OF_NODE):
+            ip("-n", self.name, "address", "add", f"{subnet}.1/30", "dev", "out")
+            ip("address", "add", f"{subnet}.2/30", "dev", self._link)
+        ip("-n", self.name, "link", "set", "out", "up")
+        ip("link", "set", self._link, "up")
+
+    def cut(self, subnet: str) -> None:
+        """What we send arrives; no answer does, nor any sign that there is none."""
+        ip("-n", self.name, "route", "add", "blackhole", f"{subnet}.2/32")
+
+    def mend(self) -> None:
+        for subnet in (OF_MASTER, OF_NODE):
+            with contextlib.suppress(Exception):
+                ip("-n", self.name, "route", "del", "blackhole", f"{subnet}.2/32")
+
+    def remove(self) -> None:
+        for arguments in (("link", "del", self._link), ("netns", "del", self.name)):
+            with contextlib.suppress(Exception):
+                ip(*arguments)
+
+
+@pytest.fixture(scope="module")
+def island() -> Iterator[Island]:
+    island = Island()
+    try:
+        try:
+            island.make()
+        except Exception as error:
+            why = getattr(error, "stderr", "") or str(error)
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"needs root and iproute2: cut networks were not tested ({why.strip()})")
+        yield island
+    finally:
+        island.remove()
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("who", ["master", "node"])
+def test_after_the_network_is_cut(island: Island, tmp_path: Path, who: str) -> None:
+    cluster = Cluster(
+        tmp_path,
+        settings=SHORT | {"host": "0.0.0.0"},
+        prefix=["ip", "netns", "exec", island.name],
+        reached_at=f"{OF_MASTER}.1",
+    )
+    try:
+        cluster.master()
+        master = f"{OF_MASTER}.1:{cluster.settings['port']}"
+        cluster.node(host=f"{OF_NODE}.1", master=master, memory="256MiB")
+        try:
+            check(cluster, lambda: island.cut(OF_MASTER if who == "master" else OF_NODE))
+        finally:
+            island.mend()
+        cluster.finish()
+    finally:
+        cluster.close()

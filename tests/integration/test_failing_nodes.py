@@ -1,0 +1,100 @@
+"""A node that fails towards clients, and is there for the master; and chains that lose a node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import PutOutcome
+from tests.integration.cluster import SHORT, Cluster, until
+from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island
+from tests.integration.test_deadlines import island as island  # a fixture
+from tests.integration.traffic import content
+
+STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
+KEYS = [f"key-{number}" for number in range(20)]
+QUICK_S = 0.5
+
+
+def test_descendants_of_what_died_are_whole_again_once_it_is_put_again(cluster: Cluster) -> None:
+    cluster.start(memory="2MiB")
+    small = cluster.nodes[0]
+    client = cluster.client()
+    size = 200_000
+    blocks = [f"block-{number}" for number in range(24)]
+    values = [content(block, size) for block in blocks]
+    client.put_chain(blocks[:8], values[:8])  # fills the small one
+    cluster.node(memory="64MiB")
+    client.put_chain(blocks[8:], values[8:], parent=blocks[7])
+    assert client.match_prefix(blocks) == 24
+    small.kill()
+    until(lambda: cluster.state_of(small) == "gone")
+    lost = [not there for there in client.exists_many(blocks)]
+    assert 4 <= sum(lost) <= 8
+    assert client.match_prefix(blocks) == lost.index(True) == 0, "a match is right about every key"
+    assert client.get(blocks[20]) == values[20], "detached, and there"
+    outcomes = client.put_chain(blocks, values)
+    assert outcomes == [STORED if was_lost else FOUND for was_lost in lost]
+    assert client.match_prefix(blocks) == 24
+    assert client.get_many(blocks) == values
+
+
+@pytest.fixture
+def two_nodes(island: Island, tmp_path: Path) -> Iterator[Cluster]:
+    """Nodes that this process reaches at different addresses."""
+    times: dict[str, Any] = {"suspect_ms": 4_000, "dead_ms": 12_000, "quarantine_ms": 12_000}
+    cluster = Cluster(
+        tmp_path,
+        settings=SHORT | times | {"host": "0.0.0.0"},
+        prefix=["ip", "netns", "exec", island.name],
+        reached_at=f"{OF_MASTER}.1",
+    )
+    try:
+        cluster.master()
+        master = f"{OF_MASTER}.1:{cluster.settings['port']}"
+        for subnet in (OF_NODE, OF_MASTER):
+            cluster.node(host=f"{subnet}.1", master=master)
+        yield cluster
+        island.mend()
+        cluster.finish()
+    finally:
+        island.mend()
+        cluster.close()
+
+
+@pytest.mark.netns
+def test_a_failing_node_is_avoided_by_everybody_within_a_second(
+    island: Island, two_nodes: Cluster
+) -> None:
+    failing, _ = two_nodes.nodes
+    first, second = (two_nodes.client(transports=("tcp",), timeout_ms=9_000) for _ in range(2))
+    assert set(first.put_many([(key, content(key)) for key in KEYS], replicas=2)) == {STORED}
+    for client in (first, second):
+        assert client.get_many(KEYS) == [content(key) for key in KEYS]
+    island.cut(OF_NODE)
+    until(lambda: _reads(first) and two_nodes.state_of(failing) == "suspect")
+    reported = time.monotonic()
+    for number, key in enumerate(KEYS):
+        for client in (second, first):
+            started = time.monotonic()
+            assert client.get(key) == content(key)
+            assert time.monotonic() - started < QUICK_S or started - reported < 1.0
+        started = time.monotonic()
+        assert second.put(f"new-{number}", content(key)) is STORED
+        assert time.monotonic() - started < QUICK_S
+    names = {
+        segment.segment_id: node.name for node in second.status().nodes for segment in node.segments
+    }
+    for number in range(len(KEYS)):
+        stat = second.stat(f"new-{number}")
+        assert stat is not None
+        assert names[stat.detail.placements.segments[0]] != failing.name
+    assert time.monotonic() - reported < 4.0, "it is trusted again after that"
+
+
+def _reads(client: Any) -> bool:
+    return bool(client.get_many(KEYS) == [content(key) for key in KEYS])

@@ -1,0 +1,134 @@
+"""Objects whose bytes somebody has found to be bad."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
+from tests.unit.master.conftest import NewCluster
+
+
+def report(cluster: Cluster, name: str, counter: int, *nodes: str, epoch: int = EPOCH) -> int:
+    """Objects that are dropped, after replicas on these nodes were found to be bad."""
+    rows = len(nodes)
+    uuids = [cluster.offers[node][0].uuid for node in nodes]
+    request = calls.ReportCorrupt(
+        NAMESPACE, keys_of(name) * rows, [epoch] * rows, [counter] * rows, uuids
+    )
+    dropped = cluster.state.report_corrupt(cluster.now_ms, request).dropped
+    cluster.work()
+    return dropped
+
+
+def nodes_of(cluster: Cluster, name: str) -> list[str]:
+    """In the order in which they are offered."""
+    found = cluster.state.lookup(cluster.now_ms, calls.Lookup(NAMESPACE, keys_of(name)))
+    return [cluster.segments[segment] for segment in found.placements.segments]
+
+
+def stored(cluster: Cluster, name: str, *, replicas: int = 1) -> int:
+    """Its counter."""
+    grants = cluster.start(name, replicas=replicas)
+    cluster.end(grants)
+    return grants.tokens[0]
+
+
+def test_a_bad_object_is_gone_wiped_counted_and_can_be_put_again(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    counter = stored(cluster, "a")
+    cluster.wipes_at_once = False
+
+    assert report(cluster, "a", counter, "one") == 1
+
+    assert cluster.present("a") == ""
+    assert [order.counters for _, order in cluster.orders] == [[counter]]
+    counted = dict(cluster.status().counters)
+    assert (counted["corrupt_objects"], counted["corrupt_replicas"]) == (1, 1)
+    assert "corrupt_object" in cluster.notices
+    cluster.put("a")
+    assert cluster.present("a") == "a"
+
+
+def test_its_bytes_are_not_reused_while_a_lease_may_live(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=1)
+    counter = stored(cluster, "a")
+    nodes_of(cluster, "a")
+
+    report(cluster, "a", counter, "one")
+
+    ticket = cluster.wait("b")
+    cluster.after(cluster.rules.lease_ms - 1_000)
+    assert ticket not in cluster.answers
+    cluster.after(2_000)
+    assert ticket in cluster.answers
+
+
+@pytest.mark.parametrize(
+    ("counter", "epoch", "node"), [(1, EPOCH, "one"), (0, EPOCH - 1, "one"), (0, EPOCH, "two")]
+)
+def test_another_version_or_segment_is_left_alone(
+    new_cluster: NewCluster, counter: int, epoch: int, node: str
+) -> None:
+    cluster = new_cluster(one=4, two=1)
+    counter += stored(cluster, "a")
+
+    if node == "two" and nodes_of(cluster, "a") == ["two"]:
+        node = "one"
+    assert report(cluster, "a", counter, node, epoch=epoch) == 0
+
+    assert cluster.present("a") == "a"
+    assert report(cluster, "n", 1, "one") == 0
+
+
+def test_a_bad_replica_is_offered_last(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    counter = stored(cluster, "a", replicas=2)
+    first, second = nodes_of(cluster, "a")
+
+    assert report(cluster, "a", counter, first) == 0
+
+    assert nodes_of(cluster, "a") == [second, first]
+    cluster.state.check_invariants()
+    assert report(cluster, "a", counter, first) == 0
+    assert report(cluster, "a", counter, second, first) == 1
+    assert cluster.present("a") == ""
+
+
+def test_a_bad_replica_that_is_left_alone_is_the_object(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    counter = stored(cluster, "a", replicas=2)
+    first, second = nodes_of(cluster, "a")
+    report(cluster, "a", counter, first)
+
+    cluster.kill(second)
+
+    assert nodes_of(cluster, "a") == [first]
+    assert report(cluster, "a", counter, first) == 1
+
+
+def test_a_demoted_candidate_is_evicted_like_any_other(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2, two=2)
+    counter = stored(cluster, "a", replicas=2)
+    first, _ = nodes_of(cluster, "a")
+    report(cluster, "a", counter, first)
+    cluster.after(cluster.rules.lease_ms + 1_000)
+
+    cluster.put("bcd", chain=False)
+    cluster.put("e")
+
+    assert cluster.present("abcde") == "bcde"
+
+
+def test_a_block_of_a_chain_leaves_the_others_detached_until_it_is_back(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    grants = cluster.start("abc")
+    cluster.end(grants)
+
+    assert report(cluster, "b", grants.tokens[1], "one") == 1
+
+    assert cluster.match("abc") == 1
+    cluster.put("b", parent="a")
+    assert cluster.match("abc") == 3
