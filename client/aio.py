@@ -20,6 +20,7 @@ from kvstore.children import start_master
 from kvstore.client.aio_stub import AsyncMasterStub
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
+from kvstore.client.moving import Moved
 from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
@@ -266,6 +267,16 @@ class AsyncClient:
                 progress(removed, cleared.remaining)
             if not cleared.removed:
                 return removed
+
+    # --- draining -----------------------------------------------------------------------------
+
+    async def drain(self, node: str, *, undo: bool = False, leave: bool = False) -> calls.Drained:
+        """As ``Client.drain``."""
+        return await self._run(self._operations.drain(node, undo, leave))
+
+    async def move_some(self, node: str, cursor: int = 0) -> Moved:
+        """As ``Client.move_some``."""
+        return await self._run(self._operations.move_some(node, cursor))
 
     # --- life ---------------------------------------------------------------------------------
 

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import calls
-from kvstore.calls import PutOutcome, SegmentInfo
-from kvstore.client import asking, getting, putting
+from kvstore.calls import DrainStep, PutOutcome, SegmentInfo
+from kvstore.client import asking, getting, moving, putting
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.getting import Target
 from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.movers import Movers
+from kvstore.client.moving import Moved
 from kvstore.client.objects import headers
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.putting import Item, PutOptions
@@ -358,6 +359,15 @@ class Operations:
 
     def status(self) -> Flow[calls.ClusterStatus]:
         return ask(calls.Status(), calls.ClusterStatus)
+
+    def drain(self, node: str, undo: bool, leave: bool) -> Flow[calls.Drained]:
+        if undo and leave:
+            raise InvalidArgumentError("a node leaves, or its draining is undone, not both")
+        step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
+        return ask(calls.Drain(node, step), calls.Drained)
+
+    def move_some(self, node: str, cursor: int) -> Flow[Moved]:
+        return moving.move_some(self.context, node, cursor)
 
     def list_page(self, namespace: str, prefix: bytes, cursor: int) -> Flow[calls.Listed]:
         request = calls.ListObjects(namespace, prefix, cursor, LIST_PAGE)

@@ -13,6 +13,7 @@ from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
+from kvstore.client.moving import Moved
 from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
@@ -374,6 +375,33 @@ class Client:
                 progress(removed, cleared.remaining)
             if not cleared.removed:
                 return removed
+
+    # --- draining -----------------------------------------------------------------------------
+
+    def drain(self, node: str, *, undo: bool = False, leave: bool = False) -> calls.Drained:
+        """Let a node be given nothing new; what it holds is still read. ``kvstore drain`` does
+        the whole of it: this, ``move_some`` until nothing is left, and ``leave``.
+
+        Args:
+            undo: let it be chosen again.
+            leave: tell it to leave, with what it still holds.
+
+        Raises:
+            InvalidArgumentError: there is no such node, or it is to leave and is not drained.
+        """
+        return self._run(self._operations.drain(node, undo, leave))
+
+    def move_some(self, node: str, cursor: int = 0) -> Moved:
+        """Copy some of what a draining node holds to others, through this process.
+
+        Args:
+            cursor: 0 begins a pass over all objects; then ``next_cursor`` of the step before, until
+                that is 0 again.
+
+        Raises:
+            InvalidArgumentError: there is no such node, or it is not being drained.
+        """
+        return self._run(self._operations.move_some(node, cursor))
 
     # --- life ---------------------------------------------------------------------------------
 

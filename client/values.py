@@ -61,7 +61,7 @@ class Encoded(NamedTuple):
     @property
     def size(self) -> int:
         """In bytes."""
-        return len(self.data) + sum(map(len, self.more))
+        return len(self.data) + (sum(map(len, self.more)) if self.more else 0)
 
 
 # --- values to bytes ---------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def encode(value: Storable) -> Encoded:
     Raises:
         UnsupportedValueError: a type, layout or dtype whose bytes mean nothing elsewhere.
     """
-    torch = _torch_of(value)
+    torch = None if type(value) is np.ndarray else _torch_of(value)
     if torch is not None:
         return _encode_tensor(torch, value)  # type: ignore[arg-type]
     if isinstance(value, np.ndarray | np.generic):
@@ -103,6 +103,10 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     Raises:
         BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
     """
+    if type(buffers) is np.ndarray and buffers.dtype == np.uint8 and buffers.ndim == 1:
+        flags = buffers.flags
+        if flags.c_contiguous and flags.writeable and buffers.size:
+            return [memoryview(buffers)], ""  # type: ignore[arg-type]  # no detours
     views: list[memoryview] = []
     dtypes: set[str] = set()
     several = isinstance(buffers, list | tuple)

@@ -344,7 +344,7 @@ class NodeStatus(NamedTuple):
     name: str
     host: str
     state: str
-    """alive, suspect or dead."""
+    """alive, draining (alive, and given nothing new), suspect or dead."""
     address: str
     silent_ms: int
     """Since it was last heard."""
@@ -411,6 +411,62 @@ class ObjectDetail(NamedTuple):
     placements: Placements
 
 
+class DrainStep(enum.IntEnum):
+    """What is to become of a node."""
+
+    BEGIN = 1
+    """It is given nothing new. What it holds is still read."""
+    UNDO = 2
+    """It is chosen again, as any other."""
+    LEAVE = 3
+    """It is told to leave, with what it still holds; only after BEGIN."""
+
+
+class Drain(NamedTuple):
+    node: str
+    step: DrainStep
+
+
+class Drained(NamedTuple):
+    epoch: int
+    used: int
+    """Bytes of the node's segments that are not free."""
+    pending: int
+    """Puts and allocations under way that were to be written there."""
+
+
+class StartMoves(NamedTuple):
+    """Grant room elsewhere for some of what a draining node holds. Whoever asks copies payload and
+    header, under the version that the token stands for, and ends it by ``PutEnd``, which is refused
+    for an object that was removed or replaced meanwhile."""
+
+    node: str
+    cursor: int
+    """0 begins a pass over all objects; then what the last reply said."""
+    limit: int
+    """Objects granted at most."""
+    bytes_max: int
+    """Payload bytes granted at most, one object at least."""
+
+
+class MovesStarted(NamedTuple):
+    next_cursor: int
+    """0: the pass is over."""
+    skipped: int
+    """Objects that are being replaced at this moment."""
+    left: int
+    """Objects for which there is no room elsewhere: all that is there was used later, is leased or
+    being written."""
+    left_bytes: int
+    evicted: int
+    """Objects elsewhere that were used longer ago, and had to make room."""
+    namespaces: Sequence[Namespace]
+    """Of the granted ones; so the next three."""
+    keys: Sequence[Key]
+    sources: Placements
+    grants: Grants
+
+
 ClientRequest = (
     Join
     | MatchPrefix
@@ -427,7 +483,7 @@ ClientRequest = (
     | DescribeSegments
     | ReportFailure
 )
-AdminRequest = Status | ListObjects | StatObject
+AdminRequest = Status | ListObjects | StatObject | Drain | StartMoves
 Request = ClientRequest | AdminRequest
 Reply = (
     Joined
@@ -446,6 +502,8 @@ Reply = (
     | ClusterStatus
     | Listed
     | ObjectDetail
+    | Drained
+    | MovesStarted
 )
 
 

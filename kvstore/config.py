@@ -292,6 +292,8 @@ Transports = Annotated[
 ]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 Verify = Annotated[Literal["payload", "header"], BeforeValidator(_lower)]
+HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeValidator(_lower)]
+LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, _As("TEXT")]
 EngineProtocol = Annotated[Literal["", "tcp", "rdma"], _As("tcp|rdma"), BeforeValidator(_lower)]
@@ -483,6 +485,22 @@ class NodeConfig(Config):
         default=1 << 30,
         description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
         "set it to what the host can spare.",
+    )
+    huge_pages: HugePages = Field(
+        default="auto",
+        description="auto: huge pages where /dev/shm gives them (mount option huge=advise), which "
+        "makes starting and first reads many times faster; transparent: those, or do not start; "
+        "reserved: those of a hugetlbfs (sysctl vm.nr_hugepages), or do not start; off: none.",
+    )
+    numa_node: Annotated[Count, Field(ge=-1, le=1_023)] = Field(
+        default=-1,
+        description="Take the memory from this NUMA node and serve it by its processors; -1: as "
+        "the kernel likes. One kvstore-node per NUMA node uses all of a host.",
+    )
+    lock_memory: LockMemory = Field(
+        default="auto",
+        description="Keep the memory from being swapped out. auto: where the limit of locked "
+        "memory (ulimit -l) allows it; on: do not start where it does not; off: never.",
     )
     keep: bool = Field(
         default=False,

@@ -20,6 +20,7 @@
     │   └── BusyError                   a bound of the peer is reached
     ├── NoSpaceError                the pool is full and all of it is leased; worth trying again
     ├── PutRefusedError             the put's token is old: its deadline or its master passed
+    ├── DrainedError                a node: it was drained, and is to leave
     ├── MemoryQuarantinedError      registered memory that a transfer may still write to: keep off
     ├── ReservationLostError        memory from allocate() is no longer ours: stop writing to it
     ├── StaleReadError              another object stands there now; refreshed and retried inside
@@ -159,6 +160,10 @@ class NoSpaceError(KVStoreError):
 class PutRefusedError(KVStoreError):
     code = "put_refused"
     retriable = True
+
+
+class DrainedError(KVStoreError):
+    code = "drained"
 
 
 class MemoryQuarantinedError(KVStoreError):

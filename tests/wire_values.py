@@ -146,6 +146,25 @@ OFFER = st.builds(
     ENGINE,
 )
 
+
+@st.composite
+def moves_started(draw: st.DrawFn) -> calls.MovesStarted:
+    found = draw(grants())
+    rows = len(found.tokens)
+    names = st.lists(NAMESPACE, min_size=rows, max_size=rows)
+    return calls.MovesStarted(
+        draw(U64),
+        draw(U64),
+        draw(U64),
+        draw(U64),
+        draw(U64),
+        draw(names),
+        draw(keys(least=rows, most=rows)),
+        draw(placements(rows)),
+        found,
+    )
+
+
 REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     calls.Join: st.builds(calls.Join, NAME, NAME, U32),
     calls.MatchPrefix: st.builds(calls.MatchPrefix, st.lists(NAMESPACE, max_size=5), keys(), FLAGS),
@@ -170,6 +189,8 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
         st.integers(1, 16_384),
     ),
     calls.StatObject: st.builds(calls.StatObject, NAMESPACE, KEY),
+    calls.Drain: st.builds(calls.Drain, NAME, st.sampled_from(calls.DrainStep)),
+    calls.StartMoves: st.builds(calls.StartMoves, NAME, U64, st.integers(1, 16_384), SIZES),
 }
 
 REPLIES: dict[type, st.SearchStrategy[Any]] = {
@@ -195,6 +216,8 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         st.lists(NAMESPACE_STATUS, max_size=3),
         st.lists(st.tuples(NAME, U64), max_size=5),
     ),
+    calls.Drained: st.builds(calls.Drained, U64, U64, U64),
+    calls.MovesStarted: moves_started(),
     calls.Listed: st.builds(calls.Listed, st.lists(OBJECT_ROW, max_size=5), U64),
     calls.ObjectDetail: st.builds(
         calls.ObjectDetail,

@@ -34,7 +34,13 @@ from kvstore.calls import (
     NodeWiped,
     SegmentOffer,
 )
-from kvstore.errors import KVStoreError, ProtocolError, SegmentGoneError, UnavailableError
+from kvstore.errors import (
+    DrainedError,
+    KVStoreError,
+    ProtocolError,
+    SegmentGoneError,
+    UnavailableError,
+)
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.memory.segment import Segment
 from kvstore.node import inventory
@@ -102,6 +108,8 @@ class NodeAgent:
         """The master that we have joined does not know all that our memory holds."""
         self._unanswered = False
         """A join was sent, and whether a master has accepted it, and grants, is not known."""
+        self.drained = False
+        """Whether ``run`` ended because what the node held is elsewhere now."""
         self._stopping = asyncio.Event()
         self._sending = asyncio.Lock()
         """A stream takes one message at a time: beats, answers and the goodbye share it."""
@@ -111,7 +119,7 @@ class NodeAgent:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until ``stop``.
+        """Until ``stop``, or until the master says that the node was drained.
 
         Raises:
             NodeNameTakenError, ProtocolError, InvalidArgumentError: the master refused the first
@@ -127,6 +135,10 @@ class NodeAgent:
                 self._epoch = 0
                 await asyncio.to_thread(self._fence)
                 continue
+            except DrainedError:
+                log.info("node_drained node=%s", self._name)
+                self.drained = True
+                return
             except KVStoreError as error:
                 if not isinstance(error, UnavailableError) and not self._known:
                     raise

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kvstore.calls import MasterAccepted, NodeJoin, SegmentInfo, SegmentOffer
 from kvstore.errors import (
     BusyError,
+    DrainedError,
     InvalidArgumentError,
     NodeNameTakenError,
     ProtocolError,
@@ -76,12 +77,12 @@ class Membership:
         return self._by_session.get(session)
 
     def alive_segments(self, now_ms: int) -> list[Segment]:
-        """The segments of nodes that are alive and not suspect."""
+        """The segments of nodes that are alive, not suspect and not draining."""
         if self._alive is None or self._alive[0] != now_ms:
             segments = [
                 segment
                 for name, node in self.nodes.items()
-                if self.state_of(node, now_ms) == liveness.ALIVE
+                if not node.draining and self.state_of(node, now_ms) == liveness.ALIVE
                 for segment in self.segments[name]
             ]
             self._alive = now_ms, segments
@@ -138,6 +139,7 @@ class Membership:
                 )
             self.declare_dead(known, "replaced")
         node = Node(name=join.name, host=join.host, session=session, heard_ms=now_ms)
+        node.draining = known is not None and known.draining
         self.nodes[node.name] = node
         self._by_session[session] = node
         segments = [self._mount(now_ms, node, offer) for offer in join.segments]
@@ -179,6 +181,21 @@ class Membership:
     def leave(self, node: Node) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)
+            node.session = None
+        self.declare_dead(node, "left")
+
+    def drain(self, node: Node, *, draining: bool) -> None:
+        if node.draining != draining:
+            node.draining = draining
+            self._alive = None
+            self._notice("node_draining" if draining else "node_undrained", node)
+
+    def dismiss(self, node: Node) -> None:
+        """Tell it to leave, and count it as gone."""
+        if node.session is not None:
+            self._by_session.pop(node.session)
+            error = DrainedError(f"node {node.name} was drained, and leaves", node=node.name)
+            self.effects.append(Hangup(node.session, error))
             node.session = None
         self.declare_dead(node, "left")
 

@@ -215,6 +215,13 @@ class NamespaceTable:
     def get(self, key: Key) -> ObjectRecord | None:
         return self.shards[hash(key) & self._mask].get(key)
 
+    def get_many(self, keys: Sequence[Key]) -> list[ObjectRecord | None]:
+        """``get`` of each."""
+        if not self._mask:
+            return list(map(self.shards[0].get, keys))
+        shards, mask = self.shards, self._mask
+        return [shards[hash(key) & mask].get(key) for key in keys]
+
     def presence(self, keys: Sequence[Key]) -> bytes:
         """One ``Presence`` per key."""
         if fast is not None and isinstance(keys, PackedKeys):

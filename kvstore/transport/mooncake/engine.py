@@ -82,7 +82,7 @@ _NAP_S_MAX: Final = 0.01
 take, by what large batches took lately. Small ones take as long as their ranges are many."""
 
 _NEEDED_OF_TCP: Final = ("MC_TCP_PROTO", "is not within any registered buffer")
-"""Texts of a library that acknowledges a write once it is applied, and checks addresses."""
+"""Texts of the library where writes are acknowledged once applied, and addresses are checked."""
 
 _making = threading.Lock()
 _protocol_of_process = ""

@@ -194,13 +194,13 @@ class MooncakeTransport:
         verify: bool,
         deadline: float,
     ) -> list[bytes | int] | None:
-        """None: move by move it can."""
+        """None: only move by move."""
         return None
 
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
     ) -> bool:
-        """False: move by move it can."""
+        """False: only move by move."""
         return False
 
     def memory(self, segment: SegmentInfo) -> memoryview:
