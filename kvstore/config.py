@@ -59,13 +59,13 @@ NATIVE_VARIABLE = "KVSTORE_NATIVE"
 DEFAULT_PORT = 50001
 """Where Mooncake's master listens, too: its users' firewalls already let it through."""
 
+P2P = "P2PHANDSHAKE"
+METADATA_KINDS = ("etcd", "http", "https", "redis")
 MASTER_HELP = (
     "Where the master is; several, when one may take over from another, are separated by commas. "
     f"Port {DEFAULT_PORT} when only a host is given. Or where in an etcd it is announced: "
     "etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
 )
-P2P = "P2PHANDSHAKE"
-METADATA_KINDS = ("etcd", "http", "https", "redis")
 
 MEMORY_BYTES_MIN = 1 << 20
 MEMORY_BYTES_MAX = 1 << 46
