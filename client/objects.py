@@ -54,7 +54,7 @@ class ObjectReads(Transfer):
         """``verify``: payloads, too, and not only headers."""
         self.segment = segment
         self.write = False
-        self.deadline = None
+        self.deadline: float | None = None
         self._moves = None
         self._reading: list[_Reading] = []
         self.namespace = namespace

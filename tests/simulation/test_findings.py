@@ -15,7 +15,7 @@ from kvstore.client.putting import Item, PutOptions
 from kvstore.client.steps import Ask, Context
 from kvstore.client.values import encode
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.effects import Answer, Later, Send
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterRules, MasterState
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
@@ -55,7 +55,15 @@ def put_start(state: MasterState, now_ms: int, *keys: bytes, parent: bytes | Non
 
 
 def stored(state: MasterState, now_ms: int, *keys: bytes, chain: bool = False) -> None:
-    grants = put_start(state, now_ms, *keys, chain=chain)
+    grants: object = put_start(state, now_ms, *keys, chain=chain)
+    if isinstance(grants, Later):  # until what was removed there is wiped
+        ticket = grants.ticket
+        orders = [e.message for e in state.take_effects() if isinstance(e, Send)]
+        for order in orders:
+            if isinstance(order, calls.MasterWipe):
+                state.node_said(now_ms, 1, calls.NodeWiped(order.order))
+        answers = [e for e in state.take_effects() if isinstance(e, Answer) and e.ticket == ticket]
+        (grants,) = (answer.result for answer in answers)
     assert isinstance(grants, calls.Grants)
     state.put_end(now_ms, calls.PutEnd(1, grants.tokens))
 

@@ -46,10 +46,10 @@ class FakeTransport:
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         self._move("write", segment, deadline)
 
-    def read_objects(self, *whatever: object) -> None:
+    def read_objects(self, *whatever: object, **named: object) -> None:
         raise AssertionError("nobody asks for objects here")
 
-    def write_objects(self, *whatever: object) -> bool:
+    def write_objects(self, *whatever: object, **named: object) -> bool:
         raise AssertionError("nobody asks for objects here")
 
     def memory(self, segment: SegmentInfo) -> memoryview:
