@@ -20,11 +20,12 @@ from kvstore.children import start_master
 from kvstore.client.aio_stub import AsyncMasterStub
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
+from kvstore.client.moving import Moved
 from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
 from kvstore.client.stub import MasterStub
-from kvstore.client.values import Buffer, Kind, Storable, Value
+from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
 
@@ -176,6 +177,14 @@ class AsyncClient:
         long as one copy takes."""
         return await self._run(self._operations.get_into(keys, buffers, namespace))
 
+    async def register(self, buffer: Buffer) -> None:
+        """As ``Client.register``."""
+        await asyncio.to_thread(self._session.movers.register, writable(buffer)[0][0])
+
+    async def unregister(self, buffer: Buffer) -> None:
+        """As ``Client.unregister``."""
+        await asyncio.to_thread(self._session.movers.unregister, writable(buffer)[0][0])
+
     def lease(self, view: View) -> Lease | None:
         """As ``Client.lease``."""
         return self._session.views.of(view)
@@ -258,6 +267,16 @@ class AsyncClient:
                 progress(removed, cleared.remaining)
             if not cleared.removed:
                 return removed
+
+    # --- draining -----------------------------------------------------------------------------
+
+    async def drain(self, node: str, *, undo: bool = False, leave: bool = False) -> calls.Drained:
+        """As ``Client.drain``."""
+        return await self._run(self._operations.drain(node, undo, leave))
+
+    async def move_some(self, node: str, cursor: int = 0) -> Moved:
+        """As ``Client.move_some``."""
+        return await self._run(self._operations.move_some(node, cursor))
 
     # --- life ---------------------------------------------------------------------------------
 

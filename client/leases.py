@@ -12,6 +12,11 @@ for one lease after it has joined. So whoever asks, is promised a lease counted 
 and still sees the old generation when the answer is there, has that promise: it ends before anybody
 may write. No clock of another process is compared.
 
+When it was mounted anew, that master may know the object at this very place all the same: its node
+has told what it holds. Then it is asked for once more, by key, and the promise counts if what it
+describes is the segment's generation, before the question was asked and when the answer is there:
+any other master would describe an older one. Until then the earlier promise has held.
+
 Everything here takes its time from a clock it is given; ``kvstore.client.views`` adds the thread,
 the lock and the finalizers.
 """
@@ -38,6 +43,15 @@ RENEW_KEYS_MAX: Final = 4_096
 
 Mounted = Callable[[], bool]
 """Whether a segment is mounted as it was (``Transport.watch``)."""
+
+
+class Place(NamedTuple):
+    """Where leased memory is, whoever has it mounted."""
+
+    uuid: bytes
+    """Of the segment."""
+    offset: int
+    """Of the extent."""
 
 
 class Named(NamedTuple):
@@ -82,7 +96,9 @@ class Lease:
         size: int,
         mounted: Mounted,
         clock: Callable[[], float] = time.monotonic,
+        place: Place | None = None,
     ) -> None:
+        self.place = place
         self.what: What = held
         self.size = size
         """Bytes of memory, from the address that it is known by."""
@@ -128,6 +144,17 @@ class Lease:
         else:
             self.plan_renewal()
 
+    @property
+    def moved(self) -> bool:
+        """Whether its segment was mounted anew, and it can be asked for by its place there."""
+        return self.place is not None and isinstance(self.what, Named) and not self._mounted()
+
+    def mounted_again(self, mounted: Mounted, until: float) -> None:
+        """The master knows it at its place, on the segment that ``mounted`` watches."""
+        if mounted():
+            self._mounted = mounted
+            self.extend(until)
+
     def plan_renewal(self) -> None:
         """When a third of what is left is over: so a renewal that fails is tried again, sooner
         each time, and several times before the end."""
@@ -160,7 +187,13 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}  # by address of the first payload byte
 
     def add(
-        self, address: int, size: int, held: Named | Granted, until: float, mounted: Mounted
+        self,
+        address: int,
+        size: int,
+        held: Named | Granted,
+        until: float,
+        mounted: Mounted,
+        place: Place | None = None,
     ) -> Lease:
         """One more holder of the memory at ``address``."""
         lease = self._leases.get(address)
@@ -168,7 +201,7 @@ class LeaseTable:
             lease.holders += 1
             lease.extend(until)
         else:
-            lease = self._leases[address] = Lease(held, until, size, mounted, self.clock)
+            lease = self._leases[address] = Lease(held, until, size, mounted, self.clock, place)
         return lease
 
     def let_go(self, address: int, lease: Lease) -> Granted | None:
@@ -205,8 +238,33 @@ class LeaseTable:
 
     def due(self) -> list[Renewal]:
         """The calls that renew what is due now, or so soon that it goes along."""
+        return list(_renewals(lease for lease in self._due() if not lease.moved))
+
+    def moved(self) -> list[Lease]:
+        """Those due whose segments were mounted anew."""
+        return [lease for lease in self._due() if lease.moved]
+
+    def _due(self) -> Iterator[Lease]:
         soon = self.clock() + RENEW_PAUSE_S
-        return list(_renewals(lease for lease in self if lease.renew_at <= soon and lease.held))
+        return (lease for lease in self if lease.renew_at <= soon and lease.held)
+
+
+def found_at(lease: Lease, found: calls.Found, described: calls.Segments) -> SegmentInfo | None:
+    """The segment that holds what is leased at its place, by these answers about its key."""
+    what, placements = lease.what, found.placements
+    version = placements.epochs[0], placements.counters[0]
+    if (
+        not isinstance(what, Named)
+        or found.epoch != described.epoch
+        or version != (what.epoch, what.counter)
+    ):
+        return None
+    by_id = {segment.segment_id: segment for segment in described.segments}
+    for segment_id, offset in zip(placements.segments, placements.offsets, strict=True):
+        segment = by_id.get(segment_id)
+        if segment is not None and lease.place == (segment.uuid, offset):
+            return segment
+    return None
 
 
 class Renewal:

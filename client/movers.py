@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvstore.calls import SegmentInfo
@@ -11,6 +11,7 @@ from kvstore.client.leases import Mounted
 from kvstore.client.steps import Transfer
 from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError, SegmentGoneError
 from kvstore.transport.base import Transport
+from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.pieces import segment_gone
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
@@ -18,17 +19,30 @@ from kvstore.transport.tcp import TcpTransport
 SEGMENTS_AT_ONCE = 8
 """Nodes that one batch is exchanged with at the same time."""
 
-_KINDS: dict[str, type[ShmTransport | TcpTransport]] = {
-    "shm": ShmTransport,
-    "tcp": TcpTransport,
-}
-
 
 class Movers:
     """Moves the bytes of transfers. Any thread."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._transports: list[Transport] = [_KINDS[name]() for name in names]
+    def __init__(
+        self, names: Sequence[str], engine: Callable[[], MooncakeTransport] | None = None
+    ) -> None:
+        """
+        Args:
+            engine: makes the transport "mooncake"; None: it does not count.
+
+        Raises:
+            TransferEngineError: there is no engine, and no other transport.
+        """
+        self._engine = engine() if engine is not None and "mooncake" in names else None
+        kinds: dict[str, Callable[[], Transport | None]] = {
+            "shm": ShmTransport,
+            "mooncake": lambda: self._engine,
+            "tcp": TcpTransport,
+        }
+        made = (kinds[name]() for name in names)
+        self._transports: list[Transport] = [each for each in made if each is not None]
+        if self._engine is not None and len(self._transports) == 1:
+            self._engine.start()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -88,6 +102,15 @@ class Movers:
             if (mounted := transport.watch(segment)) is not None:
                 return mounted
         return lambda: False  # it was unmounted since
+
+    def register(self, buffer: memoryview) -> None:
+        """As ``MooncakeTransport.register``; the other transports need it not."""
+        for transport in self._transports:
+            transport.register(buffer)
+
+    def unregister(self, buffer: memoryview) -> None:
+        if self._engine is not None:
+            self._engine.unregister(buffer)
 
     def close(self) -> None:
         for transport in self._transports:

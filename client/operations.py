@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import calls
-from kvstore.calls import PutOutcome, SegmentInfo
-from kvstore.client import asking, getting, putting
+from kvstore.calls import DrainStep, PutOutcome, SegmentInfo
+from kvstore.client import asking, getting, moving, putting
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.getting import Target
-from kvstore.client.leases import Granted, Lease, Named
+from kvstore.client.leases import Granted, Lease, Named, Place
 from kvstore.client.movers import Movers
+from kvstore.client.moving import Moved
 from kvstore.client.objects import headers
 from kvstore.client.placements import Placed, Replica
 from kvstore.client.putting import Item, PutOptions
@@ -35,7 +36,7 @@ from kvstore.client.values import (
     read_descriptor,
     writable,
 )
-from kvstore.client.views import Views
+from kvstore.client.views import Views, Watched
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     InvalidArgumentError,
@@ -313,7 +314,7 @@ class Operations:
             return [index for index, _ in of]
         base = int(np.frombuffer(memory, np.uint8).ctypes.data)
         stale: list[int] = []
-        held: list[tuple[NDArray[np.generic], int, Named | Granted, float]] = []
+        held: list[Watched] = []
         now = self.context.clock()
         for row, (index, placed), descriptor in zip(rows, of, found, strict=True):
             if not isinstance(descriptor, bytes):
@@ -328,7 +329,8 @@ class Operations:
             views[index] = _view_of(descriptor, array, kind)
             if placed.size:
                 named = Named(namespace, Key(row[4]), placed.epoch, placed.counter)
-                held.append((array, base + offset, named, placed.until))
+                place = Place(segment.uuid, row[0])
+                held.append(Watched(array, base + offset, named, placed.until, place))
         self.views.add_many(held, mounted)
         return stale
 
@@ -358,6 +360,15 @@ class Operations:
 
     def status(self) -> Flow[calls.ClusterStatus]:
         return ask(calls.Status(), calls.ClusterStatus)
+
+    def drain(self, node: str, undo: bool, leave: bool) -> Flow[calls.Drained]:
+        if undo and leave:
+            raise InvalidArgumentError("a node leaves, or its draining is undone, not both")
+        step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
+        return ask(calls.Drain(node, step), calls.Drained)
+
+    def move_some(self, node: str, cursor: int) -> Flow[Moved]:
+        return moving.move_some(self.context, node, cursor)
 
     def list_page(self, namespace: str, prefix: bytes, cursor: int) -> Flow[calls.Listed]:
         request = calls.ListObjects(namespace, prefix, cursor, LIST_PAGE)

@@ -16,6 +16,8 @@ from kvstore.client.steps import Context
 from kvstore.client.views import Ask, Views
 from kvstore.config import ClientConfig, load
 from kvstore.host import address_towards, host_id
+from kvstore.transport.mooncake.engine import EngineSettings
+from kvstore.transport.mooncake.transport import MooncakeTransport
 
 
 class ClientStats(NamedTuple):
@@ -51,9 +53,9 @@ class Session:
         self.config = config
         self.host = host_id()
         self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
-        self.movers = Movers(config.transports)
+        self.movers = Movers(config.transports, self._engine if config.protocol else None)
         margin_s = config.lease_margin_ms / 1000
-        self.views = Views(ask, lease_margin_s=margin_s)
+        self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch)
         self.context = Context(
             clock=time.monotonic,
             host=self.host,
@@ -67,6 +69,14 @@ class Session:
         self.operations = Operations(config, self.context, self.movers, self.views)
         self.children: list[Child] = []
 
+    def _engine(self) -> MooncakeTransport:
+        config = self.config
+        return MooncakeTransport(
+            EngineSettings(config.protocol, config.device_name, config.metadata_server),
+            host=lambda: address_towards(config.master),
+            buffer_bytes=config.engine_buffer,
+        )
+
     def contribute(self, join: Callable[[float], object]) -> None:
         """Start the node that serves ``config.memory``, if there is to be one. Blocks.
 
@@ -77,7 +87,12 @@ class Session:
             join(time.monotonic() + self.config.timeout_ms / 1000)
             master = self.config.master
             node = start_node(
-                master=master, memory=self.config.memory, host=address_towards(master)
+                master=master,
+                memory=self.config.memory,
+                host=address_towards(master),
+                protocol=self.config.protocol,
+                device_name=self.config.device_name,
+                metadata_server=self.config.metadata_server,
             )
             self.children.append(node)
 

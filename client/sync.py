@@ -13,11 +13,12 @@ from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
+from kvstore.client.moving import Moved
 from kvstore.client.operations import AnyKey, DType, View
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
 from kvstore.client.stub import MasterStub
-from kvstore.client.values import Buffer, Kind, Storable, Value
+from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
 
@@ -267,6 +268,23 @@ class Client:
         """
         return self._run(self._operations.get_into(keys, buffers, namespace))
 
+    def register(self, buffer: Buffer) -> None:
+        """Let the transfer engine move bytes from and into this memory as it is, where it moves
+        any: without, they pass through a buffer. Ours until ``unregister`` or ``close``.
+
+        A ``get_into`` of such memory that fails with MemoryQuarantinedError leaves it in doubt:
+        see there. Needs memory that may be locked (RDMA); does nothing without an engine.
+
+        Raises:
+            TransferEngineError: it cannot be registered, or is in part already.
+        """
+        self._session.movers.register(writable(buffer)[0][0])
+
+    def unregister(self, buffer: Buffer) -> None:
+        """Take memory back. Returns when nothing can be written to it any more: at once, or some
+        5 s after a read was given up."""
+        self._session.movers.unregister(writable(buffer)[0][0])
+
     def lease(self, view: View) -> Lease | None:
         """The promise under a value from ``get(copy=False)`` or ``allocate``, or under anything
         that was made of it; None: it is not the pool's memory."""
@@ -357,6 +375,33 @@ class Client:
                 progress(removed, cleared.remaining)
             if not cleared.removed:
                 return removed
+
+    # --- draining -----------------------------------------------------------------------------
+
+    def drain(self, node: str, *, undo: bool = False, leave: bool = False) -> calls.Drained:
+        """Let a node be given nothing new; what it holds is still read. ``kvstore drain`` does
+        the whole of it: this, ``move_some`` until nothing is left, and ``leave``.
+
+        Args:
+            undo: let it be chosen again.
+            leave: tell it to leave, with what it still holds.
+
+        Raises:
+            InvalidArgumentError: there is no such node, or it is to leave and is not drained.
+        """
+        return self._run(self._operations.drain(node, undo, leave))
+
+    def move_some(self, node: str, cursor: int = 0) -> Moved:
+        """Copy some of what a draining node holds to others, through this process.
+
+        Args:
+            cursor: 0 begins a pass over all objects; then ``next_cursor`` of the step before, until
+                that is 0 again.
+
+        Raises:
+            InvalidArgumentError: there is no such node, or it is not being drained.
+        """
+        return self._run(self._operations.move_some(node, cursor))
 
     # --- life ---------------------------------------------------------------------------------
 

@@ -14,13 +14,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import calls
-from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named
+from kvstore.calls import SegmentInfo
+from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -30,6 +31,17 @@ log = logging.getLogger("kvstore.client")
 
 Ask = Callable[[calls.Request, float], calls.Reply]
 """The request and the seconds it may take; raises KVStoreError."""
+
+
+class Watched(NamedTuple):
+    """An array to watch; see ``Views.add``."""
+
+    array: NDArray[np.generic]
+    address: int
+    """Of its first byte."""
+    held: Named | Granted
+    until: float
+    place: Place | None
 
 
 class _Watch(weakref.ref["NDArray[np.generic]"]):
@@ -49,8 +61,16 @@ class _Watch(weakref.ref["NDArray[np.generic]"]):
 class Views:
     """All views and allocations of one client, by the address of their memory."""
 
-    def __init__(self, ask: Ask, *, lease_margin_s: float) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        *,
+        lease_margin_s: float,
+        watch: Callable[[SegmentInfo], Mounted] | None = None,
+    ) -> None:
+        """``watch``: of ``Movers``, to go on with objects whose segments were mounted anew."""
         self._ask = ask
+        self._watch = watch
         self._margin_s = lease_margin_s
         # Reentrant: a finalizer may run in a thread that holds it.
         self._lock = threading.RLock()
@@ -68,26 +88,31 @@ class Views:
         held: Named | Granted,
         until: float,
         mounted: Mounted,
+        place: Place | None = None,
     ) -> Lease:
         """Watch ``array``, the first array over some payload, until its memory is let go.
 
         Args:
+            array: over the payload.
+            held: what it is.
+            until: when the promise ends.
             mounted: whether the segment under it is mounted as it was.
+            place: of the object; then it is found again when its segment was mounted anew.
         """
-        (lease,) = self.add_many([(array, array.ctypes.data, held, until)], mounted)
+        (lease,) = self.add_many([Watched(array, array.ctypes.data, held, until, place)], mounted)
         return lease
 
     def add_many(
         self,
-        arrays: Iterable[tuple[NDArray[np.generic], int, Named | Granted, float]],
+        arrays: Iterable[Watched],
         mounted: Mounted,
     ) -> list[Lease]:
-        """``add`` of several on one segment: array, its address, what is held and until when."""
+        """``add`` of several on one segment."""
         leases: list[Lease] = []
         add, watches, let_go = self._leases.add, self._watches, self._let_go
         with self._lock:
-            for array, address, held, until in arrays:
-                lease = add(address, array.nbytes, held, until, mounted)
+            for array, address, held, until, place in arrays:
+                lease = add(address, array.nbytes, held, until, mounted, place)
                 watch = _Watch(array, let_go)
                 watch.address, watch.lease = address, lease
                 watches.add(watch)
@@ -130,6 +155,29 @@ class Views:
             self._dropped.append(dropped)
             self._changed.set()
 
+    def _follow(self, moved: list[Lease]) -> None:
+        """Ask for objects whose segments were mounted anew, one by one, until nobody answers."""
+        for lease in moved:
+            lease.plan_renewal()
+        for lease in moved:
+            what, asked = lease.what, time.monotonic()
+            if not isinstance(what, Named) or self._watch is None or not lease.held:
+                continue
+            try:
+                patience_s = max(0.05, lease.seconds_left / 2)
+                found = self._ask(calls.Lookup(what.namespace, [what.key]), patience_s)
+                assert isinstance(found, calls.Found)
+                segments = calls.DescribeSegments(found.placements.segments)
+                described = self._ask(segments, patience_s)
+                assert isinstance(described, calls.Segments)
+            except KVStoreError as error:
+                log.warning("lease_renewal_failed leases=%d error=%s", len(moved), error)
+                return
+            segment = found_at(lease, found, described)
+            if segment is not None:
+                until = asked + found.lease_ms / 1000 - self._margin_s
+                lease.mounted_again(self._watch(segment), until)
+
     def _renew_forever(self) -> None:
         while not self._closing.is_set():
             with self._lock:  # whoever adds one that is due sooner sees the time, and wakes us
@@ -142,7 +190,8 @@ class Views:
                 return
             self._revoke_dropped()
             with self._lock:
-                due = self._leases.due()
+                due, moved = self._leases.due(), self._leases.moved()
+            self._follow(moved)
             for renewal in due:
                 asked = time.monotonic()
                 try:

@@ -51,6 +51,17 @@ class Presence(enum.IntEnum):
     BEING_WRITTEN = 2
 
 
+class EngineAddress(NamedTuple):
+    """Where a segment is registered with a transfer engine (``kvstore.transport.mooncake``)."""
+
+    name: str
+    """What peers open: ``host:port`` of its handshake, or its key in the metadata server."""
+    base: int
+    """Of the segment's first byte in the node's process; another one for each generation."""
+    protocol: str
+    metadata_server: str
+
+
 class SegmentInfo(NamedTuple):
     """How to reach a segment. ``segment_id`` is never used again within an epoch."""
 
@@ -71,6 +82,8 @@ class SegmentInfo(NamedTuple):
     """Seed of the header checksums of this segment (64 bits)."""
     generation: int
     """Counts mounts; a data connection or mapping of an older one is refused."""
+    engine: EngineAddress | None = None
+    """None: its node has no transfer engine."""
 
 
 class Placements(NamedTuple):
@@ -331,7 +344,7 @@ class NodeStatus(NamedTuple):
     name: str
     host: str
     state: str
-    """alive, suspect or dead."""
+    """alive, draining (alive, and given nothing new), suspect or dead."""
     address: str
     silent_ms: int
     """Since it was last heard."""
@@ -402,6 +415,62 @@ class ObjectDetail(NamedTuple):
     placements: Placements
 
 
+class DrainStep(enum.IntEnum):
+    """What is to become of a node."""
+
+    BEGIN = 1
+    """It is given nothing new. What it holds is still read."""
+    UNDO = 2
+    """It is chosen again, as any other."""
+    LEAVE = 3
+    """It is told to leave, with what it still holds; only after BEGIN."""
+
+
+class Drain(NamedTuple):
+    node: str
+    step: DrainStep
+
+
+class Drained(NamedTuple):
+    epoch: int
+    used: int
+    """Bytes of the node's segments that are not free."""
+    pending: int
+    """Puts and allocations under way that were to be written there."""
+
+
+class StartMoves(NamedTuple):
+    """Grant room elsewhere for some of what a draining node holds. Whoever asks copies payload and
+    header, under the version that the token stands for, and ends it by ``PutEnd``, which is refused
+    for an object that was removed or replaced meanwhile."""
+
+    node: str
+    cursor: int
+    """0 begins a pass over all objects; then what the last reply said."""
+    limit: int
+    """Objects granted at most."""
+    bytes_max: int
+    """Payload bytes granted at most, one object at least."""
+
+
+class MovesStarted(NamedTuple):
+    next_cursor: int
+    """0: the pass is over."""
+    skipped: int
+    """Objects that are being replaced at this moment."""
+    left: int
+    """Objects for which there is no room elsewhere: all that is there was used later, is leased or
+    being written."""
+    left_bytes: int
+    evicted: int
+    """Objects elsewhere that were used longer ago, and had to make room."""
+    namespaces: Sequence[Namespace]
+    """Of the granted ones; so the next three."""
+    keys: Sequence[Key]
+    sources: Placements
+    grants: Grants
+
+
 ClientRequest = (
     Join
     | MatchPrefix
@@ -418,7 +487,7 @@ ClientRequest = (
     | DescribeSegments
     | ReportFailure
 )
-AdminRequest = Status | ListObjects | StatObject
+AdminRequest = Status | ListObjects | StatObject | Drain | StartMoves
 Request = ClientRequest | AdminRequest
 Reply = (
     Joined
@@ -437,6 +506,8 @@ Reply = (
     | ClusterStatus
     | Listed
     | ObjectDetail
+    | Drained
+    | MovesStarted
 )
 
 
@@ -460,6 +531,7 @@ class SegmentOffer(NamedTuple):
     """Nobody has ever been given an extent of it."""
     mark: Version = NO_MARK
     """The last that it was told to keep (``MasterWipe``)."""
+    engine: EngineAddress | None = None
 
 
 class NodeJoin(NamedTuple):

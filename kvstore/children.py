@@ -132,14 +132,17 @@ def start_node(
     host: str = "127.0.0.1",
     name: str = "",
     keep_orphaned: bool = False,
+    **settings: str,
 ) -> Child:
     """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is what it is called.
 
-    ``keep_orphaned``: it leaves its memory when we are killed.
+    ``keep_orphaned``: it leaves its memory when we are killed. ``settings``: other fields of
+    ``NodeConfig``.
     """
+    flags = [text for key, value in settings.items() for text in (_flag(key), value)]
     return Child.start(
         "kvstore.cli.node", "--master", master, "--memory", str(memory), "--host", host,
-        "--name", name, *(["--keep-orphaned"] if keep_orphaned else []),
+        "--name", name, *(["--keep-orphaned"] if keep_orphaned else []), *flags,
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 
@@ -150,6 +153,10 @@ def start_master(*, memory: int) -> Child:
         "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
+
+
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
 def _start_timeout_s(memory: int) -> float:

@@ -59,6 +59,8 @@ NATIVE_VARIABLE = "KVSTORE_NATIVE"
 DEFAULT_PORT = 50001
 """Where Mooncake's master listens, too: its users' firewalls already let it through."""
 
+P2P = "P2PHANDSHAKE"
+METADATA_KINDS = ("etcd", "http", "https", "redis")
 MASTER_HELP = (
     "Where the master is; several, when one may take over from another, are separated by commas. "
     f"Port {DEFAULT_PORT} when only a host is given. Or where in an etcd it is announced: "
@@ -69,6 +71,10 @@ MEMORY_BYTES_MIN = 1 << 20
 MEMORY_BYTES_MAX = 1 << 46
 
 TRANSPORTS = ("shm", "tcp")
+"""Those that are always there."""
+
+TRANSPORTS_KNOWN = ("shm", "mooncake", "tcp")
+"""The best first. ``mooncake`` counts where both ends name a protocol for it."""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -224,9 +230,25 @@ def _words(value: object) -> object:
 
 
 def _transports(value: tuple[str, ...]) -> tuple[str, ...]:
-    unknown = [name for name in value if name not in TRANSPORTS]
+    unknown = [name for name in value if name not in TRANSPORTS_KNOWN]
     if unknown or not value or len(set(value)) != len(value):
-        raise _RefusedError(f"must name each once, of: {', '.join(TRANSPORTS)}")
+        raise _RefusedError(f"must name each once, of: {', '.join(TRANSPORTS_KNOWN)}")
+    return value
+
+
+def _metadata_server(value: str) -> str:
+    kind, separator, place = value.partition("://")
+    if value == P2P or (separator and place and kind in METADATA_KINDS):
+        return value
+    raise _RefusedError(
+        "names no metadata server",
+        f"Write {P2P}, or one of: {', '.join(f'{each}://HOST:PORT' for each in METADATA_KINDS)}.",
+    )
+
+
+def _device_name(value: str) -> str:
+    if value and not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in value.split(",")):
+        raise _RefusedError("must be names of cards, separated by commas", "As in: mlx5_0,mlx5_1.")
     return value
 
 
@@ -273,8 +295,13 @@ Transports = Annotated[
 ]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 Verify = Annotated[Literal["payload", "header"], BeforeValidator(_lower)]
+HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeValidator(_lower)]
+LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, _As("TEXT")]
+EngineProtocol = Annotated[Literal["", "tcp", "rdma"], _As("tcp|rdma"), BeforeValidator(_lower)]
+Devices = Annotated[str, _As("NAME,..."), AfterValidator(_device_name)]
+MetadataServer = Annotated[str, _As("URL"), AfterValidator(_metadata_server)]
 
 
 # --- the kinds ---------------------------------------------------------------------------------
@@ -520,6 +547,22 @@ class NodeConfig(Config):
         description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
         "set it to what the host can spare.",
     )
+    huge_pages: HugePages = Field(
+        default="auto",
+        description="auto: huge pages where /dev/shm gives them (mount option huge=advise), which "
+        "makes starting and first reads many times faster; transparent: those, or do not start; "
+        "reserved: those of a hugetlbfs (sysctl vm.nr_hugepages), or do not start; off: none.",
+    )
+    numa_node: Annotated[Count, Field(ge=-1, le=1_023)] = Field(
+        default=-1,
+        description="Take the memory from this NUMA node and serve it by its processors; -1: as "
+        "the kernel likes. One kvstore-node per NUMA node uses all of a host.",
+    )
+    lock_memory: LockMemory = Field(
+        default="auto",
+        description="Keep the memory from being swapped out. auto: where the limit of locked "
+        "memory (ulimit -l) allows it; on: do not start where it does not; off: never.",
+    )
     keep: bool = Field(
         default=False,
         description="Leave the memory in /dev/shm at a clean stop, for the next start of this node "
@@ -535,6 +578,20 @@ class NodeConfig(Config):
         ge=1,
         le=65_536,
         description="Data connections at once: 64 clients with 4 streams each; more are refused.",
+    )
+    protocol: EngineProtocol = Field(
+        default="",
+        description="Also serve the memory by Mooncake's transfer engine (pip install "
+        "kvstore[mooncake]), over this protocol; empty: without it.",
+    )
+    device_name: Devices = Field(
+        default="",
+        description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all.",
+    )
+    metadata_server: MetadataServer = Field(
+        default=P2P,
+        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
+        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends.",
     )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
@@ -556,7 +613,7 @@ class ClientConfig(Config):
         "slower than this is better missed.",
     )
     transports: Transports = Field(
-        default=TRANSPORTS,
+        default=TRANSPORTS_KNOWN,
         description="Ways to move bytes, the best first; the first that reaches a segment is "
         "taken. shm works on the node's own host only.",
     )
@@ -613,6 +670,25 @@ class ClientConfig(Config):
     memory: Bytes = Field(
         default=0, description="Memory that this process also pools (2GiB); 0 contributes none."
     )
+    protocol: EngineProtocol = Field(
+        default="",
+        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) "
+        "where the node has it, too, over this protocol; empty: without it.",
+    )
+    device_name: Devices = Field(
+        default="",
+        description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all.",
+    )
+    metadata_server: MetadataServer = Field(
+        default=P2P,
+        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
+        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends.",
+    )
+    engine_buffer: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
+        default=64 << 20,
+        description="Memory registered with the transfer engine, through which bytes pass that "
+        "are not registered themselves: enough for a few transfers at once.",
+    )
 
     @model_validator(mode="after")
     def _rules(self) -> ClientConfig:
@@ -622,6 +698,11 @@ class ClientConfig(Config):
                 "Otherwise the put times out before it is told how much room is missing.",
                 key="put_wait_ms",
             )
+        if self.transports == ("mooncake",) and not self.protocol:
+            raise _RefusedError(
+                "must be given when mooncake is the only transport", "Say tcp or rdma.",
+                key="protocol",
+            )  # fmt: skip
         return self
 
 
@@ -639,7 +720,26 @@ class ConnectorConfig(Config):
         description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
     )
     transports: Transports = Field(
-        default=TRANSPORTS, description="Ways to move bytes, the best first."
+        default=TRANSPORTS_KNOWN, description="Ways to move bytes, the best first."
+    )
+    protocol: EngineProtocol = Field(
+        default="",
+        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) "
+        "where the node has it, too, over this protocol; empty: without it.",
+    )
+    device_name: Devices = Field(
+        default="",
+        description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all.",
+    )
+    metadata_server: MetadataServer = Field(
+        default=P2P,
+        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
+        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends.",
+    )
+    engine_buffer: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
+        default=64 << 20,
+        description="Memory registered with the transfer engine, through which bytes pass that "
+        "are not registered themselves: enough for a few transfers at once.",
     )
     verify: Verify = Field(
         default="payload", description="What is checked of loaded blocks, as of a client."

@@ -22,6 +22,8 @@
     │   └── BusyError                   a bound of the peer is reached
     ├── NoSpaceError                the pool is full and all of it is leased; worth trying again
     ├── PutRefusedError             the put's token is old: its deadline or its master passed
+    ├── DrainedError                a node: it was drained, and is to leave
+    ├── MemoryQuarantinedError      registered memory that a transfer may still write to: keep off
     ├── ReservationLostError        memory from allocate() is no longer ours: stop writing to it
     ├── StaleReadError              another object stands there now; refreshed and retried inside
     ├── CorruptObjectError          bytes and checksum disagree
@@ -31,7 +33,8 @@
     │   ├── AddressInUseError
     │   ├── NodeNameTakenError
     │   ├── LeftOverMemoryError         memory of that name was left, and is no use as it is
-    │   └── SharedMemoryTooSmallError
+    │   ├── SharedMemoryTooSmallError
+    │   └── TransferEngineError         Mooncake's engine is not there, or not for what was asked
     └── InternalError               a bug of ours, reported by the peer
 
 A miss is no error: it is the value ``None`` (or 0, or False). Each class has a stable ``code``,
@@ -171,6 +174,17 @@ class PutRefusedError(KVStoreError):
     retriable = True
 
 
+class DrainedError(KVStoreError):
+    code = "drained"
+
+
+class MemoryQuarantinedError(KVStoreError):
+    """A read into registered memory was given up, and may still land there for some seconds.
+    Leave that memory alone until ``client.unregister`` of it has returned."""
+
+    code = "memory_quarantined"
+
+
 class ReservationLostError(KVStoreError):
     code = "reservation_lost"
 
@@ -210,6 +224,10 @@ class LeftOverMemoryError(StartupError):
 
 class SharedMemoryTooSmallError(StartupError):
     code = "shared_memory_too_small"
+
+
+class TransferEngineError(StartupError):
+    code = "transfer_engine"
 
 
 class InternalError(KVStoreError):

@@ -60,6 +60,8 @@ _STEPS: Final[dict[type, Callable[[MasterState, int, Any], Any]]] = {
     calls.Status: MasterState.status,
     calls.ListObjects: MasterState.list_objects,
     calls.StatObject: MasterState.stat_object,
+    calls.Drain: MasterState.drain,
+    calls.StartMoves: MasterState.start_moves,
 }
 
 Outbox = asyncio.Queue[calls.MasterMessage | KVStoreError | None]

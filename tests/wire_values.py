@@ -122,8 +122,9 @@ def wipes(draw: st.DrawFn) -> calls.MasterWipe:
     )  # fmt: skip
 
 
+ENGINE = st.none() | st.builds(calls.EngineAddress, NAME, U64, NAME, NAME)
 SEGMENT_INFO = st.builds(
-    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64
+    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64, ENGINE
 )
 SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME)
 NODE_STATUS = st.builds(
@@ -142,7 +143,27 @@ OFFER = st.builds(
     U64,
     FLAGS,
     VERSION,
+    ENGINE,
 )
+
+
+@st.composite
+def moves_started(draw: st.DrawFn) -> calls.MovesStarted:
+    found = draw(grants())
+    rows = len(found.tokens)
+    names = st.lists(NAMESPACE, min_size=rows, max_size=rows)
+    return calls.MovesStarted(
+        draw(U64),
+        draw(U64),
+        draw(U64),
+        draw(U64),
+        draw(U64),
+        draw(names),
+        draw(keys(least=rows, most=rows)),
+        draw(placements(rows)),
+        found,
+    )
+
 
 REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     calls.Join: st.builds(calls.Join, NAME, NAME, U32),
@@ -168,6 +189,8 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
         st.integers(1, 16_384),
     ),
     calls.StatObject: st.builds(calls.StatObject, NAMESPACE, KEY),
+    calls.Drain: st.builds(calls.Drain, NAME, st.sampled_from(calls.DrainStep)),
+    calls.StartMoves: st.builds(calls.StartMoves, NAME, U64, st.integers(1, 16_384), SIZES),
 }
 
 REPLIES: dict[type, st.SearchStrategy[Any]] = {
@@ -195,6 +218,8 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         TEXT,
         TEXT,
     ),
+    calls.Drained: st.builds(calls.Drained, U64, U64, U64),
+    calls.MovesStarted: moves_started(),
     calls.Listed: st.builds(calls.Listed, st.lists(OBJECT_ROW, max_size=5), U64),
     calls.ObjectDetail: st.builds(
         calls.ObjectDetail,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.config import ConnectorConfig, load
+from kvstore.config import P2P, ConnectorConfig, load
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
@@ -24,12 +24,12 @@ ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 
 _WITHOUT_MEANING: Final = {
     "local_hostname": "nodes say themselves where they are",
-    "metadata_server": "the master knows all that is needed",
-    "device_name": "there is no RDMA transport yet",
-    "local_buffer_size": "bytes move without a buffer of ours",
     "mode": "a worker contributes memory when global_segment_size says so",
 }
-_KNOWN: Final = ("master_server_address", "global_segment_size", "protocol", *_WITHOUT_MEANING)
+_OF_THE_ENGINE: Final = ("metadata_server", "device_name", "local_buffer_size")
+_KNOWN: Final = (
+    "master_server_address", "global_segment_size", "protocol", *_OF_THE_ENGINE, *_WITHOUT_MEANING,
+)  # fmt: skip
 
 
 def read_config(
@@ -83,8 +83,23 @@ def _from_mooncake(path: Path) -> dict[str, Any]:
         values["master"] = address
     if size := read.get("global_segment_size"):
         values["memory"] = _mooncake_size(size)
-    if str(read.get("protocol", "tcp")).lower() not in ("tcp", ""):
-        log.warning("protocol_not_available protocol=%s used=shm,tcp", read["protocol"])
+    protocol = str(read.get("protocol") or "tcp").lower()
+    if protocol != "rdma":
+        if protocol != "tcp":
+            log.warning("protocol_not_available protocol=%s used=shm,tcp", read["protocol"])
+        for key in _OF_THE_ENGINE:
+            if read.get(key):
+                log.info("mooncake_key_ignored key=%s reason=tcp needs no transfer engine", key)
+        return values
+    values["protocol"] = protocol
+    if server := read.get("metadata_server"):
+        # Without a scheme it is an etcd there.
+        is_plain = "://" not in server and server != P2P
+        values["metadata_server"] = f"etcd://{server}" if is_plain else server
+    if devices := read.get("device_name"):
+        values["device_name"] = str(devices).replace(" ", "")
+    if size := read.get("local_buffer_size"):
+        values["engine_buffer"] = _mooncake_size(size)
     return values
 
 

@@ -284,6 +284,10 @@ def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) 
     return ClientConfig(
         master=config.master,
         transports=config.transports,
+        protocol=config.protocol,
+        device_name=config.device_name,
+        metadata_server=config.metadata_server,
+        engine_buffer=config.engine_buffer,
         verify=config.verify,
         replicas=config.replicas,
         timeout_ms=timeout_ms,

@@ -41,7 +41,7 @@ from kvstore.bench.session import (
 )
 from kvstore.cli.options import CONTEXT, debug_option, json_option
 from kvstore.cli.show import size_text
-from kvstore.config import TRANSPORTS, parse_size
+from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError
 
 SIZES = (4096, 65536, 1 << 20, 4 << 20)
@@ -76,10 +76,10 @@ class Row:
 @click.command(context_settings=CONTEXT, epilog=EXAMPLE)
 @click.option(
     "--transport",
-    type=click.Choice([*TRANSPORTS, "both"]),
+    type=click.Choice([*TRANSPORTS, "both", "mooncake"]),
     default="both",
     show_default=True,
-    help="How the bytes travel.",
+    help="How the bytes travel; mooncake compares the store with the bare transfer engine.",
 )
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=1.5, show_default=True,
               help="Time per row.")  # fmt: skip
@@ -110,6 +110,16 @@ def bench(
         from kvstore.cli.bench_master import measure_master
 
         measure_master(master_scale, as_json=as_json)
+        return
+    if transport == "mooncake":
+        from kvstore.cli.bench_engine import measure_engine
+        from kvstore.transport.mooncake.engine import EngineSettings
+
+        config = load(ClientConfig, {})
+        engine = EngineSettings(
+            config.protocol or "tcp", config.device_name, config.metadata_server
+        )
+        measure_engine(seconds, settings=engine, as_json=as_json)
         return
     pool = parse_size(memory)
     if pool < POOL_BYTES_MIN:

@@ -33,9 +33,10 @@ from rich.table import Table
 from kvstore._version import __version__
 from kvstore.addresses import shown_place
 from kvstore.calls import ClusterStatus, ObjectRow
-from kvstore.cli.bench import bench
+from kvstore.cli.doctor import doctor
 from kvstore.cli.options import (
     CONTEXT,
+    FAILED,
     NOT_THERE,
     SOURCES,
     config_options,
@@ -128,7 +129,22 @@ def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrap
 
 
-@click.group(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+class Commands(click.Group):
+    """With ``bench``, which is loaded only when it is asked for: it needs packages whose absence
+    ``doctor`` is there to tell."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), "bench"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "bench":
+            from kvstore.cli.bench import bench
+
+            return bench
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=Commands, context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
 @config_options(ClientConfig, without=SETTINGS_WITHOUT)
 @json_option
 @debug_option
@@ -363,6 +379,49 @@ def clear(session: Session, everything: bool, yes: bool) -> None:
         click.echo(f"removed {removed} of {what}")
 
 
+@cli.command(
+    epilog="\b\nExamples:\n  kvstore drain host-7          then stop it, or upgrade it\n"
+    "  kvstore drain host-7 --undo"
+)
+@connects()
+@click.argument("node")
+@click.option("--undo", is_flag=True, help="Take it back: the node is given new objects again.")
+@click.option("--discard", is_flag=True, help="Let it leave with what found no room elsewhere.")
+@click.option("--wait-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="How long to go on when nothing moves: for puts under way there.")  # fmt: skip
+def drain(session: Session, node: str, undo: bool, discard: bool, wait_s: float) -> int:
+    """Empty a node: nothing new goes there, what it holds moves elsewhere, then it leaves."""
+    from kvstore.cli.drain import drain_node
+
+    with session.client() as client, byte_progress(session) as progress:
+        if undo:
+            client.drain(node, undo=True)
+            progress.stop()
+            said = {"node": node, "draining": False}
+            print_json(said) if session.as_json else click.echo(f"{node} is given objects again")
+            return 0
+        progress.step(f"emptying {node}", None)
+        done = drain_node(client, node, discard=discard, wait_s=wait_s, told=progress.reach)
+    if session.as_json:
+        print_json(done.as_json())
+        return 0 if done.has_left else FAILED
+    counted = f"{done.moved} objects ({size_text(done.moved_bytes)}) moved"
+    if done.evicted:
+        counted += f", {done.evicted} used longer ago made room"
+    if done.left:
+        counted += f", {done.left} ({size_text(done.left_bytes)}) found no room elsewhere"
+    if done.corrupt:
+        counted += f", {done.corrupt} are corrupt"
+    if done.has_left:
+        click.echo(f"{node} has left: {counted}")
+        return 0
+    click.echo(f"{node} is still there, and given nothing new: {counted}")
+    if done.unfinished:
+        click.echo(f"{done.unfinished} puts, allocations or moves under way did not end in time")
+    click.echo(f"Lose the rest: kvstore drain {node} --discard; or take it back: --undo", err=True)
+    return FAILED
+
+
 @cli.command(epilog="\b\nExample:\n  kvstore version --json")
 @json_option
 @debug_option
@@ -381,7 +440,7 @@ def version(context: click.Context, as_json: bool) -> None:
             click.echo(f"{name} {number}")
 
 
-cli.add_command(bench)
+cli.add_command(doctor)
 
 
 # --- what is shown -----------------------------------------------------------------------------
@@ -495,6 +554,11 @@ class ByteProgress:
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(what, total=size)
+
+    def reach(self, done: int, size: int) -> None:
+        """So much of it is done."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=min(done, size), total=size)
 
     def advance(self, size: int) -> None:
         if self._task is not None:

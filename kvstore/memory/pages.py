@@ -1,10 +1,10 @@
-"""Pages of a mapping, brought in before somebody waits for them.
+"""Pages of a mapping: brought in before somebody waits for them, huge, locked, near a processor.
 
 A first touch is a minor fault: a get from a fresh mapping ran at 10 GB/s instead of 32, a put at 3
-instead of 40. Populating page tables costs 80 ms per GiB, and about a second per GiB where the
-kernel has to clear the pages as well (measured on Linux 6.18, 4 KiB pages).
+instead of 40. What each of these calls costs and gains is measured in ``docs/memory.md``.
 
-``mmap.madvise`` would hold the GIL meanwhile, so the call goes through ctypes, which does not.
+They go through ctypes, which holds no GIL meanwhile (``mmap.madvise`` does), so that several
+threads can clear pages at once.
 """
 
 from __future__ import annotations
@@ -12,30 +12,42 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
+from collections.abc import Callable
 from functools import cache
-from typing import Final, Protocol
+from typing import Any, Final
 
 POPULATE_READ: Final = 22
 """Map the pages that are there. Shared memory needs no second fault for writing."""
 POPULATE_WRITE: Final = 23
 """Also allocate and clear those that are not."""
 
-
-class _Madvise(Protocol):
-    def __call__(self, address: int, length: int, advice: int, /) -> int: ...
+_HUGEPAGE: Final = 14
+_LOCK_ON_FAULT: Final = 1
+_BIND: Final = 2
+_MBIND_NUMBERS: Final = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259}
+"""Of the system call, which libc has no function for."""
 
 
 @cache
-def _madvise() -> _Madvise:
-    function = ctypes.CDLL(None, use_errno=True).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    call: _Madvise = function
-    return call
+def _function(name: str) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    return function
+
+
+def _at(memory: mmap.mmap, start: int = 0) -> Any:
+    """A pointer, which keeps the memory mapped for as long as it is there itself."""
+    return ctypes.byref(ctypes.c_char.from_buffer(memory, start))
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if _function(name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def populate(memory: mmap.mmap, start: int, length: int, advice: int) -> bool:
-    """Bring in ``length`` bytes from ``start``, both multiples of the page size; no GIL held.
+    """Bring in ``length`` bytes from ``start``, both multiples of the page size.
 
     Returns:
         False where the kernel (before 5.14) does not know how; then touching is left to the caller.
@@ -43,10 +55,62 @@ def populate(memory: mmap.mmap, start: int, length: int, advice: int) -> bool:
     Raises:
         OSError: the pages cannot be had.
     """
-    anchor = ctypes.c_char.from_buffer(memory, start)
-    if _madvise()(ctypes.addressof(anchor), length, advice) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number == errno.EINVAL:
-        return False
-    raise OSError(number, "madvise")
+    try:
+        _call("madvise", _at(memory, start), ctypes.c_size_t(length), advice)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    return True
+
+
+def prefer_huge(memory: mmap.mmap) -> None:
+    """Ask for huge pages where pages are allocated from now on; a wish, which may not be granted
+    (``huge_bytes`` tells), and which a kernel without huge pages does not even hear."""
+    try:
+        _call("madvise", _at(memory), ctypes.c_size_t(len(memory)), _HUGEPAGE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def lock_on_fault(memory: mmap.mmap) -> None:
+    """Keep what is brought in from now on from being swapped out, for as long as it is mapped.
+
+    Raises:
+        OSError: all of it or nothing: EPERM or ENOMEM beyond the limit of locked memory.
+    """
+    _call("mlock2", _at(memory), ctypes.c_size_t(len(memory)), _LOCK_ON_FAULT)
+
+
+def bind(memory: mmap.mmap, numa_node: int) -> None:
+    """Take what is brought in from now on, by any process, from this NUMA node and no other.
+
+    Raises:
+        OSError: the kernel has no such node for us (EINVAL), or does not know how (ENOSYS).
+    """
+    number = _MBIND_NUMBERS.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, f"mbind is not known on {os.uname().machine}")
+    words = (ctypes.c_ulong * (numa_node // 64 + 1))()
+    words[numa_node // 64] = 1 << numa_node % 64
+    bits = ctypes.c_ulong(64 * len(words) + 1)  # the kernel looks at one less
+    length = ctypes.c_size_t(len(memory))
+    _call("syscall", ctypes.c_long(number), _at(memory), length, _BIND, words, bits, 0)
+
+
+def huge_bytes(memory: mmap.mmap) -> int:
+    """How much of a mapping is mapped by huge pages, as the kernel says. Walks its page tables:
+    some milliseconds per GiB of small pages."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    here = False
+    found = 0
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                start, _, end = name.partition("-")
+                here = int(start, 16) < address + len(memory) and address < int(end, 16)
+            elif here and name in ("ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"):
+                found += int(rest.split()[0]) << 10
+    return found

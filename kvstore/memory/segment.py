@@ -2,6 +2,8 @@
 
 The owner holds an exclusive ``flock`` on the entry in ``/dev/shm`` for as long as it lives. So a
 name has one owner at a time, and an entry without a lock was left by an owner that was killed.
+A segment of reserved huge pages is an entry of the same name in a hugetlbfs; where it is, is found
+by looking.
 
 A left-over entry is never truncated, always unlinked: some client may still map the old memory, and
 would die of SIGBUS if it were taken away under its hands.
@@ -15,10 +17,13 @@ import fcntl
 import mmap
 import os
 import re
+import resource
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Final, Literal
 
 from kvstore.calls import Version
 from kvstore.errors import (
@@ -29,6 +34,7 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.memory import header as layout
+from kvstore.memory import numa, pages
 from kvstore.memory.pages import POPULATE_READ, POPULATE_WRITE, populate
 
 SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - shared memory is what it is for
@@ -41,7 +47,25 @@ whole extents whatever the page size is."""
 RESERVE_BYTES: Final = 64 << 20
 """Reserved and pre-faulted per step: some 80 ms, a good beat for a progress bar."""
 
+RESERVE_THREADS_MAX: Final = 16
+"""Clearing pages is bound by memory, not by processors; a few threads use all of it."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """How a segment's memory is taken; ``kvstore.config.NodeConfig`` says more of each."""
+
+    huge_pages: Literal["auto", "off", "transparent", "reserved"] = "auto"
+    """auto: transparent ones where ``/dev/shm`` gives them; transparent: those, or no segment;
+    reserved: those of a hugetlbfs, or no segment."""
+    numa_node: int = -1
+    """Take all of it from this NUMA node; -1: as the kernel likes."""
+    lock: Literal["auto", "off", "on"] = "off"
+    """Keep it from being swapped out; auto: where the limit of locked memory allows it."""
+    threads: int = 0
+    """That clear pages; 0: as many as processors, at most ``RESERVE_THREADS_MAX``."""
 
 
 class Segment:
@@ -54,11 +78,14 @@ class Segment:
     """
 
     def __init__(
-        self, *, shm_name: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock
+        self, *, path: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock, locked: bool
     ) -> None:
         """Internal: use ``create`` or ``attach``. Takes over ``fd`` and ``mapped``."""
-        self.shm_name: Final = shm_name
-        """Entry in ``/dev/shm``."""
+        self.path: Final = path
+        self.shm_name: Final = os.path.basename(path)
+        """Entry in ``/dev/shm``, or in a hugetlbfs."""
+        self.locked: Final = locked
+        """Whether it cannot be swapped out."""
         self.node: Final = superblock.node
         self.size: Final = superblock.size
         """Bytes, superblock included; a multiple of ``SIZE_STEP``."""
@@ -83,22 +110,27 @@ class Segment:
         *,
         node: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        options: MemoryOptions | None = None,
     ) -> Segment:
         """A new segment ``/dev/shm/kvstore.<name>``, reserved and pre-faulted.
 
         Args:
             name: letters, digits, ``.``, ``_`` and ``-``, at most 128.
-            size: bytes; rounded down to ``SIZE_STEP``, which is the least.
+            size: bytes; rounded down to ``SIZE_STEP``, which is the least, and to whole pages where
+                huge ones are reserved.
             node: who owns it, written in the superblock; ``name`` if not given.
-            progress: called with bytes done and bytes in all after each ``RESERVE_BYTES``. What it
-                raises ends the creation.
+            progress: called in this thread with bytes done and bytes in all after each
+                ``RESERVE_BYTES``. What it raises ends the creation.
+            options: how the memory is taken.
 
         Raises:
-            ConfigError: a bad name or a size below ``SIZE_STEP``.
+            ConfigError: a bad name, a size below ``SIZE_STEP``, no such NUMA node.
             NodeNameTakenError: a live process, or another user, owns a segment of this name.
-            SharedMemoryTooSmallError: ``/dev/shm`` has no room; nothing is left behind.
-            StartupError: ``/dev/shm`` is not there or cannot be written.
+            SharedMemoryTooSmallError: there is no room; nothing is left behind.
+            StartupError: ``/dev/shm`` is not there or cannot be written, or does not give what
+                ``options`` insist on.
         """
+        options = options or MemoryOptions()
         node = name if node is None else node
         _check_name(name)
         _check_name(node)
@@ -108,27 +140,32 @@ class Segment:
                 advice='Give the size with its unit, like "4GiB".',
                 size=size,
             )
-        size -= size % SIZE_STEP
+        if options.numa_node >= 0:
+            numa.check_node(options.numa_node)
         shm_name = SHM_PREFIX + name
-        fd = _open_locked(shm_name)
+        directory = _directory_for(options)
+        _reclaim_elsewhere(shm_name, directory)
+        size -= size % _step_of(directory)
+        path = f"{directory}/{shm_name}"
+        fd = _open_locked(path)
         try:
-            _check_room(size)
+            _check_room(directory, size)
             os.ftruncate(fd, size)
-            mapped = mmap.mmap(fd, size)
+            mapped = _map(fd, directory, size)
             try:
-                _reserve(fd, mapped, size, progress)
+                locked = _take(fd, mapped, directory, options, progress)
                 superblock = layout.Superblock(
                     secrets.token_bytes(16), node, size, secrets.randbits(64), generation=1
                 )
                 packed = layout.pack_superblock(superblock)
                 mapped[: len(packed)] = packed
-                return cls(shm_name=shm_name, fd=fd, mapped=mapped, superblock=superblock)
+                return cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
             except BaseException:
                 with contextlib.suppress(BufferError):
                     mapped.close()
                 raise
         except BaseException:
-            _unlink(shm_name)
+            _unlink(path)
             os.close(fd)
             raise
 
@@ -140,6 +177,7 @@ class Segment:
         *,
         node: str | None = None,
         progress: Callable[[int, int], None] | None = None,
+        options: MemoryOptions | None = None,
     ) -> Segment | None:
         """The segment ``/dev/shm/kvstore.<name>`` that a process of before has left, with what it
         holds; None: there is none. Arguments as ``create``.
@@ -147,40 +185,51 @@ class Segment:
         Its generation grows, so nobody of before writes there any more.
 
         Raises:
-            LeftOverMemoryError: it is of another size, node or format, or its superblock is
-                damaged; it is left as it is.
+            LeftOverMemoryError: it is of another size, node or format, its superblock is damaged,
+                or it is of another kind of pages; it is left as it is.
             NodeNameTakenError: a live process, or another user, owns it.
+            ConfigError, StartupError: as ``create``.
         """
+        options = options or MemoryOptions()
         node = name if node is None else node
         _check_name(name)
-        shm_name = SHM_PREFIX + name
-        fd = _open_left(shm_name)
-        if fd < 0:
-            return None
-        try:
-            superblock = _left_superblock(fd, shm_name, node, size - size % SIZE_STEP)
-            if superblock is None:
+        if options.numa_node >= 0:
+            numa.check_node(options.numa_node)
+        wanted = _directory_for(options)
+        for directory in sorted(directories(), key=lambda each: each != wanted):
+            path = f"{directory}/{SHM_PREFIX}{name}"
+            fd = _open_left(path)
+            if fd < 0:
+                continue
+            try:
+                superblock = _left_superblock(fd, path, node, size - size % _step_of(wanted))
+                if superblock is None:
+                    os.close(fd)
+                    continue
+                if directory != wanted:
+                    raise _of_no_use(path, f"memory of {wanted} was asked for")
+                mapped = mmap.mmap(fd, superblock.size)
+                locked = _take(fd, mapped, directory, options, progress, is_left=True)
+                if options.huge_pages == "transparent" and not pages.huge_bytes(mapped):
+                    raise _of_no_use(path, "it has small pages")
+                segment = cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
+            except BaseException:
                 os.close(fd)
-                return None
-            mapped = mmap.mmap(fd, superblock.size)
-            for start in range(0, superblock.size, RESERVE_BYTES):
-                length = min(RESERVE_BYTES, superblock.size - start)
-                with contextlib.suppress(OSError):  # then they are faulted in as they are used
-                    populate(mapped, start, length, POPULATE_READ)
-                if progress is not None:
-                    progress(start + length, superblock.size)
-            segment = cls(shm_name=shm_name, fd=fd, mapped=mapped, superblock=superblock)
-        except BaseException:
-            os.close(fd)
-            raise
-        segment.attached = True
-        segment.bump_generation()
-        return segment
+                raise
+            segment.attached = True
+            segment.bump_generation()
+            return segment
+        return None
 
     @property
     def fd(self) -> int:
-        """Of the shared memory, for ``sendfile``; the segment keeps it; -1 once closed."""
-        return self._fd
+        """Of the shared memory, for ``sendfile``; the segment keeps it; -1 once closed, and where
+        reserved huge pages are, which ``sendfile`` refuses."""
+        return self._fd if self.path.startswith(f"{SHM_DIRECTORY}/") else -1
+
+    def huge_bytes(self) -> int:
+        """How much of it huge pages hold; 0 once closed. Slow: ``pages.huge_bytes``."""
+        return 0 if self._mapped is None else pages.huge_bytes(self._mapped)
 
     @property
     def generation(self) -> int:
@@ -243,7 +292,7 @@ class Segment:
                 return
             if unlink:
                 self._words[layout.GENERATION_OFFSET // 8] = 0
-                _unlink(self.shm_name)
+                _unlink(self.path)
             else:
                 self.bump_generation()
             self._words.release()
@@ -274,18 +323,27 @@ class Mapping:
 
     @classmethod
     def attach(cls, shm_name: str, uuid: bytes) -> Mapping | None:
-        """Map ``/dev/shm/<shm_name>`` if it is there and is the segment of this ``uuid``.
+        """Map the entry ``shm_name`` if it is there and is the segment of this ``uuid``.
 
         None when it is not: gone, replaced, of another user, or of another container's
         ``/dev/shm``. Such a segment is reached over the network instead.
 
-        Page tables are filled in the background (80 ms per GiB), because a get that has to fault
-        its pages in runs at a third of its speed and a put at a tenth.
+        Page tables are filled in the background (150 ms per GiB of small pages, 1 ms of huge ones),
+        because a get that has to fault its pages in runs at a third of its speed and a put at a
+        tenth.
         """
         if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
             return None
+        for directory in directories():
+            mapping = cls._attach(f"{directory}/{shm_name}", uuid)
+            if mapping is not None:
+                return mapping
+        return None
+
+    @classmethod
+    def _attach(cls, path: str, uuid: bytes) -> Mapping | None:
         try:
-            fd = os.open(_path(shm_name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
@@ -333,6 +391,16 @@ class Mapping:
                     return
 
 
+def directories() -> Iterator[str]:
+    """Where segments are: ``/dev/shm``, then each hugetlbfs of this host."""
+    yield SHM_DIRECTORY
+    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            _, where, kind, *_ = line.split(" ")
+            if kind == "hugetlbfs":
+                yield where.encode().decode("unicode_escape")
+
+
 def free_node_name(base: str) -> str:
     """``base``, or the first of ``base-2``, ``base-3`` ... whose segment no live process owns.
 
@@ -341,7 +409,7 @@ def free_node_name(base: str) -> str:
     number = 1
     while True:
         name = base if number == 1 else f"{base}-{number}"
-        if not _is_locked(SHM_PREFIX + name):
+        if not any(_is_locked(f"{each}/{SHM_PREFIX}{name}") for each in directories()):
             return name
         number += 1
 
@@ -355,22 +423,50 @@ def _check_name(name: str) -> None:
         )
 
 
-def _path(shm_name: str) -> str:
-    return f"{SHM_DIRECTORY}/{shm_name}"
+def _directory_for(options: MemoryOptions) -> str:
+    if options.huge_pages != "reserved":
+        return SHM_DIRECTORY
+    mounted = [directory for directory in directories() if directory != SHM_DIRECTORY]
+    for directory in mounted:
+        if os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            return directory
+    what = f"{', '.join(mounted)} cannot be written" if mounted else "no hugetlbfs is mounted"
+    raise StartupError(
+        f"huge pages are to be reserved ones, and {what}",
+        advice="As root: mkdir -p /dev/hugepages && mount -t hugetlbfs -o mode=1777 none "
+        "/dev/hugepages; in Kubernetes, an emptyDir of medium HugePages.",
+        key="huge_pages",
+    )
 
 
-def _open_locked(shm_name: str) -> int:
+def _step_of(directory: str) -> int:
+    """What sizes of segments there are multiples of."""
+    return SIZE_STEP if directory == SHM_DIRECTORY else os.statvfs(directory).f_bsize
+
+
+def _reclaim_elsewhere(shm_name: str, directory: str) -> None:
+    """Remove what a killed owner of this name left where we do not look for room now."""
+    for other in directories():
+        path = f"{other}/{shm_name}"
+        if other == directory or not os.path.lexists(path):
+            continue
+        if _is_locked(path):
+            raise _name_taken(path, "a running process")
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _open_locked(path: str) -> int:
     """A descriptor of a new, empty, locked entry. A left-over one is unlinked first."""
-    path = _path(shm_name)
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except PermissionError as error:
-            raise _name_taken(shm_name, "another user") from error
+            raise _name_taken(path, "another user") from error
         except OSError as error:
             raise StartupError(
                 f"{path} cannot be created: {error.strerror}",
-                advice="A node needs a writable /dev/shm.",
+                advice=f"A node needs a writable {os.path.dirname(path)}.",
                 path=path,
             ) from error
         try:
@@ -384,34 +480,33 @@ def _open_locked(shm_name: str) -> int:
                 os.unlink(path)
         except BlockingIOError as error:
             os.close(fd)
-            raise _name_taken(shm_name, "a running process") from error
+            raise _name_taken(path, "a running process") from error
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
 
 
-def _open_left(shm_name: str) -> int:
+def _open_left(path: str) -> int:
     """A locked descriptor of what a process of before has left; -1: nothing."""
-    path = _path(shm_name)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return -1
     except OSError as error:
-        raise _name_taken(shm_name, "another user") from error
+        raise _name_taken(path, "another user") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_same_file(fd, path) and os.fstat(fd).st_size:
             return fd
     except BlockingIOError as error:
         os.close(fd)
-        raise _name_taken(shm_name, "a running process") from error
+        raise _name_taken(path, "a running process") from error
     os.close(fd)
     return -1
 
 
-def _left_superblock(fd: int, shm_name: str, node: str, size: int) -> layout.Superblock | None:
+def _left_superblock(fd: int, path: str, node: str, size: int) -> layout.Superblock | None:
     """Of memory that can be used as the segment of that node and size; None: it was killed before
     it wrote one."""
     raw = os.pread(fd, layout.SUPERBLOCK_BYTES, 0)
@@ -428,18 +523,22 @@ def _left_superblock(fd: int, shm_name: str, node: str, size: int) -> layout.Sup
         why = f"it belongs to the node {superblock.node}"
     else:
         return superblock
-    raise LeftOverMemoryError(
-        f"{_path(shm_name)} was left by another process and cannot be used: {why}",
+    raise _of_no_use(path, why)
+
+
+def _of_no_use(path: str, why: str) -> LeftOverMemoryError:
+    return LeftOverMemoryError(
+        f"{path} was left by another process and cannot be used: {why}",
         advice="Start with what it was started with, or throw away what it holds: --discard.",
-        path=_path(shm_name),
+        path=path,
     )
 
 
-def _name_taken(shm_name: str, owner: str) -> NodeNameTakenError:
+def _name_taken(path: str, owner: str) -> NodeNameTakenError:
     return NodeNameTakenError(
-        f"{_path(shm_name)} belongs to {owner}",
+        f"{path} belongs to {owner}",
         advice="Choose another node name, or stop the node that has it.",
-        path=_path(shm_name),
+        path=path,
     )
 
 
@@ -451,9 +550,9 @@ def _is_same_file(fd: int, path: str) -> bool:
     return os.path.samestat(os.fstat(fd), named)
 
 
-def _is_locked(shm_name: str) -> bool:
+def _is_locked(path: str) -> bool:
     try:
-        fd = os.open(_path(shm_name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     except OSError:
@@ -467,18 +566,34 @@ def _is_locked(shm_name: str) -> bool:
         os.close(fd)
 
 
-def _check_room(size: int) -> None:
-    room = os.statvfs(SHM_DIRECTORY)
+def _map(fd: int, directory: str, size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, size)
+    except OSError as error:
+        if error.errno != errno.ENOMEM or directory == SHM_DIRECTORY:
+            raise
+        page = os.statvfs(directory).f_bsize
+        raise SharedMemoryTooSmallError(
+            f"the system has not enough huge pages left for a segment of {size >> 20} MiB",
+            advice=f"It needs {size // page} of {page >> 10} KiB. As root: sysctl -w "
+            f"vm.nr_hugepages=N (at start of the system, before memory is in pieces), or take "
+            "--huge-pages auto.",
+            needed_bytes=size,
+        ) from error
+
+
+def _check_room(directory: str, size: int) -> None:
+    room = os.statvfs(directory)
     available = room.f_bavail * room.f_frsize
-    if room.f_blocks and available < size:  # no blocks: a tmpfs without a limit
-        raise _too_small(size, available)
+    if room.f_blocks and available < size:  # no blocks: without a limit
+        raise _too_small(directory, size, available)
 
 
-def _too_small(size: int, available: int) -> SharedMemoryTooSmallError:
+def _too_small(directory: str, size: int, available: int) -> SharedMemoryTooSmallError:
     return SharedMemoryTooSmallError(
-        f"{SHM_DIRECTORY} has {available >> 20} MiB left, the segment needs {size >> 20} MiB",
+        f"{directory} has {available >> 20} MiB left, the segment needs {size >> 20} MiB",
         advice=(
-            "Ask for less memory, or enlarge it: mount -o remount,size=... /dev/shm, "
+            f"Ask for less memory, or enlarge it: mount -o remount,size=... {directory}, "
             "docker run --shm-size=..., an emptyDir of medium Memory in Kubernetes."
         ),
         needed_bytes=size,
@@ -486,23 +601,138 @@ def _too_small(size: int, available: int) -> SharedMemoryTooSmallError:
     )
 
 
-def _reserve(
-    fd: int, mapped: mmap.mmap, size: int, progress: Callable[[int, int], None] | None
-) -> None:
-    """Allocate and map every page now, so that no later touch can fail (SIGBUS) or be slow."""
-    for start in range(0, size, RESERVE_BYTES):
+def _take(
+    fd: int,
+    mapped: mmap.mmap,
+    directory: str,
+    options: MemoryOptions,
+    progress: Callable[[int, int], None] | None,
+    *,
+    is_left: bool = False,
+) -> bool:
+    """Allocate and map every page now, as wished, so that no later touch can fail (SIGBUS) or be
+    slow; whether all of it is locked. ``is_left``: what it holds stays."""
+    size = len(mapped)
+    if options.numa_node >= 0:
+        _bind(mapped, options.numa_node)
+    locked = options.huge_pages == "reserved" or _lock(mapped, options.lock)
+    if options.huge_pages in ("auto", "transparent"):
+        pages.prefer_huge(mapped)
+
+    def take(start: int) -> int:
         length = min(RESERVE_BYTES, size - start)
         try:
-            os.posix_fallocate(fd, start, length)
-            if not populate(mapped, start, length, POPULATE_WRITE):
+            if not populate(mapped, start, length, POPULATE_WRITE) and not is_left:
+                os.posix_fallocate(fd, start, length)
                 mapped[start : start + length] = bytes(length)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
                 raise
-            room = os.statvfs(SHM_DIRECTORY)
-            raise _too_small(size, start + room.f_bavail * room.f_frsize) from error
-        if progress is not None:
-            progress(start + length, size)
+            room = os.statvfs(directory)
+            raise _too_small(directory, size, room.f_bavail * room.f_frsize) from error
+        return length
+
+    done = 0
+    insists = options.huge_pages == "transparent" and not is_left
+    threads = options.threads or min(len(os.sched_getaffinity(0)), RESERVE_THREADS_MAX)
+    with contextlib.closing(
+        _in_threads(take, range(0, size, RESERVE_BYTES), threads)
+    ) as taken:  # closed, because it ends its threads then, whatever ``progress`` raises
+        for length in taken:
+            if not done and insists and not pages.huge_bytes(mapped):
+                raise _no_transparent()
+            done += length
+            if progress is not None:
+                progress(done, size)
+    return locked
+
+
+def _in_threads(
+    work: Callable[[int], int], arguments: Sequence[int], threads: int
+) -> Generator[int, None, None]:
+    """The results of ``work``, as they come: of the first argument in this thread and alone,
+    because what fails mostly fails there; of the others in ``threads`` threads, which have ended
+    when this generator has, however it ends. Raises what ``work`` raises."""
+    todo = iter(arguments)
+    for first in todo:
+        yield work(first)
+        break
+    results: SimpleQueue[int | Exception | None] = SimpleQueue()
+    taking = threading.Lock()
+    stopping = threading.Event()
+
+    def run() -> None:
+        try:
+            while not stopping.is_set():
+                with taking:
+                    argument = next(todo, None)
+                if argument is None:
+                    break
+                results.put(work(argument))
+        except Exception as error:  # noqa: BLE001 - raised where the results are taken
+            results.put(error)
+        results.put(None)
+
+    workers = [
+        threading.Thread(target=run, name="kvstore-reserve", daemon=True)
+        for _ in range(min(threads, len(arguments) - 1))
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        running = len(workers)
+        while running:
+            result = results.get()
+            if isinstance(result, Exception):
+                raise result
+            elif result is None:
+                running -= 1
+            else:
+                yield result
+    finally:
+        stopping.set()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+
+
+def _no_transparent() -> StartupError:
+    return StartupError(
+        f"{SHM_DIRECTORY} gives no huge pages",
+        advice="As root: mount -o remount,huge=advise /dev/shm; or reserve some and take "
+        "--huge-pages reserved. kvstore doctor says more.",
+        key="huge_pages",
+    )
+
+
+def _bind(mapped: mmap.mmap, numa_node: int) -> None:
+    try:
+        pages.bind(mapped, numa_node)
+    except OSError as error:
+        raise StartupError(
+            f"memory cannot be bound to NUMA node {numa_node}: {error.strerror}",
+            advice="Is this process (its cpuset, its container) allowed to use that node?",
+            key="numa_node",
+        ) from error
+
+
+def _lock(mapped: mmap.mmap, wish: Literal["auto", "off", "on"]) -> bool:
+    if wish == "off":
+        return False
+    try:
+        pages.lock_on_fault(mapped)
+    except OSError as error:
+        if wish == "auto":
+            return False
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        raise StartupError(
+            f"{len(mapped) >> 20} MiB cannot be locked: {error.strerror}; the limit of locked "
+            f"memory is {limit >> 10} KiB",
+            advice="Raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, "
+            "docker run --ulimit memlock=-1; or leave out --lock-memory on.",
+            key="lock_memory",
+        ) from error
+    return True
 
 
 def _release(memory: memoryview, mapped: mmap.mmap | None) -> None:
@@ -513,6 +743,6 @@ def _release(memory: memoryview, mapped: mmap.mmap | None) -> None:
             mapped.close()
 
 
-def _unlink(shm_name: str) -> None:
+def _unlink(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(_path(shm_name))
+        os.unlink(path)

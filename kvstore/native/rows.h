@@ -230,8 +230,12 @@ static int take_bytes(PyObject *row, Py_ssize_t index, size_t most, const uint8_
 /* A list of buffers whose sizes add up to the row's, or None: the payload stays where it is. */
 static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
     row->copied = buffers != Py_None;
-    if (!row->copied)
+    if (!row->copied && !batch->write && batch->memory.obj)
         return 0;
+    if (!row->copied) {
+        PyErr_SetString(PyExc_ValueError, "this row needs buffers");
+        return -1;
+    }
     Py_ssize_t count = PyList_GET_SIZE(buffers);
     uint64_t size = 0;
     row->parts = batch->parts + batch->held_count;

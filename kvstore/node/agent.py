@@ -6,7 +6,8 @@
                                   └─ fence ◄┘ refused: a new master, or we counted as dead
 
 *Fencing* ends whatever an older grant may still write: the segment's generation grows, which stops
-writers through shared memory and turns away their data connections, and the open ones are closed.
+writers through shared memory and turns away their data connections, the open ones are closed, and a
+transfer engine has the segment at another address from then on.
 Only then does the node join anew, and tells what its memory holds (``kvstore.node.inventory``); the
 master gives out no space on it before it knows all, and the leases that its predecessor promised
 have ended.
@@ -33,11 +34,18 @@ from kvstore.calls import (
     NodeWiped,
     SegmentOffer,
 )
-from kvstore.errors import KVStoreError, ProtocolError, SegmentGoneError, UnavailableError
+from kvstore.errors import (
+    DrainedError,
+    KVStoreError,
+    ProtocolError,
+    SegmentGoneError,
+    UnavailableError,
+)
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.memory.segment import Segment
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
+from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from kvstore.wire.node_stream import NodeStream
 
@@ -73,6 +81,7 @@ class NodeAgent:
         segment: Segment,
         server: DataServer,
         address: str,
+        engine: EngineServer | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
     ) -> None:
@@ -85,6 +94,7 @@ class NodeAgent:
             segment: owned by the caller, who closes it after ``run``.
             server: serves ``segment``; the caller's, too.
             address: where clients find ``server``.
+            engine: serves ``segment``, too; the caller's.
             joined: told of each join that is not a mere resumption.
             waiting: told when the master is not reachable, once per outage.
         """
@@ -94,6 +104,7 @@ class NodeAgent:
         self._segment = segment
         self._server = server
         self._address = address
+        self._engine = engine
         self._joined = joined
         self._waiting = waiting
         self._epoch = 0
@@ -110,6 +121,8 @@ class NodeAgent:
         """The master that we have joined does not know all that our memory holds."""
         self._unanswered = False
         """A join was sent, and whether a master has accepted it, and grants, is not known."""
+        self.drained = False
+        """Whether ``run`` ended because what the node held is elsewhere now."""
         self._stopping = asyncio.Event()
         self._sending = asyncio.Lock()
         """A stream takes one message at a time: beats, answers and the goodbye share it."""
@@ -119,7 +132,7 @@ class NodeAgent:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until ``stop``.
+        """Until ``stop``, or until the master says that the node was drained.
 
         Raises:
             NodeNameTakenError, ProtocolError, InvalidArgumentError: the master refused the first
@@ -138,6 +151,10 @@ class NodeAgent:
                 self._epoch = 0
                 await asyncio.to_thread(self._fence)
                 continue
+            except DrainedError:
+                log.info("node_drained node=%s", self._name)
+                self.drained = True
+                return
             except KVStoreError as error:
                 if not isinstance(error, UnavailableError) and not self._known:
                     raise
@@ -159,6 +176,8 @@ class NodeAgent:
     def _fence(self) -> None:
         self._segment.bump_generation()
         self._server.fence()
+        if self._engine is not None:
+            self._engine.fence()
         log.info("node_fenced node=%s generation=%d", self._name, self._segment.generation)
 
     async def _session(self, master: str) -> None:
@@ -181,6 +200,7 @@ class NodeAgent:
                 generation=segment.generation,
                 fresh=self._fresh,
                 mark=segment.mark,
+                engine=None if self._engine is None else self._engine.address,
             )
             join = NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
             accepted = await self._answer_to(link, join)

@@ -13,7 +13,14 @@ from contextlib import ExitStack
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import MasterAccepted
@@ -21,8 +28,11 @@ from kvstore.children import ParentLink
 from kvstore.config import NodeConfig
 from kvstore.errors import KVStoreError, LeftOverMemoryError, NodeNameTakenError
 from kvstore.host import address_towards, host_id
-from kvstore.memory.segment import Segment, free_node_name
+from kvstore.memory import numa
+from kvstore.memory.segment import MemoryOptions, Segment, free_node_name
 from kvstore.node.agent import NodeAgent
+from kvstore.transport.mooncake.engine import EngineSettings
+from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 
 log = logging.getLogger("kvstore.node")
@@ -49,10 +59,15 @@ def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with ExitStack() as stack:
+            if config.numa_node >= 0:
+                numa.check_node(config.numa_node)
+                numa.run_on(config.numa_node)  # before there are threads: they inherit it
             segment = _mount(config, is_child=parent_fd is not None)
+            drained = False
 
             def close() -> None:
-                segment.close(unlink=not (config.keep or (keep_orphaned and parent.killed)))
+                keep = config.keep or (keep_orphaned and parent.killed)
+                segment.close(unlink=drained or not keep)
 
             stack.callback(close)
             server = DataServer(
@@ -60,9 +75,12 @@ def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool
             )
             server.start()
             stack.callback(server.stop)
+            engine = _start_engine(config, segment)
+            if engine is not None:
+                stack.callback(engine.close)
             # Last in, first out: nothing interrupts the clean-up that follows.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-            asyncio.run(_serve(config, segment, server, parent))
+            drained = asyncio.run(_serve(config, segment, server, engine, parent))
         return 0
     except KeyboardInterrupt:
         return 0
@@ -76,8 +94,13 @@ def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool
 
 
 async def _serve(
-    config: NodeConfig, segment: Segment, server: DataServer, parent: ParentLink
-) -> None:
+    config: NodeConfig,
+    segment: Segment,
+    server: DataServer,
+    engine: EngineServer | None,
+    parent: ParentLink,
+) -> bool:
+    """Until it is told to stop; whether that was because it was drained."""
     address = _advertised(config, server.port)
 
     def joined(accepted: MasterAccepted) -> None:
@@ -98,6 +121,7 @@ async def _serve(
         segment=segment,
         server=server,
         address=address,
+        engine=engine,
         joined=joined,
         waiting=waiting,
     )
@@ -112,47 +136,82 @@ async def _serve(
         if parent.fd is not None:
             loop.remove_reader(parent.fd)
     log.info("node_stopped node=%s", segment.node)
+    return agent.drained
 
 
 def _mount(config: NodeConfig, *, is_child: bool) -> Segment:
     """The memory that was left under our name, or new memory."""
-    base = config.name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
-    name = config.name or free_node_name(base or "node")
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
+        TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     hidden = is_child or not console.is_terminal
-    patience = time.monotonic() + NAME_WAIT_S
+    started = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("reserving memory", total=config.memory)
+        segment = _named(
+            config,
+            lambda done, total: bar.update(task, completed=done, total=total),
+            is_child=is_child,
+        )
+    log.info(
+        "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
+        segment.node,
+        segment.size,
+        time.monotonic() - started,
+        segment.huge_bytes(),
+        config.numa_node,
+        segment.locked,
+    )
+    return segment
 
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
 
-        while True:
-            try:
-                segment = None
-                if not config.discard:
-                    segment = _left(name, config, progress, is_child=is_child)
-                return segment or Segment.create(name, config.memory, node=name, progress=progress)
-            except NodeNameTakenError:
-                again = name if config.name else free_node_name(base or "node")
-                if again == name:
-                    if time.monotonic() >= patience:
-                        raise
-                    time.sleep(0.05)  # its process may be ending
-                name = again  # somebody was faster
+def _named(config: NodeConfig, progress: Callable[[int, int], None], *, is_child: bool) -> Segment:
+    """By the name that was given, or by one that nobody has."""
+    options = MemoryOptions(
+        huge_pages=config.huge_pages, numa_node=config.numa_node, lock=config.lock_memory
+    )
+    base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
+    name = config.name or free_node_name(base)
+    patience = time.monotonic() + NAME_WAIT_S
+    while True:
+        try:
+            segment = None
+            if not config.discard:
+                segment = _left(name, config, options, progress, is_child=is_child)
+            return segment or Segment.create(
+                name, config.memory, progress=progress, options=options
+            )
+        except NodeNameTakenError:
+            again = config.name or free_node_name(base)
+            if again == name:
+                if time.monotonic() >= patience:
+                    raise
+                time.sleep(0.05)  # its process may be ending
+            name = again  # somebody was faster
+
+
+def _start_engine(config: NodeConfig, segment: Segment) -> EngineServer | None:
+    if not config.protocol:
+        return None
+    settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
+    host, _ = split_address(_advertised(config, 0), default_port=0)
+    return EngineServer(segment, settings, host)
 
 
 def _left(
-    name: str, config: NodeConfig, progress: Callable[[int, int], None], *, is_child: bool
+    name: str,
+    config: NodeConfig,
+    options: MemoryOptions,
+    progress: Callable[[int, int], None],
+    *,
+    is_child: bool,
 ) -> Segment | None:
     """What was left under this name, if it is of use. A child has no user who could be asked what
     to do with what is not."""
     try:
-        segment = Segment.attach(name, config.memory, node=name, progress=progress)
+        segment = Segment.attach(name, config.memory, progress=progress, options=options)
     except LeftOverMemoryError as error:
         if not is_child:
             raise

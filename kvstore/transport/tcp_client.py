@@ -92,6 +92,22 @@ class ClientConnection:
         except (OSError, _RefusedError) as error:
             raise self._explained(error, deadline) from error
 
+    def greet(self, deadline: float) -> None:
+        """Connect and say hello, where that was not done or the server has ended it since. Errors
+        as ``TcpTransport.read``: the segment is not there, in this generation, for our token."""
+        if self.is_open:
+            return
+        self.close()
+        try:
+            self._connect(deadline)
+        except (OSError, _RefusedError) as error:
+            raise self._explained(error, deadline) from error
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server has said nothing since its last answer, nor ended the connection."""
+        return self._stream is not None and self._stream.is_quiet()
+
     def read_objects(
         self, fast: Fast, namespace: str, rows: list[ReadRow], verify: bool, deadline: float
     ) -> list[bytes | int]:

@@ -269,7 +269,10 @@ class Connection:
                 gathered, gathered_bytes = [], 0
             for start in range(offset, offset + length, _FILE_BYTES):
                 size = min(_FILE_BYTES, offset + length - start)
-                self._stream.send_file(segment.fd, start, size, self._soon())
+                if segment.fd >= 0:
+                    self._stream.send_file(segment.fd, start, size, self._soon())
+                else:  # reserved huge pages, of which there is no sendfile
+                    self._stream.send([memory[start : start + size]], self._soon())
         if gathered:
             self._stream.send(gathered, self._soon())
 

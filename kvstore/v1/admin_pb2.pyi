@@ -7,6 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvstore.v1 import client_pb2 as _client_pb2
 from kvstore.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +20,31 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _DrainStep:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DrainStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainStep.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAIN_STEP_UNSPECIFIED: _DrainStep.ValueType  # 0
+    DRAIN_STEP_BEGIN: _DrainStep.ValueType  # 1
+    """It is given nothing new. What it holds is still read."""
+    DRAIN_STEP_UNDO: _DrainStep.ValueType  # 2
+    """It is chosen again, as any other."""
+    DRAIN_STEP_LEAVE: _DrainStep.ValueType  # 3
+    """It is told to leave, with what it still holds; only after BEGIN."""
+
+class DrainStep(_DrainStep, metaclass=_DrainStepEnumTypeWrapper): ...
+
+DRAIN_STEP_UNSPECIFIED: DrainStep.ValueType  # 0
+DRAIN_STEP_BEGIN: DrainStep.ValueType  # 1
+"""It is given nothing new. What it holds is still read."""
+DRAIN_STEP_UNDO: DrainStep.ValueType  # 2
+"""It is chosen again, as any other."""
+DRAIN_STEP_LEAVE: DrainStep.ValueType  # 3
+"""It is told to leave, with what it still holds; only after BEGIN."""
+Global___DrainStep: _TypeAlias = DrainStep  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
@@ -117,7 +144,7 @@ class NodeStatus(_message.Message):
     name: _builtins.str
     host: _builtins.str
     state: _builtins.str
-    """alive, suspect or dead."""
+    """alive, draining (alive, and given nothing new), suspect or dead."""
     address: _builtins.str
     """host:port of its data server; empty when it has none."""
     silent_ms: _builtins.int
@@ -358,3 +385,140 @@ class StatObjectReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatObjectReply: _TypeAlias = StatObjectReply  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    step: Global___DrainStep.ValueType
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        step: Global___DrainStep.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    used: _builtins.int
+    """Bytes of the node's segments that are not free."""
+    pending: _builtins.int
+    """Puts and allocations under way that were to be written there."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        used: _builtins.int = ...,
+        pending: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pending", b"pending", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class StartMovesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    BYTES_MAX_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    cursor: _builtins.int
+    """0 begins a pass over all objects; then what the last reply said."""
+    limit: _builtins.int
+    """Objects granted at most, 1 to 16,384."""
+    bytes_max: _builtins.int
+    """Payload bytes granted at most, one object at least."""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        cursor: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        bytes_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "cursor", b"cursor", "limit", b"limit", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartMovesRequest: _TypeAlias = StartMovesRequest  # noqa: Y015
+
+@_typing.final
+class StartMovesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_CURSOR_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    LEFT_BYTES_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    GRANTS_FIELD_NUMBER: _builtins.int
+    next_cursor: _builtins.int
+    """0: the pass is over."""
+    skipped: _builtins.int
+    """Objects that are being replaced at this moment."""
+    left: _builtins.int
+    """Objects for which there is no room elsewhere."""
+    left_bytes: _builtins.int
+    evicted: _builtins.int
+    """Objects elsewhere that were used longer ago, and had to make room."""
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the granted ones, in the order of the keys."""
+
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys: ...
+    @_builtins.property
+    def sources(self) -> _common_pb2.Placements: ...
+    @_builtins.property
+    def grants(self) -> _client_pb2.PutStartReply:
+        """Copy payload and header there, under version (epoch, token), and end it by PutEnd, which is
+        refused for an object that was removed or replaced meanwhile.
+        """
+
+    def __init__(
+        self,
+        *,
+        next_cursor: _builtins.int = ...,
+        skipped: _builtins.int = ...,
+        left: _builtins.int = ...,
+        left_bytes: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+        namespaces: _abc.Iterable[_builtins.str] | None = ...,
+        keys: _common_pb2.Keys | None = ...,
+        sources: _common_pb2.Placements | None = ...,
+        grants: _client_pb2.PutStartReply | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "keys", b"keys", "sources", b"sources"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "grants", b"grants", "keys", b"keys", "left", b"left", "left_bytes", b"left_bytes", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "skipped", b"skipped", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartMovesReply: _TypeAlias = StartMovesReply  # noqa: Y015

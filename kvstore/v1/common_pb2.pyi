@@ -215,6 +215,7 @@ class SegmentInfo(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Never used again within an epoch."""
     node: _builtins.str
@@ -233,6 +234,10 @@ class SegmentInfo(_message.Message):
     """Seed of the header checksums of this segment."""
     generation: _builtins.int
     """Counts mounts; a data connection or mapping of an older one is refused."""
+    @_builtins.property
+    def engine(self) -> Global___TransferEngine:
+        """Absent when the node has no transfer engine."""
+
     def __init__(
         self,
         *,
@@ -246,14 +251,49 @@ class SegmentInfo(_message.Message):
         token: _builtins.bytes = ...,
         seed: _builtins.int = ...,
         generation: _builtins.int = ...,
+        engine: Global___TransferEngine | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "generation", b"generation", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "generation", b"generation", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentInfo: _TypeAlias = SegmentInfo  # noqa: Y015
+
+@_typing.final
+class TransferEngine(_message.Message):
+    """Where a segment is registered with Mooncake's transfer engine, for clients that have one, too."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    METADATA_SERVER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What peers open: "host:port" of its handshake, or its key in the metadata server."""
+    base: _builtins.int
+    """Address of the segment's first byte in the node's process; another one for each generation."""
+    protocol: _builtins.str
+    """"tcp" or "rdma"; both ends have the same."""
+    metadata_server: _builtins.str
+    """Where engines find each other: "P2PHANDSHAKE", or a URL."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        base: _builtins.int = ...,
+        protocol: _builtins.str = ...,
+        metadata_server: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "metadata_server", b"metadata_server", "name", b"name", "protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferEngine: _TypeAlias = TransferEngine  # noqa: Y015
 
 @_typing.final
 class FieldValue(_message.Message):

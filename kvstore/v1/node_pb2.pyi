@@ -146,6 +146,7 @@ class SegmentOffer(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
     MARK_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -161,6 +162,8 @@ class SegmentOffer(_message.Message):
     def mark(self) -> _common_pb2.Version:
         """The last mark that its node was told to keep: see MasterWipe."""
 
+    @_builtins.property
+    def engine(self) -> _common_pb2.TransferEngine: ...
     def __init__(
         self,
         *,
@@ -173,10 +176,11 @@ class SegmentOffer(_message.Message):
         generation: _builtins.int = ...,
         fresh: _builtins.bool = ...,
         mark: _common_pb2.Version | None = ...,
+        engine: _common_pb2.TransferEngine | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["mark", b"mark"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "mark", b"mark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

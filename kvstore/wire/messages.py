@@ -37,8 +37,10 @@ from kvstore.v1 import admin_pb2, client_pb2, common_pb2
 from kvstore.wire.packed import (
     COLUMN_ROWS_MAX,
     pack_column,
+    pack_engine,
     pack_keys,
     unpack_column,
+    unpack_engine,
     unpack_keys,
     unpack_number,
     unpack_text,
@@ -557,7 +559,8 @@ def _decode_describe_segments(data: bytes) -> calls.DescribeSegments:
 def _encode_segments(r: calls.Segments) -> bytes:
     m = client_pb2.DescribeSegmentsReply(epoch=r.epoch)
     for segment in r.segments:
-        m.segments.add(**segment._asdict())
+        m.segments.add(**segment._replace(engine=None)._asdict())
+        pack_engine(m.segments[-1], segment.engine)
     return m.SerializeToString()
 
 
@@ -577,6 +580,7 @@ def _decode_segments(data: bytes) -> calls.Segments:
                 s.token,
                 s.seed,
                 s.generation,
+                unpack_engine(s),
             )
             for s in m.segments
         ],
@@ -722,6 +726,78 @@ def _decode_object_detail(data: bytes) -> calls.ObjectDetail:
     )
 
 
+def _encode_drain(r: calls.Drain) -> bytes:
+    step = cast("admin_pb2.DrainStep.ValueType", int(r.step))
+    return admin_pb2.DrainRequest(node=r.node, step=step).SerializeToString()
+
+
+def _decode_drain(data: bytes) -> calls.Drain:
+    m = admin_pb2.DrainRequest.FromString(data)
+    try:
+        step = calls.DrainStep(m.step)
+    except ValueError:
+        raise InvalidArgumentError(f"a drain has no step {m.step}") from None
+    return calls.Drain(unpack_text(m.node, "node"), step)
+
+
+def _encode_drained(r: calls.Drained) -> bytes:
+    return admin_pb2.DrainReply(**r._asdict()).SerializeToString()
+
+
+def _decode_drained(data: bytes) -> calls.Drained:
+    m = admin_pb2.DrainReply.FromString(data)
+    return calls.Drained(m.epoch, m.used, m.pending)
+
+
+def _encode_start_moves(r: calls.StartMoves) -> bytes:
+    return admin_pb2.StartMovesRequest(**r._asdict()).SerializeToString()
+
+
+def _decode_start_moves(data: bytes) -> calls.StartMoves:
+    m = admin_pb2.StartMovesRequest.FromString(data)
+    return calls.StartMoves(
+        unpack_text(m.node, "node"),
+        m.cursor,
+        unpack_number(m.limit, "limit", 1, BATCH_KEYS_MAX),
+        unpack_number(m.bytes_max, "bytes_max", 0, SIZE_BYTES_MAX),
+    )
+
+
+def _encode_moves_started(r: calls.MovesStarted) -> bytes:
+    m = admin_pb2.StartMovesReply(
+        next_cursor=r.next_cursor,
+        skipped=r.skipped,
+        left=r.left,
+        left_bytes=r.left_bytes,
+        evicted=r.evicted,
+        namespaces=r.namespaces,
+    )
+    pack_keys(m.keys, r.keys)
+    _pack_placements(m.sources, r.sources)
+    _pack_grants(m.grants, r.grants)
+    return m.SerializeToString()
+
+
+def _decode_moves_started(data: bytes) -> calls.MovesStarted:
+    m = admin_pb2.StartMovesReply.FromString(data)
+    keys = unpack_keys(m.keys)
+    sources, grants = _placements(m.sources), _grants(m.grants)
+    if not len(keys) == len(m.namespaces) == len(sources.sizes) == len(grants.tokens):
+        raise ProtocolError("columns of different length")
+    namespaces = [check_namespace(namespace) for namespace in m.namespaces]
+    return calls.MovesStarted(
+        m.next_cursor,
+        m.skipped,
+        m.left,
+        m.left_bytes,
+        m.evicted,
+        namespaces,
+        keys,
+        sources,
+        grants,
+    )
+
+
 # --- the table ---------------------------------------------------------------------------------
 
 CLIENT_SERVICE = client_pb2.DESCRIPTOR.services_by_name["ClientService"].full_name
@@ -844,6 +920,16 @@ _TABLE: tuple[Call[Any, Any], ...] = (
         calls.StatObject, _encode_stat_object, _decode_stat_object,
         calls.ObjectDetail, _encode_object_detail, _decode_object_detail,
         idempotent=True, service=ADMIN_SERVICE, lane=False,
+    ),
+    _row_of(
+        calls.Drain, _encode_drain, _decode_drain,
+        calls.Drained, _encode_drained, _decode_drained,
+        idempotent=True, service=ADMIN_SERVICE, lane=False,
+    ),
+    _row_of(
+        calls.StartMoves, _encode_start_moves, _decode_start_moves,
+        calls.MovesStarted, _encode_moves_started, _decode_moves_started,
+        idempotent=False, service=ADMIN_SERVICE, lane=False,
     ),
 )
 # fmt: on

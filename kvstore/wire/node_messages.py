@@ -15,8 +15,10 @@ from kvstore.v1 import common_pb2, node_pb2
 from kvstore.wire.messages import SIZE_BYTES_MAX, UNENCODABLE
 from kvstore.wire.packed import (
     pack_column,
+    pack_engine,
     pack_keys,
     unpack_column,
+    unpack_engine,
     unpack_keys,
     unpack_number,
     unpack_shm_name,
@@ -55,9 +57,10 @@ def _packed(message: NodeMessage) -> node_pb2.NodeMessage:
             m.join.resume_epoch = message.resume_epoch
             m.join.SetInParent()
             for offer in message.segments:
-                fields = offer._asdict()
+                fields = offer._replace(engine=None)._asdict()
                 mark = common_pb2.Version(**fields.pop("mark")._asdict())
                 m.join.segments.add(**fields, mark=mark)
+                pack_engine(m.join.segments[-1], offer.engine)
         case calls.NodeClaims():
             _pack_claims(m.claims, message)
     return m
@@ -121,6 +124,7 @@ def _node_join(m: node_pb2.NodeJoin) -> calls.NodeJoin:
                 offer.generation,
                 offer.fresh,
                 calls.Version(offer.mark.epoch, offer.mark.counter),
+                unpack_engine(offer),
             )
             for offer in m.segments
         ],

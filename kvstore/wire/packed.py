@@ -12,10 +12,11 @@ import struct
 from collections.abc import Sequence
 from typing import cast
 
+from kvstore.calls import EngineAddress
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError, InvalidKeyError
 from kvstore.keys import PackedKeys
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX, Key, check_keys
-from kvstore.v1 import common_pb2
+from kvstore.v1 import common_pb2, node_pb2
 
 COLUMN_ROWS_MAX = BATCH_KEYS_MAX * REPLICAS_MAX
 """Rows of the longest column: extents of the largest batch."""
@@ -166,6 +167,25 @@ def unpack_shm_name(value: str) -> str:
     if value and (len(value) > TEXT_BYTES_MAX or not _SHM_NAME.fullmatch(value)):
         raise InvalidArgumentError("a name in /dev/shm has letters, digits, '.', '_' and '-' only")
     return value
+
+
+def pack_engine(
+    m: common_pb2.SegmentInfo | node_pb2.SegmentOffer, engine: EngineAddress | None
+) -> None:
+    if engine is not None:
+        m.engine.CopyFrom(common_pb2.TransferEngine(**engine._asdict()))
+
+
+def unpack_engine(m: common_pb2.SegmentInfo | node_pb2.SegmentOffer) -> EngineAddress | None:
+    """Raises InvalidArgumentError: as ``unpack_text``."""
+    if not m.HasField("engine"):
+        return None
+    return EngineAddress(
+        unpack_text(m.engine.name, "engine name"),
+        m.engine.base,
+        unpack_text(m.engine.protocol, "protocol"),
+        unpack_text(m.engine.metadata_server, "metadata server"),
+    )
 
 
 def unpack_sixteen(value: bytes, what: str) -> bytes:

@@ -26,6 +26,8 @@ class Node:
     heard_ms: int
     reported_ms: int | None = None
     """When a client last reported that reads or writes fail; cleared by time only."""
+    draining: bool = False
+    """It is to leave, and given nothing new until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

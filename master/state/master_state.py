@@ -24,7 +24,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvstore import calls
-from kvstore.calls import NO_PLACEMENTS, Placements, PutOutcome, Version
+from kvstore.calls import NO_PLACEMENTS, DrainStep, Placements, PutOutcome, Version
 from kvstore.errors import (
     BusyError,
     InvalidArgumentError,
@@ -35,7 +35,7 @@ from kvstore.errors import (
     ValueTooLargeError,
 )
 from kvstore.limits import REPLICAS_MAX, Key, Namespace
-from kvstore.master.state import liveness, report
+from kvstore.master.state import draining, liveness, report
 from kvstore.master.state.effects import Answer, Effect, Later, Notice, Send
 from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.graves import Grave, Graveyard
@@ -304,6 +304,7 @@ class MasterState:
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
         replaced: list[Remains] = []
+        outdated: list[PendingPut] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
         mourned: list[Grave] = []
         pending = self._pending
@@ -318,13 +319,25 @@ class MasterState:
             if not alive:
                 self._abandon(put, now_ms)
                 continue
+            if put.moves is not None and (
+                not self._still_moves(put) or any(put.record is other.record for other, _ in ended)
+            ):
+                outdated.append(put)
+                continue
             ended.append((put, alive))
             if put.overwrite:
                 mourned += self._graves.mourned(put.record)
             outcomes[index] = PutOutcome.STORED
+        self._give_back(outdated)
         for put, alive in ended:
+            used_ms = 0 if put.record is None else put.record.last_used_ms
             replaced += self._store(put, put.record, alive, put.size, now_ms)
-        self._count_stored(len(ended), sum(put.size for put, _ in ended))
+            if put.moves is not None and put.record is not None:
+                put.record.last_used_ms = used_ms  # moving it is no use of it
+                self.counters["moved_objects"] += 1
+                self.counters["moved_bytes"] += put.size
+        stored = [put.size for put, _ in ended if put.moves is None]
+        self._count_stored(len(stored), sum(stored))
         for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
             if put.record is not None and not put.record.children:
                 self.pool.settle(put.record)
@@ -381,8 +394,9 @@ class MasterState:
             self.pool.free(tails, put.length - kept)
         replaced = self._store(put, record, alive, request.size, now_ms)
         self._count_stored(1, request.size)
-        # Its owner has it mapped, and can renew the lease only when this reply is there.
-        record.lease_until_ms = max(record.lease_until_ms, now_ms + self.rules.lease_ms)
+        # Its owner has it mapped, and believes in his allocation until this reply is there.
+        lease_until_ms = max(now_ms + self.rules.lease_ms, put.deadline_ms)
+        record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
         self._settle(record)
         reply = calls.Committed(PutOutcome.STORED)
         put.record = record
@@ -560,7 +574,13 @@ class MasterState:
         return PutOutcome.BEING_WRITTEN if record.writer else PutOutcome.WRITE
 
     def _take(
-        self, now_ms: int, sizes: list[int], replicas: int, near: Segment | None, host: str
+        self,
+        now_ms: int,
+        sizes: list[int],
+        replicas: int,
+        near: Segment | None,
+        host: str,
+        used_before_ms: int | None = None,
     ) -> list[list[Extent]] | Shortage:
         if len(self._pending) + len(sizes) > self.rules.pending_puts_max:
             raise BusyError(
@@ -572,7 +592,13 @@ class MasterState:
         alive = self.membership.alive_segments(now_ms)
         usable = [segment for segment in alive if segment.usable(now_ms)]
         taken = self.pool.allocate(
-            sizes, replicas=replicas, usable=usable, near=near, host=host, now_ms=now_ms
+            sizes,
+            replicas=replicas,
+            usable=usable,
+            near=near,
+            host=host,
+            now_ms=now_ms,
+            used_before_ms=used_before_ms,
         )
         if self.pool.evicted:
             for remains in self.pool.evicted:
@@ -588,7 +614,12 @@ class MasterState:
         return taken
 
     def _new_put(
-        self, now_ms: int, record: ObjectRecord | None, extents: list[Extent], size: int
+        self,
+        now_ms: int,
+        record: ObjectRecord | None,
+        extents: list[Extent],
+        size: int,
+        moves: Version | None = None,
     ) -> PendingPut:
         self._next_token += 1
         put = PendingPut(
@@ -598,8 +629,10 @@ class MasterState:
             length=extent_bytes(size),
             size=size,
             deadline_ms=now_ms + self.rules.put_deadline_ms,
+            overwrite=moves is not None,
+            moves=moves,
         )
-        if record is not None:
+        if record is not None and moves is None:
             record.writer = put.token
         self._pending.add(put)
         self._note_allocation(put)
@@ -651,7 +684,8 @@ class MasterState:
         if record.segment is not None:
             replaced.append(Remains.of(record))
             self.pool.strip(record)
-        record.writer = 0
+        if record.writer == put.token:
+            record.writer = 0
         self.pool.store(record, extents, size, (self.epoch, put.token), now_ms)
         return replaced
 
@@ -986,6 +1020,113 @@ class MasterState:
         record.lease_until_ms = max(record.lease_until_ms, inventory.segment.usable_at_ms)
         return record
 
+    # --- draining -----------------------------------------------------------------------------
+
+    def drain(self, now_ms: int, request: calls.Drain) -> calls.Drained:
+        members = self.membership
+        if request.step is DrainStep.LEAVE and request.node not in members.nodes:
+            return calls.Drained(self.epoch, 0, 0)  # it has left
+        node = self._node(request.node)
+        if request.step is DrainStep.LEAVE:
+            self._must_drain(node)
+            members.dismiss(node)
+        else:
+            members.drain(node, draining=request.step is DrainStep.BEGIN)
+            self._room_made = True  # where it may be chosen again
+        segments = set(members.segments.get(node.name, ()))
+        self._after_membership(now_ms)
+        used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
+        pending = sum(any(s in segments for s, _ in put.extents) for put in self._pending)
+        return calls.Drained(self.epoch, used, pending)
+
+    def start_moves(self, now_ms: int, request: calls.StartMoves) -> calls.MovesStarted | Later:
+        node = self._node(request.node)
+        self._must_drain(node)
+        segments = set(self.membership.segments[node.name])
+        page = draining.page(
+            self.forest, segments, request.cursor, request.limit, request.bytes_max
+        )
+        puts: list[PendingPut] = []
+        goes_to: dict[ObjectRecord, Segment] = {}
+        left = left_bytes = 0
+        evicted = self.counters["evicted_objects"]
+        for record, was_found in page.records.items():
+            if not record.complete:
+                continue  # a replica elsewhere was evicted for one of those before
+            room = self._room_to_move(now_ms, record, goes_to)
+            if isinstance(room, Shortage):
+                left += was_found
+                left_bytes += record.size * was_found
+                continue
+            version = Version(record.epoch, record.counter)
+            puts.append(self._new_put(now_ms, record, room, record.size, version))
+            goes_to[record] = room[0][0]
+        self._give_back([put for put in puts if not self._still_moves(put)])
+        puts = [put for put in puts if self._still_moves(put)]
+        records = [put.record for put in puts if put.record is not None]
+        next_cursor = page.next_cursor
+        if not puts and next_cursor == request.cursor:
+            next_cursor += 1  # there is no room for the beginning of a long chain
+            left += 1  # its tip
+        grants = self._grants(bytes([PutOutcome.WRITE]) * len(puts), puts)
+        reply = calls.MovesStarted(
+            next_cursor=next_cursor,
+            skipped=page.skipped,
+            left=left,
+            left_bytes=left_bytes,
+            evicted=self.counters["evicted_objects"] - evicted,
+            namespaces=[record.namespace for record in records],
+            keys=[record.key for record in records],
+            sources=self.placements(records, now_ms),
+            grants=grants,
+        )
+        unclean = self._unclean(grants)
+        return self._bury(now_ms, [], reply, unclean) if unclean else reply
+
+    def _room_to_move(
+        self, now_ms: int, record: ObjectRecord, goes_to: dict[ObjectRecord, Segment]
+    ) -> list[Extent] | Shortage:
+        """Beside its parent, if that can be; at the cost of what nobody used for longer."""
+        parent = record.parent
+        near = None
+        if parent is not None and parent.complete:
+            near = goes_to.get(parent) or next(s for s, _ in parent.extents() if s.alive)
+        replicas = sum(segment.alive for segment, _ in record.extents())
+        taken = self._take(now_ms, [record.size], replicas, near, "", record.last_used_ms)
+        return taken if isinstance(taken, Shortage) else taken[0]
+
+    def _still_moves(self, put: PendingPut) -> bool:
+        """Whether the object whose bytes were to be copied is the one that is there."""
+        record = put.record
+        assert record is not None
+        return (
+            self.forest.get(record.namespace, record.key) is record
+            and record.complete
+            and (record.epoch, record.counter) == put.moves
+        )
+
+    def _give_back(self, puts: Sequence[PendingPut]) -> None:
+        """Moves that came to nothing, and whose writers are done."""
+        for put in puts:
+            self._pending.pop(put.token)
+            self.pool.free(put.extents, put.length)
+        self._clean([put.remains(self.epoch) for put in puts])
+
+    def _node(self, name: str) -> Node:
+        node = self.membership.nodes.get(name)
+        if node is None:
+            raise InvalidArgumentError(
+                f"there is no node {name}", advice="kvstore status names those there are."
+            )
+        return node
+
+    @staticmethod
+    def _must_drain(node: Node) -> None:
+        if not node.draining:
+            raise InvalidArgumentError(
+                f"node {node.name} is not being drained", advice=f"kvstore drain {node.name}"
+            )
+
     # --- operators ----------------------------------------------------------------------------
 
     def status(self, now_ms: int, request: calls.Status) -> calls.ClusterStatus:
@@ -1099,7 +1240,7 @@ class MasterState:
         segment = next(iter(self._pressed))
         evicted: list[Remains] = []
         goes_on = False
-        if segment.alive and segment.usable(now_ms):
+        if segment.alive and segment.usable(now_ms) and not segment.node.draining:
             evicted, goes_on = self.pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
         if not goes_on:
             del self._pressed[segment]
@@ -1201,7 +1342,11 @@ class MasterState:
         ]
         self.pool.check_invariants([*self._pending.ranges(), *self._graves.ranges(), *untold])
         assert not self.pool.evicted, "evicted, and nobody wipes it"
-        writers = {put.token: put.record for put in self._pending if put.record is not None}
+        writers = {
+            put.token: put.record
+            for put in self._pending
+            if put.record is not None and put.moves is None
+        }
         for record in self.forest.records():
             assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
         assert not writers, "a put whose record does not know it"

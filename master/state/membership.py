@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kvstore.calls import MasterAccepted, NodeJoin, SegmentInfo, SegmentOffer
 from kvstore.errors import (
     BusyError,
+    DrainedError,
     InvalidArgumentError,
     NodeNameTakenError,
     ProtocolError,
@@ -66,6 +67,8 @@ class Membership:
         self._next_segment_id = 0
         self._gone: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and until when its allocations were promised."""
+        self._dismissed: dict[bytes, None] = {}
+        """Memory (uuid) of nodes that were told to leave."""
         self._alive: tuple[int, list[Segment]] | None = None
         """``alive_segments`` of that time, until something changes."""
 
@@ -76,12 +79,12 @@ class Membership:
         return self._by_session.get(session)
 
     def alive_segments(self, now_ms: int) -> list[Segment]:
-        """The segments of nodes that are alive and not suspect."""
+        """The segments of nodes that are alive, not suspect and not draining."""
         if self._alive is None or self._alive[0] != now_ms:
             segments = [
                 segment
                 for name, node in self.nodes.items()
-                if self.state_of(node, now_ms) == liveness.ALIVE
+                if not node.draining and self.state_of(node, now_ms) == liveness.ALIVE
                 for segment in self.segments[name]
             ]
             self._alive = now_ms, segments
@@ -93,6 +96,7 @@ class Membership:
         Raises:
             NodeNameTakenError: another living node has that name.
             SegmentGoneError: nothing to resume; fence, then join anew.
+            DrainedError: nothing to resume; leave.
             ProtocolError, InvalidArgumentError, BusyError
         """
         if join.protocol != PROTOCOL_VERSION:
@@ -119,7 +123,20 @@ class Membership:
         known = self.nodes.get(join.name)
         same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
-            if known is None or not same or join.resume_epoch != self._epoch:
+            if not self._dismissed.keys().isdisjoint(uuids):
+                raise _drained(join.name)  # it was told so, and has not heard it
+            # A join that was long on its way may have come after one that was sent later. And an
+            # inventory that was broken off is begun anew.
+            generations = {offer.uuid: offer.generation for offer in join.segments}
+            if (
+                known is None
+                or not same
+                or join.resume_epoch != self._epoch
+                or not all(
+                    segment.whole and segment.offer.generation == generations[segment.offer.uuid]
+                    for segment in self.segments[known.name]
+                )
+            ):
                 raise SegmentGoneError(
                     f"node {join.name} has nothing to resume here", advice="Join anew."
                 )
@@ -138,6 +155,7 @@ class Membership:
                 )
             self.declare_dead(known, "replaced")
         node = Node(name=join.name, host=join.host, session=session, heard_ms=now_ms)
+        node.draining = known is not None and known.draining
         self.nodes[node.name] = node
         self._by_session[session] = node
         segments = [self._mount(now_ms, node, offer) for offer in join.segments]
@@ -180,6 +198,24 @@ class Membership:
         if node.session is not None:
             self._by_session.pop(node.session)
             node.session = None
+        self.declare_dead(node, "left")
+
+    def drain(self, node: Node, *, draining: bool) -> None:
+        if node.draining != draining:
+            node.draining = draining
+            self._alive = None
+            self._notice("node_draining" if draining else "node_undrained", node)
+
+    def dismiss(self, node: Node) -> None:
+        """Tell it to leave, and count it as gone."""
+        if node.session is not None:
+            self._by_session.pop(node.session)
+            self.effects.append(Hangup(node.session, _drained(node.name)))
+            node.session = None
+        for segment in self.segments[node.name]:
+            self._dismissed[segment.offer.uuid] = None
+        while len(self._dismissed) > GONE_MAX:
+            del self._dismissed[next(iter(self._dismissed))]
         self.declare_dead(node, "left")
 
     def bury_dead(self, now_ms: int) -> None:
@@ -245,6 +281,10 @@ class Membership:
         )
 
 
+def _drained(node: str) -> DrainedError:
+    return DrainedError(f"node {node} was drained, and leaves", node=node)
+
+
 def describe(segment: Segment) -> SegmentInfo:
     offer: SegmentOffer = segment.offer
     return SegmentInfo(
@@ -258,4 +298,5 @@ def describe(segment: Segment) -> SegmentInfo:
         token=offer.token,
         seed=offer.seed,
         generation=offer.generation,
+        engine=offer.engine,
     )

@@ -285,6 +285,7 @@ class Pool:
         near: Segment | None,
         host: str,
         now_ms: int,
+        used_before_ms: int | None = None,
     ) -> list[list[Extent]] | Shortage:
         """Extents for payloads of ``sizes`` bytes; all or none. Evicts what is not leased where it
         must.
@@ -297,6 +298,7 @@ class Pool:
             near: the first choice, if it is one of them.
             host: whose segments are the second choice.
             now_ms: leases that end later protect their objects.
+            used_before_ms: evict only what was last used before, and what is detached.
         """
         lengths = [extent_bytes(size) for size in sizes]
         longest, total = max(lengths), sum(lengths)
@@ -317,7 +319,7 @@ class Pool:
             return Shortage(total * replicas - room)
         order = list(preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
-        eviction = _Eviction(self, usable, now_ms)
+        eviction = _Eviction(self, usable, now_ms, used_before_ms)
         while missing > 0:
             freed = eviction.next(order)
             if freed is None:
@@ -419,9 +421,12 @@ class Pool:
 class _Eviction:
     """Evicts for one allocation, oldest first over all its segments, within the step's budget."""
 
-    def __init__(self, pool: Pool, segments: list[Segment], now_ms: int) -> None:
+    def __init__(
+        self, pool: Pool, segments: list[Segment], now_ms: int, used_before_ms: int | None = None
+    ) -> None:
         self._pool = pool
         self._now_ms = now_ms
+        self._used_before_ms = used_before_ms
         self._heads = {segment: self._head(segment) for segment in segments}
         """The next to go of each; looked up again when that may have changed."""
         self._budget = EVICTIONS_PER_STEP
@@ -468,6 +473,12 @@ class _Eviction:
         return freed
 
     def _head(self, segment: Segment) -> ObjectRecord | None:
+        head, before_ms = self._first(segment), self._used_before_ms
+        if head is None or before_ms is None or head.last_used_ms < before_ms:
+            return head
+        return head if segment.candidates.detached(head) else None
+
+    def _first(self, segment: Segment) -> ObjectRecord | None:
         candidates, forest = segment.candidates, self._pool.forest
         for _ in range(_REMARKS_PER_LOOK):
             head = candidates.peek(self._now_ms)

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvstore.calls import Allocate, PutStart
+from kvstore.calls import Allocate, PutStart, Version
 from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
@@ -34,6 +34,8 @@ class PendingPut:
     """Payload bytes granted."""
     deadline_ms: int
     overwrite: bool = False
+    moves: Version | None = None
+    """Of the object whose bytes are copied from elsewhere; it is not the record's writer."""
 
     def remains(self, epoch: int) -> Remains:
         """What its writer may have left where it was to write."""

@@ -186,11 +186,13 @@ class Remains(NamedTuple):
     epoch: int
     counter: int
     extents: list[Extent]
+    lease_until_ms: int = 0
 
     @classmethod
     def of(cls, record: ObjectRecord) -> Remains:
         name = record.namespace, record.key
-        return cls(name, record.size, record.epoch, record.counter, record.extents())
+        version = record.epoch, record.counter
+        return cls(name, record.size, *version, record.extents(), record.lease_until_ms)
 
 
 class NamespaceTable:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Version
+from kvstore.master.state import liveness
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.records import ObjectRecord, Segment
 
@@ -92,10 +93,13 @@ def _row(state: MasterState, record: ObjectRecord, now_ms: int) -> calls.ObjectR
 
 def _node(state: MasterState, node: Node, now_ms: int) -> calls.NodeStatus:
     segments = state.membership.segments[node.name]
+    described = state.membership.state_of(node, now_ms)
+    if node.draining and described == liveness.ALIVE:
+        described = "draining"
     return calls.NodeStatus(
         name=node.name,
         host=node.host,
-        state=state.membership.state_of(node, now_ms),
+        state=described,
         address=next((s.offer.address for s in segments if s.offer.address), ""),
         silent_ms=now_ms - node.heard_ms,
         segments=[_segment(segment) for segment in segments],

@@ -94,6 +94,21 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
                 calls.Placements([4096], [7], [1], [1], [3], [0]),
             ),
         ),
+        (calls.Drain("n", calls.DrainStep.BEGIN), calls.Drained(7, 4096, 1)),
+        (
+            calls.StartMoves("n", 0, 10, 1 << 20),
+            calls.MovesStarted(
+                5,
+                1,
+                2,
+                9,
+                3,
+                [N],
+                KEYS[:1],
+                calls.Placements([4096], [7], [1], [1], [3], [0]),
+                calls.Grants(7, 30_000, b"\x01", 1, [11], [4], [8192]),
+            ),
+        ),
     )
 }
 """One request and its reply for every call but Join."""

@@ -15,10 +15,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from kvstore.calls import SegmentInfo
+from kvstore.calls import EngineAddress, SegmentInfo
 from kvstore.host import host_id
 from kvstore.memory.segment import SHM_DIRECTORY, Segment
+from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
+from tests.programs import ENGINE
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,9 +28,14 @@ ROOT = Path(__file__).parents[2]
 class Peer:
     """Starts the process; ``close`` ends it whatever happened to it and removes what it left."""
 
-    def __init__(self, name: str, size: int, *, connections_max: int = 64) -> None:
+    def __init__(
+        self, name: str, size: int, *, connections_max: int = 64, engine: str = ""
+    ) -> None:
+        """``engine``: where its transfer engine meets others; empty: it has none."""
         self.name = name
-        command = [sys.executable, "-m", __spec__.name, name, str(size), str(connections_max)]
+        command = [
+            sys.executable, "-m", __spec__.name, name, str(size), str(connections_max), engine,
+        ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
@@ -48,7 +55,12 @@ class Peer:
             token=bytes.fromhex(reply["token"]),
             seed=reply["seed"],
             generation=reply["generation"],
+            engine=EngineAddress(*reply["engine"]) if reply["engine"] else None,
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def counters(self) -> dict[str, int]:
         counters: dict[str, int] = json.loads(self._say("counters"))
@@ -87,14 +99,21 @@ class Peer:
 
 def main() -> None:
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    metadata_server = sys.argv[4]
     segment = Segment.create(name, size)
     server = DataServer([segment], "127.0.0.1", connections_max=connections_max)
     server.start()
+    engine = None
+    if metadata_server:
+        settings = ENGINE._replace(metadata_server=metadata_server)
+        engine = EngineServer(segment, settings, "127.0.0.1")
     for line in sys.stdin:
         match line.strip():
             case "bump":
                 segment.bump_generation()
                 server.fence()
+                if engine is not None:
+                    engine.fence()
             case "restart":
                 port = server.port
                 server.stop()
@@ -111,10 +130,13 @@ def main() -> None:
             "token": segment.token.hex(),
             "seed": segment.seed,
             "generation": segment.generation,
+            "engine": engine and engine.address,
         }
         print(json.dumps(reply), flush=True)
     server.check_invariants()
     server.stop()
+    if engine is not None:
+        engine.close()
     segment.close()
 
 

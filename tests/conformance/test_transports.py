@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 
+from kvstore.config import P2P
 from kvstore.errors import (
     BusyError,
     ClosedError,
@@ -28,23 +29,30 @@ from kvstore.errors import (
 )
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.base import PIECE_BYTES, Move, Transport
+from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_protocol import RANGES_MAX
 from tests.conformance.peer import Peer
+from tests.programs import ENGINE, engine_or_skip_reason, need_engine
 
 MIB = 1 << 20
 SEGMENT_BYTES = 64 * MIB
 LARGE_BYTES = 48 * MIB
 """More than sockets buffer: in the middle of it both ends are at work."""
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": ShmTransport, "tcp": TcpTransport}
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+    "mooncake": lambda: MooncakeTransport(ENGINE),
+}
+METADATA = P2P if engine_or_skip_reason() is None else ""
 
 
 @pytest.fixture(scope="module")
 def shared_peer() -> Iterator[Peer]:
     """One node for all tests that leave it as it was."""
-    peer = Peer(f"conformance-{os.getpid()}", SEGMENT_BYTES)
+    peer = Peer(f"conformance-{os.getpid()}", SEGMENT_BYTES, engine=METADATA)
     yield peer
     peer.close()
 
@@ -52,16 +60,18 @@ def shared_peer() -> Iterator[Peer]:
 @pytest.fixture
 def peer() -> Iterator[Peer]:
     """A node of the test's own, to be maltreated."""
-    peer = Peer(f"victim-{os.getpid()}", SEGMENT_BYTES)
+    peer = Peer(f"victim-{os.getpid()}", SEGMENT_BYTES, engine=METADATA)
     yield peer
     peer.close()
 
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
+    if request.param == "mooncake":
+        need_engine()
     transport = TRANSPORTS[request.param]()
     yield transport
-    if isinstance(transport, TcpTransport):
+    if isinstance(transport, TcpTransport | MooncakeTransport):
         transport.check_invariants()
     transport.close()
 
@@ -522,7 +532,7 @@ def test_a_view_is_the_segment_itself(shared_peer: Peer, transport: Transport) -
     info = shared_peer.info
     view = transport.view(info, MIB, 4096)
     if view is None:
-        assert transport.name == "tcp"
+        assert transport.name != "shm"
         return
     view[:] = noise(4096)
     read = empty(4096)
@@ -543,7 +553,7 @@ def test_whoever_holds_a_view_can_tell_whether_its_node_has_fenced(
     """What a renewed lease depends on; so it works for as long as the view does."""
     mounted = transport.watch(peer.info)
     if mounted is None:
-        assert transport.name == "tcp"
+        assert transport.name != "shm"
         return
     older = transport.watch(peer.info._replace(generation=peer.info.generation - 1))
     assert older is not None

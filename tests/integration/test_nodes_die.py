@@ -125,7 +125,7 @@ def test_a_node_that_stalls_for_too_long_joins_anew(cluster: Cluster) -> None:
         assert cluster.state_of(node) == "gone"
         node.resume()
         until(lambda: cluster.state_of(node) == "alive")
-        reader.wait_for("miss", more=10)
+        reader.wait_for("right", more=len(KEYS))
     assert "node_fenced" in node.errors
     assert client.put(KEYS[0], content(KEYS[0]), wait_ms=1_400) is STORED
     assert client.get(KEYS[0]) == content(KEYS[0])

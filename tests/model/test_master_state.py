@@ -241,7 +241,8 @@ class MasterMachine(RuleBasedStateMachine):
         try:
             accepted = self.state.node_joined(self.now_ms, self.sessions, join)
         except SegmentGoneError:
-            assert epoch != EPOCH
+            known = [self.state.pool.segments[id_] for id_ in node.ids]
+            assert epoch != EPOCH or not all(segment.whole for segment in known)
             self._see()
             return
         assert epoch == EPOCH

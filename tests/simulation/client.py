@@ -83,6 +83,7 @@ class Client:
         self._link = Link("master:1", lane=True, rng=self._random)
         margin_s = config.lease_margin_ms / 1000
         self.views = SimViews(self.ask_within, lease_margin_s=margin_s, clock=self.clock)
+        self.views.watch = self.watch
         self.context = Context(
             clock=self.clock,
             host=process.host,

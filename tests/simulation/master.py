@@ -26,7 +26,7 @@ _STEPS = {
         *(calls.MatchPrefix, calls.Lookup, calls.Exists, calls.PutStart, calls.PutEnd),
         *(calls.PutRevoke, calls.Allocate, calls.Commit, calls.Renew, calls.Remove, calls.Clear),
         *(calls.DescribeSegments, calls.ReportFailure, calls.Status, calls.ListObjects),
-        calls.StatObject,
+        *(calls.StatObject, calls.Drain, calls.StartMoves),
     )
 }
 """Request and method of the state."""

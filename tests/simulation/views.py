@@ -7,11 +7,20 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore import calls
-from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named, What
+from kvstore.client.leases import (
+    Granted,
+    Lease,
+    LeaseTable,
+    Mounted,
+    Named,
+    Place,
+    What,
+    found_at,
+)
 from kvstore.client.values import Bytes1D
+from kvstore.client.views import Watched
 from kvstore.errors import KVStoreError
 from kvstore.memory.header import HEADER_BYTES
 
@@ -38,6 +47,8 @@ class SimViews:
     """As ``Views``."""
 
     def __init__(self, ask: Ask, *, lease_margin_s: float, clock: Callable[[], float]) -> None:
+        self.watch: Callable[[calls.SegmentInfo], Mounted] | None = None
+        """As ``Movers.watch``."""
         self.mapped: dict[int, tuple[bytes, int]] = {}
         """uuid and size of the segments that were mapped, by their address."""
         self._leases = LeaseTable(clock)
@@ -45,21 +56,28 @@ class SimViews:
         self._ask = ask
         self._margin_s = lease_margin_s
 
-    def add(self, array: Bytes1D, held: Named | Granted, until: float, mounted: Mounted) -> Lease:
+    def add(
+        self,
+        array: Bytes1D,
+        held: Named | Granted,
+        until: float,
+        mounted: Mounted,
+        place: Place | None = None,
+    ) -> Lease:
         address = array.ctypes.data
-        lease = self._leases.add(address, array.nbytes, held, until, mounted)
+        lease = self._leases.add(address, array.nbytes, held, until, mounted, place)
         if lease not in self._held:
             self._held[lease] = Held(array, *self._extent_at(address), held, array.tobytes())
         return lease
 
     def add_many(
         self,
-        arrays: Iterable[tuple[NDArray[np.generic], int, Named | Granted, float]],
+        arrays: Iterable[Watched],
         mounted: Mounted,
     ) -> list[Lease]:
         return [
-            self.add(array.reshape(-1).view(np.uint8), held, until, mounted)
-            for array, _, held, until in arrays
+            self.add(array.reshape(-1).view(np.uint8), held, until, mounted, place)
+            for array, _, held, until, place in arrays
         ]
 
     def _extent_at(self, address: int) -> tuple[bytes, int]:
@@ -104,7 +122,27 @@ class SimViews:
         now = self._leases.clock()
         return max(0.001, min(self._leases.wake_at() - now, POLL_S))
 
+    async def _follow(self, lease: Lease) -> None:
+        what, asked = lease.what, self._leases.clock()
+        lease.plan_renewal()
+        if not isinstance(what, Named) or not lease.held:
+            return
+        try:
+            found = await self._ask(calls.Lookup(what.namespace, [what.key]), 1.0)
+            assert isinstance(found, calls.Found)
+            segments = calls.DescribeSegments(found.placements.segments)
+            described = await self._ask(segments, 1.0)
+            assert isinstance(described, calls.Segments)
+        except KVStoreError:
+            return
+        segment = found_at(lease, found, described)
+        if segment is not None and self.watch is not None:
+            until = asked + found.lease_ms / 1000 - self._margin_s
+            lease.mounted_again(self.watch(segment), until)
+
     async def renew(self) -> None:
+        for lease in self._leases.moved():
+            await self._follow(lease)
         for renewal in self._leases.due():
             asked = self._leases.clock()
             try:

@@ -139,7 +139,7 @@ def test_help_shows_an_example_and_the_variables(kv: KV) -> None:
     assert "Exit codes" in text
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
+@pytest.mark.parametrize("name", sorted([*cli.commands, "bench"]))
 def test_the_help_of_each_command_shows_an_example(kv: KV, name: str) -> None:
     result = kv(name, "--help")
     assert result.code == 0

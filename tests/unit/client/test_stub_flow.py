@@ -54,7 +54,7 @@ PUT_START = CALLS[calls.PutStart]
 STATUS = CALLS[calls.Status]
 IDEMPOTENT = {
     "Join", "MatchPrefix", "Lookup", "Exists", "Renew", "Remove", "Clear", "DescribeSegments",
-    "ReportFailure", "Status", "ListObjects", "StatObject",
+    "ReportFailure", "Status", "ListObjects", "StatObject", "Drain",
 }  # fmt: skip
 
 

@@ -152,8 +152,40 @@ def test_an_unknown_mooncake_key_is_named(mooncake: Mooncake) -> None:
 def test_a_protocol_that_is_not_there_is_told(
     mooncake: Mooncake, caplog: pytest.LogCaptureFixture
 ) -> None:
-    read_config({}, mooncake(protocol="rdma"))
-    assert "protocol_not_available protocol=rdma" in caplog.text
+    config = read_config({}, mooncake(protocol="cxl", device_name="mlx5_0"))
+    assert "protocol_not_available protocol=cxl" in caplog.text
+    assert (config.protocol, config.device_name) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("P2PHANDSHAKE", "P2PHANDSHAKE"),
+        ("etcd://10.0.0.1:2379", "etcd://10.0.0.1:2379"),
+        ("10.0.0.1:2379", "etcd://10.0.0.1:2379"),
+        ("http://10.0.0.1:8080/metadata", "http://10.0.0.1:8080/metadata"),
+        ("", "P2PHANDSHAKE"),
+    ],
+)
+def test_what_is_said_of_rdma_is_for_the_transfer_engine(
+    mooncake: Mooncake, written: str, meant: str
+) -> None:
+    config = read_config(
+        {},
+        mooncake(
+            protocol="RDMA", device_name="mlx5_0, mlx5_1", metadata_server=written,
+            local_buffer_size="128mb",
+        ),
+    )  # fmt: skip
+    assert config.protocol == "rdma"
+    assert config.device_name == "mlx5_0,mlx5_1"
+    assert config.metadata_server == meant
+    assert config.engine_buffer == 128 << 20
+
+
+def test_tcp_is_our_own_and_needs_no_engine(mooncake: Mooncake) -> None:
+    config = read_config({}, mooncake(protocol="tcp", metadata_server="etcd://10.0.0.1:2379"))
+    assert (config.protocol, config.metadata_server) == ("", "P2PHANDSHAKE")
 
 
 def test_an_unreadable_mooncake_file_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
+from kvstore.calls import NO_MARK, PutOutcome, Version
 from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
@@ -76,9 +76,25 @@ class Cluster:
     # --- nodes --------------------------------------------------------------------------------
 
     def join(
-        self, name: str, *blocks: int, host: str = "", again: bool = False, resume: bool = False
+        self,
+        name: str,
+        *blocks: int,
+        host: str = "",
+        again: bool = False,
+        resume: bool = False,
+        tells: bool = True,
+        mark: Version = NO_MARK,
     ) -> calls.MasterAccepted:
-        """``blocks``: of each segment; ``again``: with the memory that it had before."""
+        """
+        Args:
+            name: of the node.
+            blocks: of each segment.
+            host: of the node, where it matters.
+            again: with the memory that it had before.
+            resume: after a broken stream.
+            tells: that this memory holds nothing; else the test tells what it holds.
+            mark: that it has kept.
+        """
         if not again and not resume:
             self.offers[name] = [
                 calls.SegmentOffer(
@@ -93,7 +109,7 @@ class Cluster:
                 )
                 for index, count in enumerate(blocks)
             ]
-        offers = [offer._replace(fresh=not again) for offer in self.offers[name]]
+        offers = [offer._replace(fresh=not again, mark=mark) for offer in self.offers[name]]
         epoch = EPOCH if resume else 0
         join = calls.NodeJoin(name, host or f"host-{name}", PROTOCOL_VERSION, epoch, offers)
         session = 1 + max(self.sessions.values(), default=0)
@@ -102,7 +118,7 @@ class Cluster:
         self.segments.update(dict.fromkeys(accepted.segment_ids, name))
         self.silent.discard(name)
         self._settle()
-        if again:
+        if again and tells:
             for index in range(len(offers)):
                 self.tell(name, index=index)
         return accepted

@@ -284,7 +284,7 @@ def test_a_committed_allocation_is_leased_to_its_owner(new_cluster: NewCluster) 
     cluster = new_cluster(one=1)
     cluster.commit(cluster.allocate(), "a")
 
-    cluster.after(LEASE_MS - 1)
+    cluster.after(cluster.rules.put_deadline_ms - 1)
     with pytest.raises(NoSpaceError):
         cluster.put("x")
     cluster.after(1)

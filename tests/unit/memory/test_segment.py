@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from kvstore.host import host_id
 from kvstore.limits import Key, Namespace
 from kvstore.memory import segment as module
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, pack_into, unpack
-from kvstore.memory.segment import SHM_DIRECTORY, Mapping, Segment, free_node_name
+from kvstore.memory.segment import SHM_DIRECTORY, Mapping, MemoryOptions, Segment, free_node_name
 
 MIB = 1 << 20
 
@@ -133,15 +135,18 @@ def test_no_room_is_said_before_anything_is_taken(name: str) -> None:
     assert not entry(name).exists()
 
 
+@pytest.mark.parametrize("step", [0, 3])
 def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
+    def full(_memory: object, start: int, _length: int, _advice: int) -> bool:
+        if start == step * module.RESERVE_BYTES:
+            raise OSError(errno.EFAULT, "as MADV_POPULATE_WRITE says that there is no room")
+        return True
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(module, "populate", full)
     with pytest.raises(SharedMemoryTooSmallError):
-        Segment.create(name, MIB)
+        Segment.create(name, 5 * module.RESERVE_BYTES, options=MemoryOptions(threads=3))
     assert not entry(name).exists()
 
 
@@ -151,12 +156,34 @@ def test_progress_is_told_and_may_stop_it(name: str) -> None:
     Segment.create(name, size, progress=lambda done, total: told.append((done, total))).close()
     assert told == [(module.RESERVE_BYTES, size), (size, size)]
 
-    def interrupted(done: int, total: int) -> None:
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        Segment.create(name, MIB, progress=interrupted)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_progress_raises_ends_the_creation_and_its_threads(name: str, steps: int) -> None:
+    def interrupted(done: int, _total: int) -> None:
+        if done >= steps * module.RESERVE_BYTES:
+            raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Segment.create(
+            name,
+            4 * module.RESERVE_BYTES,
+            progress=interrupted,
+            options=MemoryOptions(threads=2),
+        )
+    # Now, while the traceback still holds every frame.
+    assert caught.tb is not None
+    assert threading.active_count() == before
     assert not entry(name).exists()
+
+
+def test_every_page_is_there_however_many_threads_bring_them_in(name: str) -> None:
+    segment = Segment.create(
+        name, 3 * module.RESERVE_BYTES + MIB, options=MemoryOptions(threads=3, huge_pages="off")
+    )
+    status = entry(name).stat()
+    assert status.st_blocks * 512 == segment.size
+    segment.close()
 
 
 def test_a_kernel_that_cannot_populate_gets_its_pages_touched(

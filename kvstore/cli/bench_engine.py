@@ -1,0 +1,229 @@
+"""``kvstore bench --transport mooncake``: the store against the engine that moves its bytes.
+
+A master, a node and this client are three processes. In each round the same bytes move six times,
+at the very same places of the node's memory, and between the same memory here:
+
+* ``put``, ``get``: by the store, with all that belongs to it;
+* ``write``, ``read``: by the client's transport alone: copied where the memory is not registered,
+  hashed, in batches, under a deadline;
+* and by the bare engine, whose memory is always registered, with the call that its users know.
+
+A ratio of 1 says that all that is added is hidden behind the engine's own time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from xxhash import xxh3_64
+
+from kvstore.calls import SegmentInfo
+from kvstore.children import start_master, start_node
+from kvstore.cli.show import size_text
+from kvstore.client.getting import locate
+from kvstore.client.steps import Transfer
+from kvstore.config import ClientConfig
+from kvstore.errors import InternalError
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.transport.base import Move
+from kvstore.transport.mooncake.engine import Engine, EngineSettings
+
+if TYPE_CHECKING:
+    from kvstore import Client
+    from kvstore.client.placements import Replica
+    from kvstore.client.values import Bytes1D as Bytes
+
+WORK: Final = ((1 << 20, 1), (1 << 20, 16), (1 << 20, 64), (4 << 20, 16), (64 << 10, 64))
+"""Bytes of an object, and how many at once."""
+
+NAMESPACE: Final = Namespace("kvstore-bench-engine")
+OPS: Final = ("write", "read", "put", "get")
+ROUNDS_MIN: Final = 5
+
+
+class EngineRow(NamedTuple):
+    """Times are medians over the rounds; ``ratio`` is that of the rounds' own ratios, bare engine's
+    time to ours: 0.95 is 5 % slower."""
+
+    op: str
+    size_bytes: int
+    batch: int
+    registered: bool
+    """Whether the caller's memory is registered, too, or passes through the client's buffer."""
+    rounds: int
+    ours_gb_per_second: float
+    bare_gb_per_second: float
+    ratio: float
+    ratio_least: float
+    ratio_most: float
+
+
+def measure_engine(seconds: float, *, settings: EngineSettings, as_json: bool) -> None:
+    """Measure for ``seconds`` per row, and show it."""
+    rows = []
+    with _client(settings) as client, _bare(settings) as engine:
+        for size, batch in WORK:
+            for registered in (False, True):
+                for row in _Measurement(client, engine, size, batch).run(seconds, registered):
+                    rows.append(row)
+                    if as_json:
+                        print(json.dumps(row._asdict()), flush=True)
+    if not as_json:
+        _show(rows, settings)
+
+
+class _Measurement:
+    def __init__(self, client: Client, engine: Engine, size: int, batch: int) -> None:
+        import numpy as np
+
+        self._client = client
+        self._engine = engine
+        self._size, self._batch = size, batch
+        self._keys = [Key(f"{size}-{number}".encode()) for number in range(batch)]
+        random = np.random.default_rng(0)
+        self._source = random.integers(0, 255, size * batch, dtype=np.uint8)
+        self._target = np.zeros_like(self._source)
+        self._times: dict[str, list[tuple[float, float]]] = {op: [] for op in OPS}
+
+    def run(self, seconds: float, registered: bool) -> Iterator[EngineRow]:
+        both = self._source, self._target
+        for memory in both:
+            self._engine.register(memory.ctypes.data, memory.nbytes)
+            if registered:
+                self._client.register(memory)
+        end = time.perf_counter() + len(OPS) * seconds
+        self._round()  # opens connections, touches memory
+        while time.perf_counter() < end or len(self._times["get"]) < ROUNDS_MIN:
+            for op, times in zip(OPS, self._round(), strict=True):
+                self._times[op].append(times)
+        for memory in both:
+            self._engine.unregister(memory.ctypes.data)
+            if registered:
+                self._client.unregister(memory)
+        for op, pairs in self._times.items():
+            yield self._row(op, pairs, registered)
+
+    def _round(self) -> list[tuple[float, float]]:
+        """Seconds of ours and of the bare engine, for each of ``OPS``."""
+        client, keys, size = self._client, self._keys, self._size
+        parts = [self._source[at : at + size] for at in range(0, self._source.nbytes, size)]
+        into = [self._target[at : at + size] for at in range(0, self._target.nbytes, size)]
+        pairs = list(zip(keys, parts, strict=True))
+        put = _timed(lambda: client.put_many(pairs, namespace=NAMESPACE))
+        got = _timed(lambda: client.get_into(keys, into, namespace=NAMESPACE))
+        self._check()
+        places = self._places()
+        written = _timed(lambda: self._transfer(places, parts, is_write=True))
+        read = _timed(lambda: self._transfer(places, into, is_write=False))
+        self._check()
+        bare_written = _timed(lambda: self._move(places, is_write=True))
+        bare_read = _timed(lambda: self._move(places, is_write=False))
+        self._check()
+        client.remove_many(keys, namespace=NAMESPACE)
+        return [(written, bare_written), (read, bare_read), (put, bare_written), (got, bare_read)]
+
+    def _transfer(self, places: list[Replica], parts: list[Bytes], *, is_write: bool) -> None:
+        moves = [
+            Move(place.offset + HEADER_BYTES, memoryview(part), xxh3_64())  # type: ignore[arg-type]
+            for place, part in zip(places, parts, strict=True)
+        ]
+        transfer = Transfer(places[0].segment, moves, is_write)
+        errors = self._client._session.movers.move([transfer], time.monotonic() + 60)
+        if errors[0] is not None:
+            raise errors[0]
+
+    def _move(self, places: list[Replica], *, is_write: bool) -> None:
+        memory = self._source if is_write else self._target
+        start = memory.ctypes.data
+        ours = [start + number * self._size for number in range(self._batch)]
+        segment: SegmentInfo = places[0].segment
+        assert segment.engine is not None
+        theirs = [segment.engine.base + place.offset + HEADER_BYTES for place in places]
+        lengths = [self._size] * self._batch
+        if not self._engine.transfer_sync(
+            segment.engine.name, ours, theirs, lengths, is_write=is_write
+        ):
+            raise InternalError("the bare engine failed")
+
+    def _places(self) -> list[Replica]:
+        flow = locate(self._client._operations.context, NAMESPACE, self._keys, fresh=True)
+        placed = self._client._run(flow)
+        return [each.replicas[0] for each in placed if each is not None]
+
+    def _check(self) -> None:
+        if not (self._target == self._source).all():
+            raise InternalError("other bytes came back")
+        self._target[:] = 0
+
+    def _row(self, op: str, pairs: list[tuple[float, float]], registered: bool) -> EngineRow:
+        moved = self._size * self._batch / 1e9
+        ratios = [bare / ours for ours, bare in pairs]
+        return EngineRow(
+            op,
+            self._size,
+            self._batch,
+            registered,
+            len(pairs),
+            round(moved / statistics.median(ours for ours, _ in pairs), 3),
+            round(moved / statistics.median(bare for _, bare in pairs), 3),
+            round(statistics.median(ratios), 3),
+            round(min(ratios), 3),
+            round(max(ratios), 3),
+        )
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _client(settings: EngineSettings) -> Iterator[Client]:
+    from kvstore import Client
+
+    with contextlib.ExitStack() as stack:
+        master = start_master(memory=0)
+        stack.callback(master.stop)
+        address = f"127.0.0.1:{master.said['port']}"
+        node = start_node(master=address, memory=1 << 30, **settings._asdict())
+        stack.callback(node.stop)
+        config = ClientConfig(
+            master=address, transports=("mooncake",), timeout_ms=60_000, put_wait_ms=30_000,
+            **settings._asdict(),
+        )  # fmt: skip
+        yield stack.enter_context(Client(config=config))
+
+
+@contextlib.contextmanager
+def _bare(settings: EngineSettings) -> Iterator[Engine]:
+    engine = Engine(settings, "127.0.0.1")
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _show(rows: list[EngineRow], settings: EngineSettings) -> None:
+    table = Table(
+        title=f"the store and its transport, against the bare engine over {settings.protocol}",
+        box=None,
+    )
+    for name in ("", "object", "batch", "memory", "ours GB/s", "bare GB/s", "ratio", "from", "to"):
+        table.add_column(name, justify="right" if name not in ("", "memory") else "left")
+    for row in rows:
+        table.add_row(
+            row.op, size_text(row.size_bytes), str(row.batch),
+            "registered" if row.registered else "any",
+            f"{row.ours_gb_per_second:.2f}", f"{row.bare_gb_per_second:.2f}",
+            f"{row.ratio:.2f}", f"{row.ratio_least:.2f}", f"{row.ratio_most:.2f}",
+        )  # fmt: skip
+    Console().print(table)

@@ -1,0 +1,73 @@
+"""Findings, and running checks so that none of them can make the others wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+State = Literal["ok", "warning", "problem"]
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    subject: str
+    state: State
+    """problem: something that a user would want does not work; warning: works, but slower or less
+    safely than it could."""
+    found: str
+    advice: str = ""
+    """What to do about it, as a command where there is one."""
+
+
+Check = Callable[[], Sequence[Finding]]
+
+
+def ok(subject: str, found: str, advice: str = "") -> Finding:
+    return Finding(subject, "ok", found, advice)
+
+
+def warning(subject: str, found: str, advice: str) -> Finding:
+    return Finding(subject, "warning", found, advice)
+
+
+def problem(subject: str, found: str, advice: str) -> Finding:
+    return Finding(subject, "problem", found, advice)
+
+
+def run_all(checks: Sequence[tuple[str, Check]], timeout_s: float) -> Iterator[Finding]:
+    """What the checks find, in their order; all of them run at once, each in a thread.
+
+    A check that has not returned after ``timeout_s``, or raises, is a finding itself. Its thread is
+    left behind: it must not hold anything that matters.
+    """
+    running = [_Running(subject, check) for subject, check in checks]
+    deadline = time.monotonic() + timeout_s
+    for each in running:
+        yield from each.findings(deadline, timeout_s)
+
+
+class _Running:
+    def __init__(self, subject: str, check: Check) -> None:
+        self._subject = subject
+        self._check = check
+        self._found: Sequence[Finding] = ()
+        self._thread = threading.Thread(target=self._run, name=f"check {subject}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._found = self._check()
+        except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
+            what = f"could not be checked: {type(error).__name__}: {error}"
+            advice = "If no other line says why, report it."
+            self._found = [warning(self._subject, what, advice)]
+
+    def findings(self, deadline: float, timeout_s: float) -> Sequence[Finding]:
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            what = f"no answer within {timeout_s:.0f} s"
+            return [problem(self._subject, what, "Try a longer --timeout-ms.")]
+        return self._found

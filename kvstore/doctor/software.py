@@ -1,0 +1,159 @@
+"""Python, the packages that kvstore needs, and those that it can use.
+
+What is imported is imported in another process: a broken package ends that one, and a slow one is
+left to its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from kvstore._version import __version__
+from kvstore.doctor.findings import Finding, ok, problem, warning
+
+NEEDED: Final = ("numpy", "grpcio", "protobuf", "pydantic", "xxhash", "click", "rich")
+OPTIONAL: Final = {
+    "torch": "tensors as values: pip install 'kvstore[torch]'",
+    "vllm": "the connector: pip install vllm",
+    "aiohttp": "kvstore-proxy: pip install 'kvstore[proxy]'",
+}
+ENGINES: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+
+_PROBE: Final = (
+    "import json; from kvstore.transport.mooncake import probe; "
+    "print(json.dumps([each._asdict() for each in probe()]))"
+)
+
+# Everything that a client and a master import, generated code included.
+_IMPORT_ALL: Final = "import kvstore.client.sync, kvstore.master.app, kvstore.node.app"
+
+
+def python(timeout_s: float) -> list[Finding]:
+    """The interpreter and what kvstore cannot do without."""
+    versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in NEEDED)
+    found = [ok("Python", f"{platform.python_version()}, kvstore {__version__}")]
+    failure = import_failure(_IMPORT_ALL, timeout_s)
+    if failure is None:
+        return [*found, ok("packages", versions)]
+    advice = f"{sys.executable} -m pip install --upgrade kvstore"
+    return [*found, problem("packages", f"{versions}; {failure}", advice)]
+
+
+def optional() -> list[Finding]:
+    """Looks at versions only: importing vLLM takes many seconds."""
+    found = []
+    for name, purpose in OPTIONAL.items():
+        number = version(name)
+        what = f"{name} {number}" if number else f"{name} is not installed ({purpose})"
+        found.append(ok("optional", what))
+    return found
+
+
+def transfer_engine(timeout_s: float, *, transfer: bool) -> list[Finding]:
+    """Whether Mooncake's transfer engine can be used; with ``transfer``, whether bytes arrive."""
+    subject = "transfer engine"
+    installed = next((f"{name} {number}" for name in ENGINES if (number := version(name))), None)
+    if installed is None:
+        what = "not installed (RDMA needs it)"
+        advice = f"pip install {ENGINES[-1]}"
+        return [problem(subject, what, advice)] if transfer else [ok(subject, what)]
+    failure = import_failure("from mooncake.engine import TransferEngine", timeout_s)
+    if failure is not None:
+        advice = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
+        if ".so" not in failure:
+            advice = f"{sys.executable} -m pip install --force-reinstall {installed.split()[0]}"
+        return [(problem if transfer else warning)(subject, f"{installed}: {failure}", advice)]
+    if find_spec("kvstore.transport.mooncake") is None:
+        what = f"{installed}, which this release does not use"
+        advice = "Use shm and tcp, or a later release."
+        return [problem(subject, what, advice)] if transfer else [ok(subject, what)]
+    found = _probed(installed, timeout_s)
+    return [*found, loop_back(timeout_s)] if transfer else found
+
+
+def _probed(installed: str, timeout_s: float) -> list[Finding]:
+    """What the transport itself says of the engine: protocols, kinds of metadata servers, cards."""
+    subject = "transfer engine"
+    try:
+        done = _run([sys.executable, "-c", _PROBE], timeout_s)
+        rows = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except (subprocess.TimeoutExpired, ValueError):
+        what = f"{installed}: the probe of its transport did not end well within {timeout_s:.0f} s"
+        return [warning(subject, what, f"{sys.executable} -c '{_PROBE}'")]
+    found = []
+    for row in rows:
+        what = f"{row['what']}: {row['found']}"
+        if row["ok"] or (row["what"] == "devices" and row["found"] == "no RDMA card"):
+            found.append(ok(subject, what))
+        else:
+            found.append(warning(subject, what, row["advice"]))
+    return found
+
+
+def loop_back(timeout_s: float) -> Finding:
+    """Puts and gets of a store on this host through the engine, by RDMA where there is a card."""
+    subject = "transfer engine"
+    protocol = os.environ.get("KVSTORE_CLIENT_PROTOCOL") or "tcp"
+    if "KVSTORE_CLIENT_PROTOCOL" not in os.environ and any(Path("/sys/class/infiniband").glob("*")):
+        protocol = "rdma"
+    command = [sys.executable, "-m", "kvstore.cli.main", "bench", "--transport", "mooncake",
+               "--seconds", "0.05", "--json"]  # fmt: skip
+    again = f"KVSTORE_CLIENT_PROTOCOL={protocol} kvstore bench --transport mooncake"
+    try:
+        environ = os.environ | {"KVSTORE_CLIENT_PROTOCOL": protocol}
+        done = _run(command, timeout_s, environ)
+    except subprocess.TimeoutExpired:
+        what = f"no bytes arrived by {protocol} within {timeout_s:.0f} s"
+        return problem(subject, what, f"{again} shows where it stays")
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    speeds = [row["ours_gb_per_second"] for row in rows if row.get("op") == "get"]
+    if done.returncode != 0 or not speeds:
+        reason = done.stderr.strip().rpartition("\n")[2][:300]
+        return problem(subject, f"no bytes arrived by {protocol}: {reason}", again)
+    return ok(subject, f"bytes arrive by {protocol}: gets at {max(speeds):.2f} GB/s")
+
+
+# --- what they look at -------------------------------------------------------------------------
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def import_failure(code: str, timeout_s: float) -> str | None:
+    """Why these imports fail, in one line; None: they do not."""
+    script = (
+        "import json, sys\n"
+        "try:\n"
+        f"    exec({code!r})\n"
+        "except BaseException as error:\n"
+        "    print(json.dumps(f'{type(error).__name__}: {error}'))\n"
+    )
+    try:
+        done = _run([sys.executable, "-c", script], timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"was not imported within {timeout_s:.0f} s"
+    if done.returncode != 0:
+        return f"the import ended with status {done.returncode}"
+    last = done.stdout.strip().rpartition("\n")[2]
+    return str(json.loads(last)).partition("\n")[0] if last.startswith('"') else None
+
+
+def _run(
+    command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environ
+    )

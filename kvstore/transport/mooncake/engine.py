@@ -1,0 +1,421 @@
+"""Mooncake's transfer engine: how it is loaded, and one of it with its registered memory.
+
+What is true of the engine (0.3.13.post1), and shapes all that is built on it; each was tested:
+
+* ``initialize``, ``register_memory`` and the destructor hold the GIL; ``batch_register_memory``,
+  ``batch_unregister_memory`` and all transfers give it back. So the former run when an engine is
+  made or ended, never in a transfer, and of registering only the batch forms are used.
+* Transfers, registering and unregistering may run in several threads at once on one engine. Making
+  engines may not (they share static state), nor ending one while a call of it is under way.
+* A call gives up after ``MC_TRANSFER_TIMEOUT`` (at least 5 s) and 1 s per GiB; there is no way to
+  give up sooner, nor to take a transfer back: what was given up may land until the engine is ended.
+* Waiting for a batch polls a core. Where that takes long we sleep first.
+* After one failed transfer others to the same peer may wait seconds behind it: an engine that has
+  failed is replaced.
+* ``initialize`` aborts the process (``LOG(FATAL)``) for a kind of metadata server that it was not
+  built with, and waits 5 s for an etcd that is not there: both are looked at before.
+* Asked for rdma where there is no card it takes tcp, and says nothing: so cards are looked for.
+* Over tcp a peer is sent no byte beside registered memory, and a write is acknowledged when it has
+  been applied; whether *our* memory is registered is not checked there, and is over RDMA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import logging
+import mmap
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Final, NamedTuple
+
+from kvstore.addresses import split_address
+from kvstore.calls import EngineAddress
+from kvstore.config import P2P
+from kvstore.errors import DeadlineExceededError, InvalidArgumentError, TransferEngineError
+
+log = logging.getLogger("kvstore.mooncake")
+
+PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
+"""Or ``mooncake-transfer-engine``, which needs CUDA's libraries."""
+
+DEBIAN_PACKAGES: Final = {
+    "libibverbs.so.1": "libibverbs1",
+    "librdmacm.so.1": "librdmacm1",
+    "libnuma.so.1": "libnuma1",
+    "liburing.so.2": "liburing2",
+    "libcurl.so.4": "libcurl4",
+}
+
+CARDS: Final = Path("/sys/class/infiniband")
+METADATA_TIMEOUT_S: Final = 2.0
+
+_ENVIRONMENT: Final = {
+    # The least it takes: what a deadline of ours has given up is ended so much later.
+    "MC_TRANSFER_TIMEOUT": "5",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
+    # One connection per peer, so that it is known how long each was idle; more are not faster.
+    "MC_TCP_LANES_PER_PEER": "1",
+    "MC_LOG_LEVEL": "ERROR",
+}
+"""Where the environment says nothing else; of this process, so of its other users there, too."""
+
+_LOGGED_FATAL: Final = 3
+_POLL_S: Final = 1e-3
+_NAP_S: Final = 50e-6
+"""A range that is moved in the caller's thread is polled for so long, as 1 MiB takes, before naps
+come between: a busy machine wakes nobody on time."""
+
+_LARGE_BYTES: Final = 1 << 20
+_UNCERTAIN: Final = 0.7
+_NAP_S_MAX: Final = 0.01
+"""Before we let it poll for a large batch, we sleep for so much of the time that it is likely to
+take, by what large batches took lately. Small ones take as long as their ranges are many."""
+
+_NEEDED_OF_TCP: Final = ("MC_TCP_PROTO", "is not within any registered buffer")
+"""Texts of the library where writes are acknowledged once applied, and addresses are checked."""
+
+_making = threading.Lock()
+_protocol_of_process = ""
+
+
+class EngineSettings(NamedTuple):
+    """As the fields of ``NodeConfig`` and ``ClientConfig`` of these names."""
+
+    protocol: str
+    device_name: str = ""
+    metadata_server: str = P2P
+
+
+class Engine:
+    """One engine. Threads: any; ``close`` once no other call is under way.
+
+    Life cycle: make, ``register``, ``transfer`` as often as wanted, ``close``, which ends whatever
+    of the transfers is still under way. Registered memory stays the caller's, who keeps it until
+    ``unregister`` or ``close`` has returned.
+    """
+
+    def __init__(self, settings: EngineSettings, host: str) -> None:
+        """
+        Args:
+            host: our own address, as peers reach it.
+
+        Raises:
+            TransferEngineError: there is none, or not for these settings.
+        """
+        self.settings: Final = settings
+        with _making:
+            engine = _load(settings)
+            _check_cards(settings)
+            _check_metadata_server(settings.metadata_server)
+            before = {sock_port for sock_port, _ in _listening()}
+            name = host if settings.metadata_server == P2P else _unique_name(host)
+            made = engine.TransferEngine()
+            _silence()  # each makes its log speak again
+            if made.initialize(name, settings.metadata_server, settings.protocol,
+                               settings.device_name):  # fmt: skip
+                raise _refused(settings)
+            self._engine: Any = made
+            self._rpc_port = int(made.get_rpc_port())
+            self.data_ports: Final = frozenset(
+                port for port, _ in _listening() if port not in before | {self._rpc_port}
+            )
+            """Where it listens for bytes; of protocol tcp only."""
+        self.name: Final = f"{host}:{self._rpc_port}" if settings.metadata_server == P2P else name
+        self._bytes_per_s = 1e9
+
+    def address_of(self, base: int) -> EngineAddress:
+        """What peers need to know of memory that is registered from ``base``."""
+        return EngineAddress(self.name, base, self.settings.protocol, self.settings.metadata_server)
+
+    def register(self, address: int, length: int) -> None:
+        """Raises TransferEngineError: the memory cannot be registered (locked memory, mostly)."""
+        if self._engine.batch_register_memory([address], [length]):
+            raise TransferEngineError(
+                f"the transfer engine cannot register {length} bytes",
+                advice="RDMA locks what is registered: raise the limit of locked memory "
+                "(ulimit -l, LimitMEMLOCK= in systemd).",
+                bytes=length,
+            )
+
+    def unregister(self, address: int) -> bool:
+        """Whether it was registered, and peers cannot reach it any more."""
+        return not self._engine.batch_unregister_memory([address])
+
+    def transfer(
+        self,
+        peer: str,
+        ours: Sequence[int],
+        theirs: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        is_write: bool,
+    ) -> bool:
+        """Move all these ranges, in any order; whether all arrived. Blocks for up to the engine's
+        own time-out, without the GIL."""
+        engine = self._engine
+        submit = engine.batch_transfer_async_write if is_write else engine.batch_transfer_async_read
+        batch = submit(peer, ours, theirs, lengths)
+        if not _is_batch(batch):
+            return False
+        started = monotonic()
+        total = sum(lengths)
+        is_large = total >= _LARGE_BYTES
+        if is_large:
+            sleep(min(total / self._bytes_per_s * _UNCERTAIN, _NAP_S_MAX))
+        if engine.get_batch_transfer_status([batch]):
+            return False
+        if is_large:
+            self._bytes_per_s += (total / (monotonic() - started) - self._bytes_per_s) / 8
+        return True
+
+    def transfer_one(
+        self, peer: str, ours: int, theirs: int, length: int, deadline: float, *, is_write: bool
+    ) -> bool:
+        """``transfer`` of a single range, in the caller's thread.
+
+        Raises:
+            DeadlineExceededError: the transfer goes on.
+        """
+        engine = self._engine
+        submit = engine.batch_transfer_async_write if is_write else engine.batch_transfer_async_read
+        batch = submit(peer, [ours], [theirs], [length])
+        if not _is_batch(batch):
+            return False
+        # Of a batch of one this tells all, and does not wait: no thread is needed for a deadline.
+        nap_at = monotonic() + _POLL_S
+        while not (status := engine.transfer_check_status(batch)):
+            now = monotonic()
+            if now >= deadline:
+                raise DeadlineExceededError("the deadline passed in a transfer")
+            if now >= nap_at:
+                sleep(_NAP_S)
+        return bool(status == 1)
+
+    def transfer_sync(
+        self,
+        peer: str,
+        ours: Sequence[int],
+        theirs: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        is_write: bool,
+    ) -> bool:
+        """``transfer`` by the call that its users know, which polls all the time: to compare."""
+        engine = self._engine
+        sync = engine.batch_transfer_sync_write if is_write else engine.batch_transfer_sync_read
+        return not sync(peer, ours, theirs, lengths)
+
+    def close(self) -> None:
+        """End every transfer, connection and thread. Idempotent. Holds the GIL for a moment."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        # Its destructor waits until the thread that accepts handshakes looks up, once a second,
+        # with the GIL held. Ending the listener makes it look up at once.
+        for port, listener in _listening():
+            if port == self._rpc_port:
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+        del engine
+
+
+def address_of(buffer: memoryview) -> int:
+    """Where a buffer begins; read-only ones, too."""
+    import numpy as np  # imported by every client anyway, and not by a node
+
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data) if len(buffer) else 0
+
+
+def address_of_map(mapped: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+def find_package() -> Path | None:
+    """The engine's library file; None: the package is not installed."""
+    try:
+        spec = importlib.util.find_spec("mooncake.engine")
+    except ImportError:
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def built_with(library: Path, name: str) -> bool:
+    """Whether the library holds that text: the name of a class, or of a variable that it reads."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(name.encode()) >= 0
+
+
+def import_engine() -> Any:
+    """The package's module. Raises TransferEngineError: it, or a system library, is missing."""
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        missing = re.search(r"(lib[\w+-]+\.so[.\d]*)", str(error))
+        if missing is None:
+            raise TransferEngineError(
+                "Mooncake's transfer engine is not installed",
+                advice=f"pip install 'kvstore[mooncake]', which brings {PACKAGE}; or leave "
+                "the setting protocol empty.",
+                missing=PACKAGE,
+            ) from None
+        library = missing[1]
+        debian = DEBIAN_PACKAGES.get(library)
+        advice = f"On Debian: apt-get install {debian}." if debian else f"Install {PACKAGE}."
+        raise TransferEngineError(
+            f"Mooncake's transfer engine needs {library}, which this system does not have",
+            advice=advice,
+            missing=library,
+        ) from error
+
+
+def _load(settings: EngineSettings) -> Any:
+    global _protocol_of_process  # noqa: PLW0603 - what the environment was set for
+    if _protocol_of_process not in ("", settings.protocol):
+        raise TransferEngineError(
+            f"this process has a transfer engine for {_protocol_of_process} already, which cannot "
+            f"have one for {settings.protocol}, too",
+            advice="Name the same protocol everywhere in one process.",
+        )
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    if settings.protocol == "tcp":
+        os.environ["MC_FORCE_TCP"] = (
+            "1"  # it takes an RDMA card where there is one, whatever we say
+        )
+    module = import_engine()
+    _check_tcp(settings)
+    _protocol_of_process = settings.protocol
+    return module
+
+
+def _check_tcp(settings: EngineSettings) -> None:
+    """What our promises need of its tcp protocol came with 0.3.13, and can be switched off."""
+    library = find_package()
+    if settings.protocol != "tcp" or library is None:
+        return
+    if not all(built_with(library, text) for text in _NEEDED_OF_TCP):
+        raise TransferEngineError(
+            "this release of Mooncake's transfer engine says that a write is done before it is",
+            advice=f"pip install --upgrade {PACKAGE} (0.3.13 or newer).",
+        )
+    if os.environ.get("MC_TCP_PROTO") == "1":
+        raise TransferEngineError(
+            "with MC_TCP_PROTO=1 the transfer engine says that a write is done before it is",
+            advice="Unset it.",
+        )
+
+
+def _silence() -> None:
+    """Make the engine's log say nothing: we say what failed. Any ``MC_LOG_LEVEL`` but ours keeps
+    it talking."""
+    if os.environ.get("MC_LOG_LEVEL") != _ENVIRONMENT["MC_LOG_LEVEL"]:
+        return
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        glog = next(line.split()[-1] for line in maps if "/libglog" in line)
+        level = ctypes.c_int32.in_dll(ctypes.CDLL(glog), "_ZN3fLI17FLAGS_minloglevelE")
+        level.value = _LOGGED_FATAL
+
+
+def cards() -> list[str]:
+    """The names of this host's RDMA cards."""
+    try:
+        return sorted(each.name for each in CARDS.iterdir())
+    except OSError:
+        return []
+
+
+def _check_cards(settings: EngineSettings) -> None:
+    if settings.protocol != "rdma":
+        return
+    there = cards()
+    missing = [each for each in settings.device_name.split(",") if each and each not in there]
+    if missing or not there:
+        raise TransferEngineError(
+            f"this host has no RDMA card {', '.join(missing)}".rstrip(),
+            advice=f"There are: {', '.join(there)}."
+            if there
+            else "Load the card's driver, pass /dev/infiniband into the container, or use tcp.",
+            protocol=settings.protocol,
+            device_name=settings.device_name,
+        )
+
+
+def _check_metadata_server(server: str) -> None:
+    if server == P2P:
+        return
+    kind, _, rest = server.partition("://")
+    library = find_package()
+    if kind == "redis" and library is not None and not built_with(library, "RedisStoragePlugin"):
+        raise TransferEngineError(
+            "this build of Mooncake's transfer engine does not know redis://",
+            advice=f"Use {P2P}, etcd:// or http://, or build the engine with USE_REDIS=ON.",
+            metadata_server=server,
+        )
+    place = re.split(r"[/?,;]", rest, maxsplit=1)[0]
+    try:
+        default = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}[kind]
+        with socket.create_connection(
+            split_address(place, default_port=default), METADATA_TIMEOUT_S
+        ):
+            return
+    except (OSError, InvalidArgumentError) as error:
+        raise TransferEngineError(
+            f"the metadata server {server} cannot be reached: {error}",
+            advice=f"Start it, correct its address, or use {P2P}, which needs none.",
+            metadata_server=server,
+        ) from None
+
+
+def _refused(settings: EngineSettings) -> TransferEngineError:
+    return TransferEngineError(
+        f"Mooncake's transfer engine does not start with protocol {settings.protocol}, "
+        f"devices {settings.device_name or 'all'}, metadata server {settings.metadata_server}",
+        advice="Set MC_LOG_LEVEL=INFO to see what it says; kvstore doctor looks at devices.",
+        protocol=settings.protocol,
+        device_name=settings.device_name,
+        metadata_server=settings.metadata_server,
+    )
+
+
+def _unique_name(host: str) -> str:
+    """A metadata server keeps one entry per name, and an http:// one refuses a second. The engine
+    wants the form of an address; what number stands there means nothing to it."""
+    return f"{host}:{20_000 + secrets.randbelow(45_000)}"
+
+
+def _is_batch(batch: int) -> bool:
+    return 0 < batch < (1 << 64) - 1
+
+
+def sockets() -> Iterator[socket.socket]:
+    """Every socket of this process, as a duplicate that is closed with the next step."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed since
+            continue
+        with duplicate:
+            yield duplicate
+
+
+def _listening() -> Iterator[tuple[int, socket.socket]]:
+    for sock in sockets():
+        with contextlib.suppress(OSError):
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                yield sock.getsockname()[1], sock

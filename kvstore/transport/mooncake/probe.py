@@ -1,0 +1,85 @@
+"""What of the transfer engine is there, for ``kvstore doctor``: nothing here starts an engine."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from kvstore.errors import TransferEngineError
+from kvstore.transport.mooncake.engine import (
+    PACKAGE,
+    built_with,
+    cards,
+    find_package,
+    import_engine,
+)
+
+VERBS: Final = Path("/dev/infiniband")
+
+_PROTOCOLS: Final = {"tcp": "TcpTransport", "rdma": "RdmaTransport"}
+_METADATA: Final = {
+    "P2PHANDSHAKE": "SocketHandShakePlugin",
+    "etcd://": "EtcdStoragePlugin",
+    "http://": "HTTPStoragePlugin",
+    "redis://": "RedisStoragePlugin",
+}
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    what: Literal["package", "libraries", "protocols", "metadata", "devices"]
+    ok: bool
+    found: str
+    advice: str = ""
+    """What to do where it is not ``ok``."""
+
+
+def probe() -> list[Finding]:
+    """Package, system libraries, protocols, kinds of metadata server, cards: in that order, and no
+    further than there is something to look at. Imports the engine where it is installed."""
+    library = find_package()
+    if library is None:
+        advice = f"pip install 'kvstore[mooncake]' (it brings {PACKAGE})"
+        return [Finding("package", False, "not installed", advice)]
+    findings = [Finding("package", True, _version())]
+    try:
+        import_engine()
+    except TransferEngineError as error:
+        return [*findings, Finding("libraries", False, error.message, error.advice)]
+    findings.append(Finding("libraries", True, "complete"))
+    protocols = [name for name, kind in _PROTOCOLS.items() if built_with(library, kind)]
+    findings.append(Finding("protocols", bool(protocols), ", ".join(protocols) or "none"))
+    kinds = [name for name, kind in _METADATA.items() if built_with(library, kind)]
+    findings.append(Finding("metadata", bool(kinds), ", ".join(kinds)))
+    findings.append(_devices())
+    return findings
+
+
+def _version() -> str:
+    for name in (PACKAGE, "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return "of unknown origin"
+
+
+def _devices() -> Finding:
+    there = cards()
+    if not there:
+        return Finding(
+            "devices", False, "no RDMA card", "Use protocol tcp, or load the card's driver."
+        )
+    verbs = sorted(VERBS.glob("uverbs*")) if VERBS.is_dir() else []
+    closed = [each for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
+    if closed or not verbs:
+        return Finding(
+            "devices",
+            False,
+            f"{', '.join(there)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
+            "Join the group of /dev/infiniband, and pass it into the container.",
+        )
+    return Finding("devices", True, ", ".join(there))

@@ -1,0 +1,148 @@
+"""A node's end of the transfer engine: its segment, registered, and what fences it.
+
+Access is one-sided: nobody at this end looks at a request. What an engine does check is that every
+byte lies in memory that is registered. So a segment is registered at an address of its own for each
+generation, in a mapping of its own:
+
+    fence: unregister ─► no new access ─► the old addresses hold no memory ─► register at new ones
+
+Whoever was told the old address is refused from then on, and a transfer over tcp that is in the
+middle of it fails (the kernel finds no memory there), before the node joins a master again. Old
+addresses stay reserved until the process ends, so that nothing is ever mapped there anew.
+
+Over tcp the engine's server waits for a peer for ever: what a stopped client, or a cut network,
+holds back would land whenever it comes. So connections on which nothing was received or sent for
+``STALL_S`` are cut, as ``tcp_server`` does with its own. Clients count on less (``transport``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import socket
+import struct
+import threading
+from typing import Final
+
+from kvstore.calls import EngineAddress
+from kvstore.errors import InternalError
+from kvstore.memory.pages import POPULATE_READ, populate
+from kvstore.memory.segment import Segment
+from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of_map, sockets
+
+STALL_S: Final = 6.0
+"""A node may be stopped for as long again (``dead_ms``) before what it then reads is too late for
+the master's quarantine: see ADR 8."""
+
+SWEEP_S: Final = 0.5
+
+_TCP_INFO: Final = struct.Struct("@44xI4xI")  # tcpi_last_data_sent and tcpi_last_data_recv
+_PROT_NONE, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0, 2, 0x10, 0x20, 0x4000
+
+log = logging.getLogger("kvstore.mooncake")
+
+
+class EngineServer:
+    """Serves one segment, until ``close``. Threads: any; ``fence`` and ``close`` one at a time."""
+
+    def __init__(self, segment: Segment, settings: EngineSettings, host: str) -> None:
+        """
+        Args:
+            segment: the caller's, closed after this.
+            host: as clients reach this node.
+
+        Raises:
+            TransferEngineError: it cannot be served that way.
+        """
+        self._segment = segment
+        self._mapped: list[mmap.mmap] = []
+        """The last is registered; of those before it only the addresses are left."""
+        self._closing = threading.Event()
+        self._sweeper: threading.Thread | None = None
+        self._engine = Engine(settings, host)
+        try:
+            self._register()
+        except BaseException:
+            self._engine.close()
+            raise
+        if self._engine.data_ports:
+            self._sweeper = threading.Thread(
+                target=self._sweep_forever, name="kvstore-engine-sweep", daemon=True
+            )
+            self._sweeper.start()
+
+    @property
+    def address(self) -> EngineAddress:
+        """What clients are told; another one after each ``fence``."""
+        return self._engine.address_of(address_of_map(self._mapped[-1]))
+
+    def fence(self) -> None:
+        """Returns when nobody who knows the present address can touch the segment any more, and it
+        has a new one. Without the GIL where that takes long.
+
+        Raises:
+            InternalError, TransferEngineError: the node must not join.
+        """
+        old = self._mapped[-1]
+        if not self._engine.unregister(address_of_map(old)):
+            raise InternalError("the transfer engine does not let go of the segment")
+        _take_memory_away(old)
+        self._register()
+
+    def close(self) -> None:
+        """Idempotent. The segment can be closed afterwards."""
+        self._closing.set()
+        if self._sweeper is not None:
+            self._sweeper.join()
+        self._engine.close()
+        # Mappings are left to the end of the process where something refers to them still.
+        while self._mapped:
+            with contextlib.suppress(BufferError):
+                self._mapped.pop().close()
+
+    def _register(self) -> None:
+        mapped = mmap.mmap(self._segment.fd, self._segment.size)
+        populate(mapped, 0, len(mapped), POPULATE_READ)
+        self._engine.register(address_of_map(mapped), len(mapped))
+        self._mapped.append(mapped)
+
+    def _sweep_forever(self) -> None:
+        while not self._closing.wait(SWEEP_S):
+            try:
+                cut = sum(map(self._cut_if_stalled, sockets()))
+            except OSError as error:
+                log.warning("event=engine_sweep_failed error=%r", error)
+                continue
+            if cut:
+                log.debug("event=engine_connections_cut count=%d", cut)
+
+    def _cut_if_stalled(self, sock: socket.socket) -> bool:
+        try:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            if sock.getsockname()[1] not in self._engine.data_ports:
+                return False
+            sock.getpeername()  # of one that listens there is none
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            sent_ms, received_ms = _TCP_INFO.unpack(info)
+            if min(sent_ms, received_ms) < STALL_S * 1000:
+                return False
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it has ended
+            return False
+        return True
+
+
+def _take_memory_away(mapped: mmap.mmap) -> None:
+    """Put nothing in the place of a mapping: access fails, and the addresses stay taken."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    ]  # fmt: skip
+    address = address_of_map(mapped)
+    flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE
+    if libc.mmap(address, len(mapped), _PROT_NONE, flags, -1, 0) != address:
+        raise InternalError(f"the old mapping stays: errno {ctypes.get_errno()}")

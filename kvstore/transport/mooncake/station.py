@@ -1,0 +1,136 @@
+"""An engine with the memory that is registered with it: what is used, and given up, as one.
+
+    made ──► used by calls, several at once ──► retired ──► ended, when its last call has returned
+                                                 ▲ a transfer failed, or was given up by its caller
+
+A transfer that was given up may still read and write the memory that it was given. So nothing of a
+retired station is used again: its buffer is unmapped, and caller's memory is let go, once the
+engine is ended. That is the quarantine, and it lasts as long as it has to: until the calls that are
+under way return, which the engine's own time-out bounds (``MC_TRANSFER_TIMEOUT``, 5 s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import queue
+import threading
+from collections.abc import Iterable
+from time import monotonic
+from typing import Final, NamedTuple
+
+from kvstore.transport.mooncake.engine import (
+    Engine,
+    EngineSettings,
+    address_of,
+    address_of_map,
+)
+
+CHUNK_BYTES_MAX: Final = 4 << 20
+"""Of the buffer, used for one batch: some milliseconds, so that copying and hashing the next goes
+on meanwhile."""
+
+CHUNKS_MIN: Final = 8
+
+
+class Registered(NamedTuple):
+    """Caller's memory that transfers may use as it is."""
+
+    start: int
+    stop: int
+    buffer: memoryview
+    """Keeps it alive."""
+
+
+class Buffer:
+    """Memory of ours that bytes pass through; chunks of it are lent one by one."""
+
+    def __init__(self, size: int) -> None:
+        self.chunk_bytes: Final = min(CHUNK_BYTES_MAX, size // CHUNKS_MIN // 4096 * 4096)
+        self._mapped: Final = mmap.mmap(-1, size)
+        self.memory: Final = memoryview(self._mapped)
+        self.base: Final = address_of_map(self._mapped)
+        self.size: Final = size
+        # Last in, first out: what was used a moment ago is in cache, and the rest untouched.
+        self.free: Final[queue.LifoQueue[int]] = queue.LifoQueue()
+        for start in range(
+            size - size % self.chunk_bytes - self.chunk_bytes, -1, -self.chunk_bytes
+        ):
+            self.free.put(start)
+
+    def close(self) -> None:
+        with contextlib.suppress(BufferError):  # somebody's view: unmapped with the last of them
+            self.memory.release()
+            self._mapped.close()
+
+
+class Station:
+    """Threads: any."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        host: str,
+        buffer: Buffer,
+        registered: Iterable[Registered],
+    ) -> None:
+        """``buffer`` is ended with the station, unless ``give_up_buffer`` was called before.
+
+        Raises:
+            TransferEngineError: as ``Engine``; ``buffer`` is the caller's still.
+        """
+        self.engine: Final = Engine(settings, host)
+        self.buffer: Buffer | None = buffer
+        self.is_retired = False
+        self.used_at: Final[dict[str, float]] = {}
+        """When the last transfer with a peer ended well, by the peer's name."""
+        self.ended: Final = threading.Event()
+        self._users = 1
+        self._changing = threading.Lock()
+        try:
+            self.engine.register(buffer.base, buffer.size)
+            for each in registered:
+                self.engine.register(each.start, each.stop - each.start)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether only its owner has it."""
+        return self._users == 1
+
+    def enter(self) -> None:
+        with self._changing:
+            assert self._users > 0, "it has ended"
+            self._users += 1
+
+    def leave(self) -> None:
+        """Whoever made or entered it; the last one ends it."""
+        with self._changing:
+            self._users -= 1
+            if self._users:
+                return
+        self.engine.close()
+        if self.buffer is not None:
+            self.buffer.close()
+        self.ended.set()
+
+    def give_up_buffer(self) -> Buffer:
+        """For the next station, by the owner of an idle one that never failed; then ``leave``."""
+        buffer, self.buffer = self.buffer, None
+        assert buffer is not None
+        return buffer
+
+    def was_used(self, peer: str) -> None:
+        self.used_at[peer] = monotonic()
+
+    def idle_s(self, peer: str) -> float:
+        """Since the last transfer with that peer; 0: there was none."""
+        used_at = self.used_at.get(peer)
+        return 0.0 if used_at is None else monotonic() - used_at
+
+
+def registration(buffer: memoryview) -> Registered:
+    start = address_of(buffer)
+    return Registered(start, start + len(buffer), buffer)

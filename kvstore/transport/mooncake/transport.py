@@ -1,0 +1,478 @@
+"""A client's end of the transfer engine, behind the interface of all transports.
+
+Who moves the bytes is the engine; who says whether that is allowed is the node's data server, over
+one tcp connection per segment that carries no payload (``ClientConnection.greet``):
+
+* before a call it has told that the segment is there, in this generation, and that our token is
+  right: a one-sided access asks nobody;
+* while it is open, none of that has changed: a node that fences cuts it, one that dies ends it;
+* after a failure it is asked again, and its answer says what to make of it.
+
+What keeps a late write from somebody else's memory is in ADR 8.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import monotonic
+from typing import Final
+
+from kvstore.calls import SegmentInfo
+from kvstore.errors import (
+    BusyError,
+    ClosedError,
+    DeadlineExceededError,
+    KVStoreError,
+    MemoryQuarantinedError,
+    NodeUnreachableError,
+    TransferEngineError,
+)
+from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.transport.base import Move
+from kvstore.transport.mooncake.call import Call, TransferFailedError
+from kvstore.transport.mooncake.engine import EngineSettings, address_of
+from kvstore.transport.mooncake.station import Buffer, Registered, Station, registration
+from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.tcp_client import ClientConnection
+
+BATCHES_AT_ONCE: Final = 16
+"""Each has a thread of its own while it is moved; further ones wait for one."""
+
+IDLE_S: Final = 3.0
+"""A connection of the engine's that was not used for so long is not used again over tcp: its node
+cuts those that are idle for twice as long (``server.STALL_S``), because it cannot tell them from
+writers that were stopped. A new engine takes a millisecond there."""
+
+RETIRED_MAX: Final = 4
+"""Engines that wait for their last call to return, each with its buffer; then calls are refused."""
+
+BROKEN_S: Final = 10.0
+"""How long an engine that did not start is not tried again; other transports do the work."""
+
+UNREACHED_S: Final = 5.0
+"""How long one that fails at a node which answers is not tried again: a port may be closed."""
+
+SETTLE_S: Final = 0.5
+"""How long a read that failed waits for its engine to end, so that the caller's memory is its own
+again; a batch that failed has returned, and only calls of other threads are waited for."""
+
+log = logging.getLogger("kvstore.mooncake")
+
+
+class MooncakeTransport:
+    """Implements ``Transport`` for segments whose node has an engine of the same settings.
+
+    The engine is made when the first such segment is met. Threads: any.
+    """
+
+    name: str = "mooncake"
+    maps: bool = False
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        host: Callable[[], str] = lambda: "127.0.0.1",
+        buffer_bytes: int = 64 << 20,
+    ) -> None:
+        """
+        Args:
+            host: tells our own address, as nodes reach it.
+            buffer_bytes: of the registered memory that unregistered bytes pass through.
+        """
+        self._settings = settings
+        self._host = host
+        self._buffer_bytes = buffer_bytes
+        self._threads = ThreadPoolExecutor(BATCHES_AT_ONCE, "kvstore-engine")
+        self._changing = threading.RLock()
+        self._station: Station | None = None
+        self._retired: list[Station] = []
+        self._registered: list[Registered] = []
+        """In the order of their addresses; disjoint."""
+        self._in_doubt: list[tuple[Registered, Station]] = []
+        """Caller's memory that may be written to until that station has ended."""
+        self._witnesses: dict[tuple[str, bytes, int], _Witness] = {}
+        self._broken_until = 0.0
+        self._has_started = False
+        self._unreached: dict[str, float] = {}
+        """Engines that failed although their nodes answered, and until when others do the work."""
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Make the engine now. Raises TransferEngineError: it cannot be had."""
+        with self._changing:
+            if self._station is None:
+                self._station = self._new_station(None)
+                self._has_started = True
+
+    def reaches(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.reaches``; makes the engine the first time. One that cannot be had is
+        logged, and then reaches nothing for a while."""
+        engine = segment.engine
+        if (
+            engine is None
+            or engine.protocol != self._settings.protocol
+            or engine.metadata_server != self._settings.metadata_server
+            or not segment.address
+            or self._is_closed
+            or (self._unreached and self._is_unreached(engine.name))
+        ):
+            return False
+        if self._station is not None:
+            return True
+        with self._changing:
+            if monotonic() < self._broken_until:
+                return False
+            if not self._has_started:
+                try:
+                    self.start()
+                except TransferEngineError as error:
+                    self._is_broken(error)
+                    return False
+        return True
+
+    def register(self, buffer: memoryview) -> None:
+        """Let transfers use this memory as it is, until ``unregister`` or ``close``.
+
+        Raises:
+            TransferEngineError: the engine refuses it, or overlaps what is registered.
+        """
+        one = registration(buffer)
+        if one.start == one.stop:
+            return
+        with self._changing:
+            after = bisect_right(self._registered, one.start, key=_start)
+            beside = self._registered[max(0, after - 1) : after + 1]
+            if any(each.start < one.stop and one.start < each.stop for each in beside):
+                raise TransferEngineError("this memory is registered already, in part or whole")
+            if self._station is not None:
+                self._station.engine.register(one.start, one.stop - one.start)
+            insort(self._registered, one, key=_start)
+
+    def unregister(self, buffer: memoryview) -> None:
+        """Take it back. Returns when no transfer can touch this memory any more: at most the
+        engine's own time-out after one that was given up. Unknown memory is ignored."""
+        start = address_of(buffer)
+        with self._changing:
+            found = [each for each in self._registered if each.start == start]
+            for each in found:
+                self._registered.remove(each)
+            station = self._station
+            doubts = [
+                at for each, at in self._in_doubt if _overlap(each, start, start + len(buffer))
+            ]
+        if found and station is not None:
+            station.engine.unregister(start)
+        for each_station in doubts:
+            each_station.ended.wait()
+
+    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """As ``Transport.read``; ``settled`` is always 1.
+
+        Raises:
+            BusyError: too many engines wait for their end, or as ``TcpTransport``.
+            MemoryQuarantinedError: a transfer into registered memory was given up, this one or an
+                earlier one, and may still land there.
+        """
+        self._run(segment, moves, deadline, is_write=False)
+
+    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """As ``Transport.write``; also raises BusyError (settled). Objects of one call are written
+        in any order, each as ``waves`` says."""
+        self._run(segment, moves, deadline, is_write=True)
+
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
+        """None: only move by move."""
+        return None
+
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
+        """False: only move by move."""
+        return False
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """Raises SegmentGoneError: the memory is elsewhere."""
+        raise segment_gone(segment)
+
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
+        """None: the memory is elsewhere."""
+        return None
+
+    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        """None: the memory is elsewhere."""
+        return None
+
+    def forget(self, segment: SegmentInfo) -> None:
+        """As ``Transport.forget``; calls under way go on."""
+        with self._changing:
+            keys = [key for key in self._witnesses if key[1] == segment.uuid]
+            dropped = [self._witnesses.pop(key) for key in keys]
+        for witness in dropped:
+            witness.close()
+
+    def close(self) -> None:
+        """As ``Transport.close``: calls under way fail within ``LOOK_S``."""
+        with self._changing:
+            self._is_closed = True
+            station, self._station = self._station, None
+            witnesses, self._witnesses = self._witnesses, {}
+        for witness in witnesses.values():
+            witness.close()
+        self._threads.shutdown(wait=False)
+        if station is not None:
+            station.is_retired = True
+            station.leave()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError: a bug of ours."""
+        with self._changing:
+            starts = [each.start for each in self._registered]
+            assert starts == sorted(set(starts))
+            assert len(self._retired) <= RETIRED_MAX
+            if self._station is not None and self._station.is_idle:
+                buffer = self._station.buffer
+                assert buffer is not None
+                assert buffer.free.qsize() == buffer.size // buffer.chunk_bytes
+
+    def _run(
+        self, segment: SegmentInfo, moves: Sequence[Move], deadline: float, *, is_write: bool
+    ) -> None:
+        if self._is_closed:
+            raise ClosedError("the transport was closed", settled=1)
+        check_moves(segment, moves)
+        if not moves:
+            return
+        if monotonic() >= deadline:
+            raise deadline_exceeded(segment)
+        if not is_write:
+            self._check_quarantine(moves)
+        witness = self._witness(segment)
+        witness.greet(deadline)
+        with self._entered(segment) as station:
+            call = Call(
+                station,
+                segment,
+                deadline,
+                is_write=is_write,
+                threads=self._threads,
+                is_closed=lambda: self._is_closed,
+                is_registered=self._is_registered,
+            )
+            error: KVStoreError | None = None
+            try:
+                call.run(moves)
+            except TransferFailedError:
+                error = self._why(segment, witness, deadline)
+            except (DeadlineExceededError, ClosedError) as refused:
+                is_late = isinstance(refused, DeadlineExceededError)
+                error = deadline_exceeded(segment) if is_late else refused
+                witness.distrust()
+            finally:
+                if not call.is_settled:
+                    self._retire(station)
+        if error is None:
+            if not witness.is_open:  # the node fenced, left, or only ended a connection
+                self._witness(segment).greet(deadline)
+            return
+        if call.in_doubt and not is_write and not station.ended.wait(SETTLE_S):
+            self._quarantine(call.in_doubt, station)
+            raise MemoryQuarantinedError(
+                f"a read from node {segment.node!r} was given up, and may still land in the "
+                "registered memory it was for",
+                advice="Leave that memory alone until client.unregister() of it has returned.",
+                node=segment.node,
+            ) from error
+        error.fields["settled"] = int(call.is_settled or not is_write)
+        raise error
+
+    @contextmanager
+    def _entered(self, segment: SegmentInfo) -> Iterator[Station]:
+        """The present station, or the next one where that must not be used any more."""
+        assert segment.engine is not None
+        with self._changing:
+            station = self._station
+            if (
+                station is not None
+                and self._settings.protocol == "tcp"
+                and station.idle_s(segment.engine.name) > IDLE_S
+            ):
+                self._station = None
+                try:
+                    self._station = self._new_station(station)
+                except TransferEngineError as error:
+                    raise self._not_made(segment, error) from error
+            elif station is None:
+                if self._is_closed:
+                    raise ClosedError("the transport was closed", settled=1)
+                try:
+                    self._station = self._new_station(None)
+                except TransferEngineError as error:
+                    raise self._not_made(segment, error) from error
+            station = self._station
+            assert station is not None
+            station.enter()
+        try:
+            yield station
+        finally:
+            station.leave()
+
+    def _new_station(self, old: Station | None) -> Station:
+        """Takes the place of ``old``, which is ended, now or by its last user."""
+        self._retired = [each for each in self._retired if not each.ended.is_set()]
+        if len(self._retired) >= RETIRED_MAX:
+            raise BusyError(
+                f"{RETIRED_MAX} transfer engines wait for transfers that were given up",
+                advice="Try again in some seconds; look at the nodes: kvstore status",
+                settled=1,
+            )
+        if old is not None and old.is_idle:
+            buffer = old.give_up_buffer()
+            old.leave()
+        else:
+            buffer = Buffer(self._buffer_bytes)
+            if old is not None:
+                self._retired.append(old)
+                old.leave()
+        try:
+            return Station(self._settings, self._host(), buffer, self._registered)
+        except BaseException:
+            buffer.close()
+            raise
+
+    def _not_made(self, segment: SegmentInfo, error: TransferEngineError) -> NodeUnreachableError:
+        self._is_broken(error)
+        return NodeUnreachableError(
+            f"no transfer engine for node {segment.node!r}: {error.message}",
+            advice=error.advice,
+            node=segment.node,
+            settled=1,
+        )
+
+    def _is_broken(self, error: TransferEngineError) -> None:
+        self._broken_until = monotonic() + BROKEN_S
+        log.error("transfer_engine_not_used error=%s", error)
+
+    def _retire(self, station: Station) -> None:
+        """A transfer of it failed or was given up: nothing of it is used again."""
+        with self._changing:
+            if station.is_retired:
+                return
+            station.is_retired = True
+            self._retired.append(station)
+            if self._station is station:
+                self._station = None
+        log.info("transfer_engine_retired name=%s", station.engine.name)
+        station.leave()
+
+    def _why(self, segment: SegmentInfo, witness: _Witness, deadline: float) -> KVStoreError:
+        """What the node says to a transfer that failed."""
+        try:
+            witness.greet(deadline, anew=True)
+        except KVStoreError as error:
+            return error
+        assert segment.engine is not None
+        self._unreached[segment.engine.name] = monotonic() + UNREACHED_S
+        log.warning("transfer_failed node=%s engine=%s", segment.node, segment.engine.name)
+        return NodeUnreachableError(
+            f"the transfer engine failed to move bytes of node {segment.node!r}, which answers",
+            advice="Are the engine's own ports open between the hosts? See docs/transports.md.",
+            node=segment.node,
+        )
+
+    def _witness(self, segment: SegmentInfo) -> _Witness:
+        key = (segment.address, segment.uuid, segment.generation)
+        with self._changing:
+            witness = self._witnesses.get(key)
+            if witness is None:
+                witness = self._witnesses[key] = _Witness(segment)
+            return witness
+
+    def _is_unreached(self, name: str) -> bool:
+        until = self._unreached.get(name)
+        if until is not None and until <= monotonic():
+            self._unreached.pop(name, None)
+            return False
+        return until is not None
+
+    def _is_registered(self, start: int, length: int) -> bool:
+        registered = self._registered
+        if not registered:
+            return False
+        with self._changing:
+            index = bisect_right(registered, start, key=_start) - 1
+            return index >= 0 and start + length <= registered[index].stop
+
+    def _quarantine(self, buffers: Sequence[memoryview], station: Station) -> None:
+        with self._changing:
+            self._in_doubt += [(registration(buffer), station) for buffer in buffers]
+
+    def _check_quarantine(self, moves: Sequence[Move]) -> None:
+        if not self._in_doubt:
+            return
+        with self._changing:
+            self._in_doubt = [each for each in self._in_doubt if not each[1].ended.is_set()]
+            doubts = list(self._in_doubt)
+        for move in moves:
+            start = address_of(move.buffer)
+            for each, _ in doubts:
+                if _overlap(each, start, start + len(move.buffer)):
+                    raise MemoryQuarantinedError(
+                        "a read that was given up may still land in this memory",
+                        advice="Leave it alone until client.unregister() of it has returned.",
+                    )
+
+
+class _Witness:
+    """The connection to a node's data server that vouches for its segment. Any thread."""
+
+    def __init__(self, segment: SegmentInfo) -> None:
+        self._segment = segment
+        self._connection = ClientConnection(segment)
+        self._using = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        with self._using:
+            return self._connection.is_open
+
+    def greet(self, deadline: float, *, anew: bool = False) -> None:
+        """Raises as ``TcpTransport.read``, settled: the node does not vouch for it."""
+        if not self._using.acquire(timeout=max(0.0, deadline - monotonic())):
+            raise deadline_exceeded(self._segment)
+        try:
+            if anew:
+                self._connection.close()
+            self._connection.greet(deadline)
+        finally:
+            self._using.release()
+
+    def distrust(self) -> None:
+        """Ask again before the next call, also where the connection seems to be open."""
+        with self._using:
+            self._connection.close()
+
+    def close(self) -> None:
+        self._connection.interrupt()
+        with self._using:
+            self._connection.close()
+
+
+def _start(registered: Registered) -> int:
+    return registered.start
+
+
+def _overlap(registered: Registered, start: int, stop: int) -> bool:
+    return registered.start < stop and start < registered.stop

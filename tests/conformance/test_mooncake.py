@@ -1,0 +1,503 @@
+"""What of the transfer engine is not said by the rules of all transports; engines in two processes,
+over its tcp protocol."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import P2P
+from kvstore.errors import (
+    BusyError,
+    DeadlineExceededError,
+    MemoryQuarantinedError,
+    NodeUnreachableError,
+    TransferEngineError,
+)
+from kvstore.transport.base import Move
+from kvstore.transport.mooncake import engine as engines
+from kvstore.transport.mooncake import server, transport
+from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of
+from kvstore.transport.mooncake.station import Buffer
+from kvstore.transport.mooncake.transport import MooncakeTransport
+from tests.conformance.peer import ROOT, Peer
+from tests.conformance.test_transports import At, empty, noise, soon
+from tests.metadata_servers import metadata_server
+from tests.programs import need_engine
+
+MIB = 1 << 20
+SEGMENT_BYTES = 64 * MIB
+TCP = EngineSettings("tcp")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def there_is_an_engine() -> None:
+    need_engine()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    peer = Peer(f"engine-{os.getpid()}", SEGMENT_BYTES, engine=P2P)
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def mover() -> Iterator[MooncakeTransport]:
+    mover = MooncakeTransport(TCP, buffer_bytes=8 * MIB)
+    yield mover
+    mover.check_invariants()
+    mover.close()
+
+
+# --- where engines meet ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["P2PHANDSHAKE", "etcd", "http"])
+def test_engines_meet_at_each_kind_of_metadata_server(kind: str, tmp_path: Path) -> None:
+    with metadata_server(kind, tmp_path) as url:
+        peer = Peer(f"meets-{os.getpid()}", SEGMENT_BYTES, engine=url)
+        try:
+            # In a process of its own: libcurl keeps its connections for as long as a thread lives.
+            for command in ("info", "bump"):
+                said = run(MEET.format(url=url, info=peer.ask(command)))
+                assert said.stdout.strip() == "met", said
+        finally:
+            peer.close()
+
+
+MEET = """
+import time
+from kvstore.calls import EngineAddress, SegmentInfo
+from kvstore.transport.base import Move
+from kvstore.transport.mooncake.engine import EngineSettings
+from kvstore.transport.mooncake.station import Buffer
+from kvstore.transport.mooncake.transport import MooncakeTransport
+mover = MooncakeTransport(EngineSettings("tcp", metadata_server={url!r}))
+info = {info}
+assert mover.reaches(info)
+written, read = bytes(range(256)) * 12345, bytearray(256 * 12345)
+mover.write(info, [Move(1 << 20, memoryview(written))], time.monotonic() + 30)
+mover.read(info, [Move(1 << 20, memoryview(read))], time.monotonic() + 30)
+assert read == written
+mover.close()
+print("met")
+"""
+
+
+def test_this_build_does_not_know_redis(tmp_path: Path) -> None:
+    """Asked all the same it aborts the process; so it is looked at before."""
+    with metadata_server("redis", tmp_path) as url:
+        code = (
+            "from mooncake.engine import TransferEngine\n"
+            f"TransferEngine().initialize('127.0.0.1:12345', {url!r}, 'tcp', '')"
+        )
+        bare = subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+        )
+        assert bare.returncode == -6, "SIGABRT; if it knows redis now, test it as the others"
+        assert "Unable to find metadata storage plugin redis" in bare.stderr
+        with pytest.raises(TransferEngineError, match="does not know redis") as caught:
+            Engine(EngineSettings("tcp", metadata_server=url), "127.0.0.1")
+        assert "etcd://" in caught.value.advice
+
+
+@pytest.mark.parametrize("kind", ["etcd", "http"])
+def test_a_metadata_server_that_is_not_there_is_told_at_once(kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+    start = time.monotonic()
+    with pytest.raises(TransferEngineError, match="cannot be reached"):
+        Engine(EngineSettings("tcp", metadata_server=f"{kind}://{place}"), "127.0.0.1")
+    assert time.monotonic() - start < 2
+
+
+def test_other_settings_are_not_reached(peer: Peer, mover: MooncakeTransport) -> None:
+    info = peer.info
+    assert info.engine is not None
+    assert mover.reaches(info)
+    assert not mover.reaches(info._replace(engine=None))
+    for other in (
+        info.engine._replace(protocol="rdma"),
+        info.engine._replace(metadata_server="etcd://10.0.0.1:2379"),
+    ):
+        assert not mover.reaches(info._replace(engine=other))
+
+
+def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
+    peer: Peer, mover: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port is closed, and the node answers on the other."""
+    monkeypatch.setattr(transport, "UNREACHED_S", 0.3)
+    info = peer.info
+    assert info.engine is not None
+    closed = info._replace(engine=info.engine._replace(name="127.0.0.1:9"))
+    assert mover.reaches(closed)
+    with pytest.raises(NodeUnreachableError, match="which answers") as caught:
+        mover.read(closed, [Move(MIB, empty(16))], soon())
+    assert caught.value.fields["settled"] == 1
+    assert not mover.reaches(closed)
+    assert mover.reaches(info), "others are"
+    mover.read(info, [Move(MIB, empty(16))], soon())
+    deadline = soon(5)
+    while not mover.reaches(closed):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- fencing --------------------------------------------------------------------------------------
+
+
+def test_an_old_address_is_refused_by_the_engine_itself(peer: Peer) -> None:
+    """Whoever knows it and asks nobody: a writer that was told before the node fenced."""
+    memory = noise(MIB)
+    old = peer.info.engine
+    new = peer.ask("bump").engine
+    assert old is not None
+    assert new is not None
+    assert new.base != old.base
+    mover = MooncakeTransport(TCP)
+    for address, wanted in ((old, False), (new, True)):
+        one = Engine(TCP, "127.0.0.1")
+        one.register(address_of(memory), len(memory))
+        for is_write in (False, True):
+            theirs = [address.base + MIB]
+            moved = one.transfer(
+                address.name, [address_of(memory)], theirs, [MIB], is_write=is_write
+            )
+            assert moved == wanted
+        one.close()
+    mover.close()
+
+
+def test_a_write_that_is_on_its_way_when_the_node_fences_never_ends(peer: Peer) -> None:
+    memory = noise(32 * MIB)
+    address = peer.info.engine
+    assert address is not None
+    one = Engine(TCP, "127.0.0.1")
+    one.register(address_of(memory), len(memory))
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(5):
+            ours = [address_of(memory) + i * MIB for i in range(32)]
+            theirs = [address.base + MIB + i * MIB for i in range(32)]
+            under_way = pool.submit(
+                one.transfer, address.name, ours, theirs, [MIB] * 32, is_write=True
+            )
+            bumped = peer.ask("bump")
+            if not under_way.result():
+                break
+            address = bumped.engine  # it was faster
+            assert address is not None
+        else:
+            pytest.fail("it was always faster")
+        one.close()
+    end = empty(MIB)
+    mover = MooncakeTransport(TCP)
+    mover.read(bumped, [Move(MIB, end)], soon())
+    mover.write(bumped, [Move(MIB, bytearray_of(end))], soon())
+    after = empty(MIB)
+    mover.read(bumped, [Move(MIB, after)], soon())
+    assert after == bytearray_of(end), "nothing lands any more"
+    mover.close()
+
+
+def bytearray_of(memory: memoryview) -> memoryview:
+    return memoryview(bytearray(byte ^ 0xFF for byte in memory))
+
+
+def test_a_connection_that_stalls_is_cut_and_one_that_is_idle_is_not_missed(
+    peer: Peer, mover: MooncakeTransport
+) -> None:
+    """A writer that was stopped never ends its write; who only paused notices nothing."""
+    read = empty(16)
+    mover.read(peer.info, [Move(MIB, read)], soon())
+    port = data_port(peer)
+    with socket.create_connection(("127.0.0.1", port), 5) as stalled:
+        stalled.sendall(bytes(5))  # not even a whole header
+        stalled.settimeout(server.STALL_S + 5)
+        start = time.monotonic()
+        assert stalled.recv(1) == b""
+        took = time.monotonic() - start
+    assert server.STALL_S - 1 < took < server.STALL_S + 3
+    assert transport.IDLE_S < server.STALL_S - server.SWEEP_S
+    mover.read(peer.info, [Move(MIB, read)], soon())
+
+
+def data_port(peer: Peer) -> int:
+    """Of the peer's engine: the one port that it listens on and does not tell."""
+    inodes = set()
+    for fd in Path(f"/proc/{peer.pid}/fd").iterdir():
+        target = os.readlink(fd)
+        if target.startswith("socket:"):
+            inodes.add(target[8:-1])
+    rows = Path(f"/proc/{peer.pid}/net/tcp6").read_text().splitlines()[1:]
+    ports = [
+        int(row.split()[1].rpartition(":")[2], 16)
+        for row in rows
+        if row.split()[3] == "0A" and row.split()[9] in inodes
+    ]
+    assert len(ports) == 1
+    return ports[0]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_registered_memory_is_moved_as_it_is(peer: Peer, mover: MooncakeTransport) -> None:
+    written, read = noise(5 * MIB), empty(5 * MIB)
+    mover.start()
+    free = take_all_chunks(mover)
+    with pytest.raises(DeadlineExceededError) as caught:
+        mover.write(peer.info, [Move(MIB, written)], time.monotonic() + 0.2)
+    assert caught.value.fields["settled"] == 1
+    for memory in (written, read):
+        mover.register(memory)
+    mover.write(peer.info, [Move(MIB, written)], soon())
+    mover.read(peer.info, [Move(MIB, read[MIB:])], soon())
+    assert read[MIB:] == written[: 4 * MIB]
+    for memory in (written, read):
+        mover.unregister(memory)
+    with pytest.raises(DeadlineExceededError):
+        mover.read(peer.info, [Move(MIB, read)], time.monotonic() + 0.2)
+    for chunk in free:
+        station_buffer(mover).free.put(chunk)
+    mover.read(peer.info, [Move(MIB, read)], soon())
+    assert read == written
+
+
+def test_memory_is_registered_once(mover: MooncakeTransport) -> None:
+    memory = empty(MIB)
+    mover.register(memory)
+    mover.start()
+    for overlapping in (memory, memory[4096:8192]):
+        with pytest.raises(TransferEngineError, match="already"):
+            mover.register(overlapping)
+    mover.unregister(memory)
+    mover.unregister(memory)
+    mover.register(memory[4096:8192])
+    mover.unregister(memory[4096:])
+
+
+def test_a_read_that_was_given_up_keeps_its_memory_in_quarantine(
+    peer: Peer, mover: MooncakeTransport
+) -> None:
+    """Until the engine is ended, which lets no byte land any more."""
+    read = empty(32 * MIB)
+    mover.register(read)
+    mover.read(peer.info, [Move(MIB, read[:MIB])], soon())
+    peer.stop()
+    with pytest.raises(MemoryQuarantinedError):
+        mover.read(peer.info, [Move(MIB, read)], time.monotonic() + 0.2)
+    inside = read[:MIB]  # of what was under way
+    with pytest.raises(MemoryQuarantinedError):
+        mover.read(peer.info, [Move(MIB, inside)], soon())
+    peer.resume()
+    elsewhere = empty(MIB)
+    mover.read(peer.info, [Move(MIB, elsewhere)], soon())  # others go on meanwhile
+    start = time.monotonic()
+    mover.unregister(read)
+    assert time.monotonic() - start < 10
+    before = noise(len(read))
+    read[:] = before
+    mover.read(peer.info, [Move(MIB, elsewhere)], soon())
+    assert read == before
+    mover.read(peer.info, [Move(MIB, inside)], soon())
+    assert inside == elsewhere
+
+
+def test_a_read_that_failed_gives_its_memory_back_at_once(
+    peer: Peer, mover: MooncakeTransport
+) -> None:
+    """So that it can be read from another replica."""
+    read = empty(48 * MIB)
+    mover.register(read)
+    with pytest.raises(NodeUnreachableError):
+        mover.read(peer.info, [Move(MIB, read, At(peer.kill))], soon())
+    mover.unregister(read)
+
+
+def test_too_many_that_were_given_up_are_refused(
+    peer: Peer, mover: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps its buffer until its end: so there is a bound."""
+    monkeypatch.setattr(transport, "RETIRED_MAX", 1)
+    other = Peer(f"other-{os.getpid()}", SEGMENT_BYTES, engine=P2P)
+    try:
+        moves = [Move(MIB, empty(48 * MIB), At(peer.stop))]
+        with pytest.raises(DeadlineExceededError):
+            mover.read(peer.info, moves, time.monotonic() + 1)
+        with pytest.raises(BusyError):
+            mover.read(other.info, [Move(MIB, empty(16))], soon())
+        mover._retired[0].ended.wait(10)  # its time-out
+        mover.read(other.info, [Move(MIB, empty(16))], soon())
+    finally:
+        other.close()
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def test_one_engine_in_many_threads(peer: Peer) -> None:
+    """Transfers both ways, registering and unregistering, all at once: every byte is right."""
+    address = peer.info.engine
+    assert address is not None
+    one = Engine(TCP, "127.0.0.1")
+    stop = time.monotonic() + 2.0
+
+    def there_and_back(number: int) -> int:
+        rounds = 0
+        while time.monotonic() < stop:
+            written, read = noise(256 << 10, seed=100 * number + rounds), empty(256 << 10)
+            for memory, is_write in ((written, True), (read, False)):
+                ours = address_of(memory)
+                one.register(ours, len(memory))
+                places = [ours, ours + (128 << 10)]
+                base = address.base + MIB + number * MIB
+                theirs = [base, base + (128 << 10)]
+                lengths = [128 << 10] * 2
+                assert one.transfer(address.name, places, theirs, lengths, is_write=is_write)
+                assert one.unregister(ours)
+            assert read == written
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(there_and_back, range(8)))
+    one.close()
+
+
+def test_others_go_on_while_a_transfer_waits(peer: Peer) -> None:
+    """The interpreter's lock is given back: a thread that only counts is never held up for long."""
+    address = peer.info.engine
+    assert address is not None
+    memory = noise(8 * MIB)
+    one = Engine(TCP, "127.0.0.1")
+    one.register(address_of(memory), len(memory))
+    ours = address_of(memory)
+    assert one.transfer(address.name, [ours], [address.base + MIB], [16], is_write=True)
+    longest, ended = [0.0], threading.Event()
+
+    def count() -> None:
+        last = time.monotonic()
+        while not ended.wait(0.002):
+            now = time.monotonic()
+            longest[0] = max(longest[0], now - last)
+            last = now
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    peer.stop()
+    start = time.monotonic()
+    assert not one.transfer(address.name, [ours], [address.base + MIB], [8 * MIB], is_write=True)
+    took = time.monotonic() - start
+    one.close()
+    ended.set()
+    counting.join()
+    assert 4 < took < 8, "its own time-out, which cannot be less"
+    assert longest[0] < 1
+
+
+# --- without it -----------------------------------------------------------------------------------
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=os.environ | environment,
+    )  # fmt: skip
+
+
+TRY = """
+import sys
+from kvstore.errors import TransferEngineError
+from kvstore.transport.mooncake import probe
+from kvstore.transport.mooncake.engine import Engine, EngineSettings
+try:
+    Engine(EngineSettings("tcp"), "127.0.0.1")
+except TransferEngineError as error:
+    print(error)
+    print(*probe(), sep="\\n")
+"""
+
+
+def test_without_the_package_the_message_names_it() -> None:
+    said = run("import sys; sys.modules['mooncake'] = None\n" + TRY)
+    assert "pip install 'kvstore[mooncake]'" in said.stdout, said
+    assert "what='package', ok=False" in said.stdout
+
+
+def test_without_a_system_library_the_message_names_its_package(tmp_path: Path) -> None:
+    """The real library, which looks for another version of libibverbs than there is."""
+    found = engines.find_package()
+    assert found is not None
+    package = tmp_path / "mooncake"
+    shutil.copytree(found.parent, package, ignore=lambda _, names: [
+        name for name in names if not name.endswith((".py", "engine.so", "libasio.so"))
+    ])  # fmt: skip
+    for libraries in found.parent.parent.glob("mooncake_*.libs"):
+        (tmp_path / libraries.name).symlink_to(libraries)
+    library = package / "engine.so"
+    library.write_bytes(found.read_bytes().replace(b"libibverbs.so.1\0", b"libibverbs.so.0\0"))
+    said = run(TRY, PYTHONPATH=str(tmp_path))
+    assert "needs libibverbs.so.0" in said.stdout, said
+    assert engines.DEBIAN_PACKAGES["libibverbs.so.1"] == "libibverbs1"
+    assert "what='libraries', ok=False" in said.stdout
+
+
+def test_writes_that_nobody_acknowledges_are_refused() -> None:
+    said = run(TRY, MC_TCP_PROTO="1")
+    assert "says that a write is done before it is" in said.stdout, said
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    said = run(
+        "import sys, kvstore.client.sync, kvstore.node.app, kvstore.transport.mooncake.transport\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'mooncake'])"
+    )
+    assert said.stdout.strip() == "[]", said
+
+
+def test_the_engine_keeps_quiet(peer: Peer) -> None:
+    assert peer.info.engine is not None
+    code = """
+from kvstore.transport.mooncake.engine import Engine, EngineSettings
+one = Engine(EngineSettings("tcp"), "127.0.0.1")
+assert not one.transfer("127.0.0.1:9", [1], [1], [1], is_write=False)
+one.close()
+"""
+    said = run(code)
+    assert (said.returncode, said.stdout, said.stderr) == (0, "", ""), said
+    assert "Connection refused" in run(code, MC_LOG_LEVEL="INFO").stderr
+
+
+def test_two_protocols_in_one_process_are_refused() -> None:
+    Engine(TCP, "127.0.0.1").close()
+    with pytest.raises(TransferEngineError, match="already"):
+        Engine(EngineSettings("rdma"), "127.0.0.1")
+
+
+def test_rdma_without_a_card_is_told() -> None:
+    """The engine itself would take tcp, and say nothing."""
+    said = run(TRY.replace('("tcp")', '("rdma", "mlx9_0")'))
+    assert "this host has no RDMA card mlx9_0" in said.stdout, said
+
+
+def take_all_chunks(mover: MooncakeTransport) -> list[int]:
+    buffer = station_buffer(mover)
+    return [buffer.free.get_nowait() for _ in range(buffer.free.qsize())]
+
+
+def station_buffer(mover: MooncakeTransport) -> Buffer:
+    assert mover._station is not None
+    assert mover._station.buffer is not None
+    return mover._station.buffer

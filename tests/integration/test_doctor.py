@@ -1,0 +1,194 @@
+"""``kvstore doctor`` on hosts and clusters that lack something, each really made so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.integration.cluster import ROOT, Cluster, free_port
+from tests.integration.test_memory import needs_root, own_shm
+
+
+class Report(NamedTuple):
+    code: int
+    rows: list[dict[str, str]]
+
+    def of(self, subject: str) -> list[dict[str, str]]:
+        return [row for row in self.rows if row["subject"] == subject]
+
+    def one(self, subject: str, text: str) -> dict[str, str]:
+        [row] = [row for row in self.of(subject) if text in row["found"]]
+        return row
+
+
+def doctor(*arguments: str, prefix: tuple[str, ...] | list[str] = (), **variables: str) -> Report:
+    done = subprocess.run(
+        [*prefix, sys.executable, "-m", "kvstore.cli.main", "doctor", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, **variables},
+    )
+    assert done.stderr == ""
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    for row in rows:
+        assert set(row) == {"subject", "state", "found", "advice"}
+        assert row["state"] in ("ok", "warning", "problem")
+        assert row["advice"] or row["state"] == "ok", row
+    assert done.returncode == any(row["state"] == "problem" for row in rows)
+    return Report(done.returncode, rows)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.master()
+        yield cluster
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
+def test_this_host() -> None:
+    found = doctor("--memory", "64MiB")
+    assert found.code == 0, found.rows
+    subjects = {row["subject"] for row in found.rows}
+    assert subjects >= {
+        "Python", "packages", "optional", "shared memory", "huge pages", "NUMA", "locked memory",
+        "open files", "clock", "left-overs", "RDMA", "transfer engine", "ports",
+    }  # fmt: skip
+
+
+def test_what_a_person_sees() -> None:
+    command = [sys.executable, "-m", "kvstore.cli.main", "doctor", "--memory", "60TiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1
+    table, _, todo = done.stdout.partition("What to do:\n")
+    assert "problem  shared memory" in table
+    [line] = [line for line in todo.splitlines() if line.startswith("problem shared memory: ")]
+    assert "docker run --shm-size=" in line, "whole, on one line, to be copied"
+
+
+def test_a_master_and_its_nodes_are_reached(store: Cluster) -> None:
+    node = store.node()
+    found = doctor("--master", store.address)
+    assert found.code == 0, found.rows
+    assert found.one(f"master {store.address}", "answers")["state"] == "ok"
+    assert found.one("lane", f":{store.lane_port} answers")["state"] == "ok"
+    told = [row["found"] for row in found.of(f"node {node.name}")]
+    assert told[0].startswith("alive")
+    assert told[1].startswith("data port 127.0.0.1:")
+    assert told[2] == "its memory is mapped here"
+
+
+def test_no_master_and_no_node(store: Cluster) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    started = time.monotonic()
+    found = doctor("--master", f"{nobody},{store.address}", "--timeout-ms", "1000")
+    assert time.monotonic() - started < 30
+    assert found.of(f"master {nobody}")[0]["state"] == "problem"
+    assert found.of(f"master {store.address}")[0]["state"] == "ok"
+    assert found.one("nodes", "none has joined")["state"] == "problem"
+    assert found.code == 1
+
+
+def test_a_node_that_is_stopped_holds_nobody_up(store: Cluster) -> None:
+    """Its port still takes connections, and nobody is behind it."""
+    stopped, well = store.node(), store.node()
+    stopped.freeze()
+    found = doctor("--master", store.address, "--timeout-ms", "2000")
+    assert found.one(f"node {stopped.name}", "data port")["state"] == "problem"
+    assert found.one(f"node {well.name}", "data port")["state"] == "ok"
+    stopped.resume()
+
+
+def test_what_a_killed_node_left(store: Cluster) -> None:
+    node = store.node()
+    node.kill()
+    row = doctor().one("left-overs", "of dead nodes hold")
+    assert row["state"] == "warning"
+    assert str(node.entry) in row["advice"]
+    assert node.entry.exists(), "the doctor changes nothing"
+
+
+def test_ports_that_are_taken(store: Cluster) -> None:
+    port = str(store.settings["port"])
+    found = doctor(KVSTORE_MASTER_PORT=port, KVSTORE_MASTER_LANE_PORT=str(store.lane_port))
+    assert all("a master answers here" in row["found"] for row in found.of("ports"))
+    store.node()  # it listens, and is no master
+    where = next(iter(store.status().nodes)).address.rpartition(":")[2]
+    found = doctor(KVSTORE_MASTER_PORT=where, KVSTORE_MASTER_LANE_PORT=str(free_port()))
+    row = found.one("ports", f"{where} (gRPC) is taken by no master")
+    assert f"sport = :{where}" in row["advice"]
+
+
+def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> None:
+    needs_root()
+    node = store.node()
+    small = own_shm("-o size=24m")
+    found = doctor("--master", store.address, prefix=small)
+    row = found.one("shared memory", "24.0 MiB of 24.0 MiB free")
+    assert row["state"] == "problem"
+    assert "--shm-size=1g" in row["advice"]
+    row = found.one(f"node {node.name}", "another /dev/shm")
+    assert "--ipc=host" in row["advice"]
+
+
+def test_huge_pages_are_tried_and_not_only_read_about() -> None:
+    needs_root()
+    advised = doctor(prefix=own_shm("-o huge=advise,size=64m")).of("huge pages")[0]
+    assert advised["state"] == "ok"
+    never = doctor(prefix=own_shm("-o huge=never,size=64m")).of("huge pages")[0]
+    assert never["state"] == "warning"
+    assert "mount -o remount,huge=advise /dev/shm" in never["advice"]
+
+
+def test_another_users_memory_is_told(store: Cluster) -> None:
+    needs_root()
+    node = store.node()
+    os.chown(node.entry, 65_534, 65_534)
+    no_rights = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
+    row = doctor("--master", store.address, prefix=no_rights).one(f"node {node.name}", "not mapped")
+    assert row["state"] == "warning"
+    assert "as one user" in row["advice"]
+
+
+@pytest.mark.parametrize("package", ["grpc", "xxhash", "numpy"])
+def test_a_package_that_is_broken(tmp_path: Path, package: str) -> None:
+    (tmp_path / f"{package}.py").write_text("raise ImportError('libm.so.9: cannot open')")
+    found = doctor(PYTHONPATH=str(tmp_path))
+    row = found.one("packages", "ImportError: libm.so.9: cannot open")
+    assert row["state"] == "problem"
+    assert "pip install" in row["advice"]
+    assert found.of("transfer engine"), "the other checks go on"
+    assert package != "grpc" or found.of("shared memory")[0]["state"] == "ok"
+
+
+def test_an_engine_whose_libraries_are_missing(tmp_path: Path) -> None:
+    """As where its package is installed and Debian's RDMA libraries are not."""
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    missing = "libibverbs.so.1: cannot open shared object file"
+    (package / "engine.py").write_text(f"raise ImportError('{missing}')")
+    info = tmp_path / "mooncake_transfer_engine_non_cuda-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mooncake-transfer-engine-non-cuda\nVersion: 9.9\n"
+    )
+    row = doctor(PYTHONPATH=str(tmp_path)).one("transfer engine", missing)
+    assert row["state"] == "warning"
+    assert "apt-get install libibverbs1" in row["advice"]
+    asked_for = doctor("--transfer-engine", PYTHONPATH=str(tmp_path))
+    assert asked_for.one("transfer engine", missing)["state"] == "problem"

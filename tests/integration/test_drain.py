@@ -1,0 +1,345 @@
+"""Draining real nodes, while others read, write, remove and die."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvstore import Client
+from kvstore.calls import PutOutcome
+from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, Node, until
+
+KIB, MIB = 1 << 10, 1 << 20
+SETTINGS = SHORT | {"put_deadline_ms": 20_000}
+"""Who moves or allocates keeps what it was granted, however busy the machine is."""
+
+TRANSPORTS = (("shm",), ("tcp",))
+
+
+def value_of(key: str, size: int = 200 * KIB) -> bytes:
+    """Its content, which depends on its key alone."""
+    seed = hashlib.sha256(key.encode()).digest()
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+class Result(NamedTuple):
+    code: int
+    told: dict[str, int]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, settings=SETTINGS)
+    try:
+        cluster.master()
+        yield cluster
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
+def launch(store: Cluster, node: Node, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "kvstore.cli.main", "drain", node.name, "--json", *options]
+    return subprocess.Popen(
+        [*command, "--master", store.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def result_of(process: subprocess.Popen[str]) -> Result:
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err, err
+    assert out, err
+    return Result(process.returncode, json.loads(out))
+
+
+def drain(store: Cluster, node: Node, *options: str) -> Result:
+    return result_of(launch(store, node, *options))
+
+
+def has_left(node: Node) -> None:
+    """By itself and cleanly."""
+    assert node.wait() == 0, node.errors
+    assert "node_drained" in node.errors
+    assert not node.entry.exists()
+
+
+def fill(store: Cluster, count: int = 60) -> list[str]:
+    """Some with replicas or a chain; what nobody knows of is put by tcp."""
+    keys = [f"key-{number}" for number in range(count)]
+    client = store.client()
+    for key in keys[: count // 2]:
+        assert client.put(key, value_of(key)) is PutOutcome.STORED
+    chain = keys[count // 2 :]
+    outcomes = client.put_chain(chain, [value_of(key) for key in chain])
+    assert set(outcomes) == {PutOutcome.STORED}
+    client.put("empty", b"")
+    return [*keys, "empty"]
+
+
+def all_right(store: Cluster, keys: list[str]) -> None:
+    for transports in TRANSPORTS:
+        client = store.client(transports=transports)
+        for key in keys:
+            size = 0 if key == "empty" else 200 * KIB
+            assert client.get(key) == value_of(key, size), (key, transports)
+    chain = [key for key in keys if key.startswith("key-")][len(keys) // 2 :]
+    assert store.client().match_prefix(chain) == len(chain)
+
+
+class Reader(threading.Thread):
+    """Gets objects, one after the other, until it is stopped; a miss or other bytes are kept."""
+
+    def __init__(self, store: Cluster, keys: list[str], transports: tuple[str, ...]) -> None:
+        super().__init__()
+        self._client = store.client(transports=transports, placements_max=len(keys) // 2)
+        self._keys = keys
+        self._ending = threading.Event()
+        self.wrong: list[str] = []
+        self.rounds = 0
+        self.start()
+
+    def run(self) -> None:
+        while not self._ending.is_set():
+            for key in self._keys:
+                try:
+                    found = self._client.get(key)
+                except Exception as error:
+                    self.wrong.append(f"{key}: {error!r}")
+                    return
+                if found != value_of(key, 0 if key == "empty" else 200 * KIB):
+                    self.wrong.append(f"{key}: {'a miss' if found is None else 'other bytes'}")
+            self.rounds += 1
+
+    def stop(self) -> None:
+        self._ending.set()
+        self.join()
+        assert self.wrong == []
+        assert self.rounds
+
+
+def test_nobody_who_reads_notices(store: Cluster) -> None:
+    old = store.node(memory="64MiB")
+    keys = fill(store)
+    store.node(memory="64MiB")
+    store.node(memory="64MiB")
+    readers = [Reader(store, keys, transports) for transports in TRANSPORTS]
+    done = drain(store, old)
+    has_left(old)
+    rounds = [reader.rounds for reader in readers]
+    until(lambda: all(r.rounds > before for r, before in zip(readers, rounds, strict=True)))
+    for reader in readers:
+        reader.stop()
+    assert done.code == 0
+    assert done.told["moved"] == len(keys)
+    assert (done.told["left"], done.told["corrupt"], done.told["has_left"]) == (0, 0, True)
+    assert store.state_of(old) == "gone"
+    all_right(store, keys)
+
+
+def test_a_node_that_keeps_its_memory_leaves_none_when_it_was_drained(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, settings=SETTINGS)
+    cluster.master()
+    command = ["--keep", "--memory", "16MiB", "--name", f"keeps-{os.getpid()}"]
+    node = Node(NODE, [*command, "--master", cluster.address], log=tmp_path / "node.log")
+    node.name = command[-1]
+    try:
+        node.line("serves")
+        assert drain(cluster, node).code == 0
+        has_left(node)
+    finally:
+        node.close()
+        node.entry.unlink(missing_ok=True)
+        cluster.close()
+
+
+def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(
+    store: Cluster,
+) -> None:
+    old = store.node(memory="64MiB")
+    keys = fill(store)
+    store.node(memory="64MiB")
+    client = store.client()
+    process = launch(store, old)
+    removed = keys[::3]
+    added = [f"new-{number}" for number in range(len(removed))]
+    for key, new in zip(removed, added, strict=True):
+        assert client.put(new, value_of(new)) is PutOutcome.STORED
+        assert client.remove(key)
+    assert result_of(process).code == 0
+    has_left(old)
+    for key in removed:
+        assert client.get(key) is None, key
+    kept = [key for key in keys if key not in removed]
+    for key in (*kept, *added):
+        assert client.get(key) == value_of(key, 0 if key == "empty" else 200 * KIB), key
+
+
+def test_a_view_keeps_its_bytes_and_is_told(store: Cluster) -> None:
+    old = store.node(memory="64MiB")
+    fill(store)
+    store.node(memory="64MiB")
+    client = store.client()
+    view = client.get("key-7", copy=False)
+    assert isinstance(view, memoryview)
+    lease = client.lease(view)
+    assert lease is not None
+    assert lease.held
+    assert drain(store, old).code == 0
+    has_left(old)
+    until(lambda: not lease.held)
+    assert view == value_of("key-7")
+
+
+def test_taken_back_it_is_used_again(store: Cluster) -> None:
+    node = store.node(memory="64MiB")
+    keys = fill(store)
+    done = drain(store, node)  # nowhere to go
+    assert done.code == 1
+    assert done.told["left"] == len(keys)
+    assert not done.told["has_left"]
+    assert store.state_of(node) == "draining"
+    status = [sys.executable, "-m", "kvstore.cli.main", "status", "--master", store.address]
+    shown = subprocess.run(status, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"{node.name}  draining" in " ".join(shown.split("\n")).replace("   ", "  ")
+    assert drain(store, node, "--undo").told == {"node": node.name, "draining": False}
+    assert store.state_of(node) == "alive"
+    assert store.client().put("another", b"x") is PutOutcome.STORED
+    all_right(store, keys)
+
+
+def test_with_what_finds_no_room_it_stays_until_it_is_told_to_go(store: Cluster) -> None:
+    old = store.node(memory="64MiB")
+    keys = fill(store)
+    store.node(memory="9MiB")
+    client = store.client()
+    client.drain(old.name)
+    newer = [f"newer-{number}" for number in range(20)]  # 4 MiB, and put after all others
+    for key in newer:
+        assert client.put(key, value_of(key)) is PutOutcome.STORED
+    done = drain(store, old)
+    assert done.code == 1
+    assert done.told["moved"] > 0
+    assert done.told["left"] > 0
+    assert store.state_of(old) == "draining"
+    assert sum(client.exists(key) for key in keys) == len(keys) - done.told["evicted"]
+    done = drain(store, old, "--discard")
+    assert done.code == 0
+    has_left(old)
+    assert all(client.get(key) == value_of(key) for key in newer)
+    assert not all(client.get(key) for key in keys)
+
+
+def test_what_nobody_used_for_longer_makes_room(store: Cluster) -> None:
+    old = store.node(memory="64MiB")
+    small = store.node(memory="9MiB")
+    client = store.client()
+    client.drain(old.name)
+    for number in range(35):
+        client.put(f"older-{number}", value_of("x"))
+    client.drain(old.name, undo=True)
+    client.drain(small.name)
+    keys = [f"key-{number}" for number in range(30)]
+    client.put_chain(keys, [value_of(key) for key in keys])
+    client.drain(small.name, undo=True)
+    until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
+    done = drain(store, old)
+    assert (done.code, done.told["moved"], done.told["left"]) == (0, 30, 0)
+    assert 0 < done.told["evicted"] < 35
+    has_left(old)
+    assert client.match_prefix(keys) == len(keys)
+
+
+def test_a_mover_that_is_killed_and_started_again(store: Cluster) -> None:
+    old = store.node(memory="200MiB")
+    keys = fill(store, 500)
+    store.node(memory="200MiB")
+    first = launch(store, old)
+
+    def some_moved() -> int:
+        return dict(store.status().counters).get("moved_objects", 0)
+
+    until(some_moved)
+    first.kill()
+    first.communicate()
+    assert store.state_of(old) == "draining"
+    assert drain(store, old).code == 0
+    has_left(old)
+    all_right(store, keys)
+
+
+def test_a_byte_that_was_flipped_is_not_moved(store: Cluster) -> None:
+    old = store.node(memory="64MiB")
+    keys = fill(store)
+    store.node(memory="64MiB")
+    stat = store.client().stat("key-3")
+    assert stat is not None
+    with old.entry.open("r+b") as memory:
+        memory.seek(stat.detail.placements.offsets[0] + 5_000)
+        byte = memory.read(1)[0]
+        memory.seek(-1, os.SEEK_CUR)
+        memory.write(bytes([byte ^ 1]))
+    done = drain(store, old)
+    assert (done.code, done.told["corrupt"], done.told["moved"]) == (0, 1, len(keys) - 1)
+    has_left(old)
+    assert store.client().get("key-3") is None
+
+
+def test_memory_that_somebody_writes_to_is_waited_for(store: Cluster) -> None:
+    old = store.node(memory="64MiB")
+    client = store.client()
+    tensor = client.allocate(1 * MIB, kind="numpy")
+    store.node(memory="64MiB")
+    done = drain(store, old, "--wait-s", "0.5")
+    assert (done.code, done.told["unfinished"]) == (1, 1)
+    process = launch(store, old)
+    tensor[:] = 7  # type: ignore[index]
+    assert client.put("allocated", tensor) is PutOutcome.STORED
+    del tensor
+    assert result_of(process).code == 0
+    has_left(old)
+    assert store.client(transports=("tcp",)).get("allocated", kind="bytes") == b"\7" * MIB
+
+
+def test_the_target_dies_meanwhile(store: Cluster) -> None:
+    old = store.node(memory="200MiB")
+    keys = fill(store, 500)
+    dies = store.node(memory="200MiB")
+    process = launch(store, old, "--wait-s", "30")
+    until(lambda: dict(store.status().counters).get("moved_objects", 0) > 0)
+    dies.kill()
+    client = store.client()
+    until(lambda: store.state_of(dies) == "gone")
+    kept = [key for key in keys if client.exists(key)]
+    store.node(memory="200MiB")
+    assert result_of(process).code in (0, 1)  # 1: it gave up before there was another
+    if store.state_of(old) == "draining":
+        assert drain(store, old).code == 0
+    has_left(old)
+    for key in kept:
+        assert client.get(key) == value_of(key, 0 if key == "empty" else 200 * KIB), key
+
+
+def test_asked_wrongly(store: Cluster) -> None:
+    store.node()
+    command = [sys.executable, "-m", "kvstore.cli.main", "drain", "nobody"]
+    done = subprocess.run(
+        [*command, "--master", store.address], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "there is no node nobody" in done.stderr
+    with Client(store.address) as client, pytest.raises(Exception, match="not both"):
+        client.drain("x", undo=True, leave=True)

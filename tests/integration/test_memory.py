@@ -1,0 +1,294 @@
+"""Huge pages, NUMA and locked memory, as the kernel itself says that they are there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.calls import PutOutcome
+from tests.integration.cluster import NODE, ROOT, Cluster, Node, Server, unique_name, until
+
+MIB = 1 << 20
+MEMORY = 32 * MIB
+LARGE = os.urandom(3 * MIB + 17)
+"""Longer than what is sent in one ``sendmsg`` with others."""
+
+# What a client beside the node sees: by shared memory and by tcp, before and after the page tables
+# were filled.
+CLIENT = """
+import sys
+from kvstore import Client
+from kvstore.memory import pages
+with Client(sys.argv[1], transports=("shm",)) as near, Client(sys.argv[1], transports=("tcp",)) as far:
+    value = bytes(range(256)) * 8000
+    near.put("from-near", value)
+    far.put("from-far", value)
+    assert near.get("from-far") == value == far.get("from-near")
+    view = near.get("from-near", copy=False, kind="numpy")
+    assert bytes(view) == value
+    for line in open("/proc/self/smaps"):
+        name = line.split()[0]
+        if "-" in name and ":" not in name:
+            here = "kvstore." in line
+        elif here and name in ("ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"):
+            print(name, int(line.split()[1]) << 10)
+"""  # noqa: E501
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.master()
+        yield cluster
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
+def own_shm(mount: str) -> list[str]:
+    """A prefix of a command: with a ``/dev/shm`` of its own, no other process sees a change."""
+    script = f'mount -t tmpfs {mount} tmpfs /dev/shm && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, "sh"]
+
+
+def needs_root() -> None:
+    probe = subprocess.run(
+        [*own_shm("-o size=1m"), "true"], capture_output=True, text=True, check=False
+    )
+    if probe.returncode != 0:
+        why = f"needs root, to mount and to reserve huge pages: {probe.stderr.strip()}"
+        if os.environ.get("CI"):
+            pytest.fail(why)
+        pytest.skip(why)
+
+
+def kernel_says(pid: int, file: str, entry: str) -> str:
+    """Of the mapping of that entry, in ``/proc/<pid>/<file>``."""
+    text = Path(f"/proc/{pid}/{file}").read_text()
+    if file == "numa_maps":
+        return next(line for line in text.splitlines() if entry in line)
+    about = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)
+    return next(part for part in about if entry in part)
+
+
+def refused(store: Cluster, tmp_path: Path, prefix: list[str], *says: str, **settings: str) -> int:
+    """Its exit status; it left nothing behind, which the fixtures see."""
+    given = {"master": store.address, "name": unique_name(), "memory": "32MiB"} | settings
+    server = Cluster(tmp_path, prefix=prefix).launch(NODE, given)
+    try:
+        status = server.wait()
+        for text in says:
+            assert text in server.errors
+        assert "Traceback" not in server.errors
+        return status
+    finally:
+        server.close()
+
+
+def test_memory_is_bound_to_a_numa_node_and_its_processors(store: Cluster) -> None:
+    node = store.node(numa_node=0)
+    assert " bind:0 file=/dev/shm/" in kernel_says(node.pid, "numa_maps", node.entry.name)
+    there = Path("/sys/devices/system/node/node0/cpulist").read_text().strip()
+    allowed = re.search(r"Cpus_allowed_list:\s*(\S+)", Path(f"/proc/{node.pid}/status").read_text())
+    assert allowed is not None
+    assert allowed[1] == there
+
+
+def test_without_the_option_memory_is_bound_to_none(store: Cluster) -> None:
+    node = store.node()
+    assert " default file=/dev/shm/" in kernel_says(node.pid, "numa_maps", node.entry.name)
+
+
+def test_a_numa_node_that_does_not_exist_is_refused(store: Cluster, tmp_path: Path) -> None:
+    says = ("there is no NUMA node 1000", "There are: 0", "numactl --hardware")
+    assert refused(store, tmp_path, [], *says, numa_node="1000") == 2
+
+
+def test_memory_is_locked_where_it_is_allowed(store: Cluster) -> None:
+    needs_root()  # CAP_IPC_LOCK: the limit does not count
+    for wish, locked in (("on", True), ("auto", True), ("off", False)):
+        node = store.node(lock_memory=wish)
+        lines = kernel_says(node.pid, "smaps", node.entry.name)
+        assert (f"Locked:            {MEMORY >> 10:>5} kB" in lines) is locked, lines
+        assert f"locked={locked}" in node.errors
+
+
+def test_memory_that_may_not_be_locked(store: Cluster, tmp_path: Path) -> None:
+    needs_root()  # to give up the right to lock
+    prefix = ["setpriv", "--bounding-set", "-ipc_lock", "prlimit", "--memlock=65536:65536"]
+    says = ("32 MiB cannot be locked", "locked memory is 64 KiB", "ulimit -l unlimited")
+    assert refused(store, tmp_path, prefix, *says, lock_memory="on") == 1
+    node = Cluster(tmp_path, prefix=prefix).launch(
+        NODE, {"master": store.address, "name": unique_name(), "memory": "32MiB"}
+    )
+    try:
+        node.line("serves")  # auto is content without
+        assert "locked=False" in node.errors
+        assert node.terminate() == 0
+    finally:
+        node.close()
+
+
+def test_transparent_huge_pages_reach_node_and_clients(store: Cluster, tmp_path: Path) -> None:
+    needs_root()
+    for wish in ("auto", "transparent"):
+        inner = Cluster(tmp_path, prefix=own_shm("-o huge=advise,size=256m"))
+        node = inner.launch(
+            NODE,
+            {"master": store.address, "name": unique_name(), "memory": "32MiB"}
+            | {"huge_pages": wish},
+        )
+        try:
+            node.line("serves")
+            assert f"huge_bytes={MEMORY} " in node.errors
+            assert f"ShmemPmdMapped:    {MEMORY >> 10:>5} kB" in kernel_says(
+                node.pid, "smaps", "/dev/shm/kvstore."
+            )
+            assert seen_by_client(store, node) == {"ShmemPmdMapped:": MEMORY}
+            assert node.terminate() == 0
+        finally:
+            node.close()
+
+
+def test_off_means_small_pages_where_there_are_huge_ones(store: Cluster, tmp_path: Path) -> None:
+    needs_root()
+    inner = Cluster(tmp_path, prefix=own_shm("-o huge=advise,size=256m"))
+    node = inner.launch(
+        NODE,
+        {"master": store.address, "name": unique_name(), "memory": "32MiB", "huge_pages": "off"},
+    )
+    try:
+        node.line("serves")
+        assert "huge_bytes=0 " in node.errors
+        assert node.terminate() == 0
+    finally:
+        node.close()
+
+
+def test_transparent_huge_pages_that_are_not_given(store: Cluster, tmp_path: Path) -> None:
+    needs_root()
+    prefix = own_shm("-o huge=never,size=256m")
+    says = ("/dev/shm gives no huge pages", "mount -o remount,huge=advise /dev/shm")
+    assert refused(store, tmp_path, prefix, *says, huge_pages="transparent") == 1
+
+
+@pytest.fixture
+def reserved_pages() -> Iterator[None]:
+    """Enough of them for one node of 32 MiB and no second one."""
+    needs_root()
+    sysctl = Path("/proc/sys/vm/nr_hugepages")
+    before = int(sysctl.read_text())
+    wanted = before + MEMORY // (2 * MIB) + 4
+    try:
+        sysctl.write_text(str(wanted))
+        if int(sysctl.read_text()) < wanted:
+            pytest.fail("the kernel finds no room for 20 huge pages of 2 MiB")
+        yield
+    finally:
+        sysctl.write_text(str(before))
+
+
+@pytest.fixture
+def hugetlb(tmp_path: Path, reserved_pages: None) -> Iterator[Path]:
+    """A hugetlbfs that all processes see, as a host's ``/dev/hugepages``."""
+    del reserved_pages
+    where = tmp_path / "huge pages"  # a name that /proc/mounts has to quote
+    where.mkdir()
+    mount = ["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", str(where)]
+    subprocess.run(mount, check=True)
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+
+
+def test_reserved_huge_pages_reach_node_and_clients(hugetlb: Path, store: Cluster) -> None:
+    node = store.node(huge_pages="reserved", memory="33MiB")  # rounded down to whole pages
+    assert not node.entry.exists()
+    path = hugetlb / node.entry.name
+    assert path.stat().st_size == MEMORY
+    assert f"huge_bytes={MEMORY} " in node.errors
+    seen = seen_by_client(store, node)
+    assert sum(seen.values()) == MEMORY
+    assert set(seen) <= {"Shared_Hugetlb:", "Private_Hugetlb:"}
+    far = store.client(transports=("tcp",))
+    assert far.put("large", LARGE) is PutOutcome.STORED
+    assert far.get("large") == LARGE
+    assert store.client().get("large") == LARGE
+    assert node.terminate() == 0
+    assert not path.exists()
+
+
+def test_a_killed_node_leaves_reserved_pages_with_what_they_hold(
+    hugetlb: Path, store: Cluster
+) -> None:
+    name = unique_name()
+    first = store.node(huge_pages="reserved", name=name)
+    path = hugetlb / first.entry.name
+    client = store.client(timeout_ms=30_000)
+    assert client.put("kept", LARGE) is PutOutcome.STORED
+    first.kill()
+    left = path.stat().st_ino
+    second = store.node(huge_pages="reserved", name=name)
+    assert path.stat().st_ino == left
+    until(lambda: client.get("kept") == LARGE)
+    with_another_name = {"name": name, "memory": "8MiB", "master": store.address}
+    again = store.launch(NODE, with_another_name)
+    assert again.wait() == 1
+    assert f"{path} belongs to a running process" in again.errors
+    second.kill()
+    other = store.launch(NODE, {"name": name, "memory": "32MiB", "master": store.address})
+    assert other.wait() == 1
+    assert "memory of /dev/shm was asked for" in other.errors
+    assert path.exists()
+    command = [sys.executable, "-m", NODE, "--name", name, "--master", store.address, "--discard"]
+    with subprocess.Popen([*command, "--memory", "8MiB"], stdout=subprocess.PIPE) as third:
+        assert third.stdout is not None
+        assert b"serves" in third.stdout.readline()
+        assert not path.exists(), "what was left elsewhere goes all the same"
+        third.terminate()
+
+
+def test_too_few_reserved_pages_are_told(hugetlb: Path, store: Cluster, tmp_path: Path) -> None:
+    free = int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
+    says = ("not enough huge pages", f"It needs {free + 1} of 2048 KiB", "vm.nr_hugepages")
+    memory = f"{2 * (free + 1)}MiB"
+    assert refused(store, tmp_path, [], *says, huge_pages="reserved", memory=memory) == 1
+    assert list(hugetlb.iterdir()) == []
+
+
+def test_reserved_pages_without_a_hugetlbfs_are_told(store: Cluster, tmp_path: Path) -> None:
+    mounts = Path("/proc/self/mounts").read_text()
+    if " hugetlbfs " in mounts:
+        needs_root()
+    unmount = 'umount -a -t hugetlbfs; exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", unmount, "sh"] if " hugetlbfs " in mounts else []
+    says = ("no hugetlbfs is mounted", "mount -t hugetlbfs")
+    assert refused(store, tmp_path, prefix, *says, huge_pages="reserved") == 1
+
+
+def seen_by_client(store: Cluster, node: Node | Server) -> dict[str, int]:
+    """Bytes by huge pages in the mapping of a client that runs beside the node."""
+    beside = ["nsenter", f"--mount=/proc/{node.pid}/ns/mnt", f"--wd={ROOT}"]
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/{node.pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt"):
+            beside = []
+    done = subprocess.run(
+        [*beside, sys.executable, "-c", CLIENT, store.address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = (line.split() for line in done.stdout.splitlines())
+    return {name: int(size) for name, size in rows if int(size)}
