@@ -177,4 +177,5 @@ class Trusting(Node):
 
 def test_finds_an_unanswered_join_that_was_accepted() -> None:
     faults = ("kill_node", "isolate_node")
-    found(Options(seed=0, new_node=Trusting, faults=faults), "late_write", "old_epoch_write")
+    options = Options(seed=0, new_node=Trusting, faults=faults)
+    found(options, "late_write", "old_epoch_write", seeds=30)
