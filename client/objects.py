@@ -52,9 +52,7 @@ class ObjectReads(Transfer):
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         """``verify``: payloads, too, and not only headers."""
-        self.segment = segment
-        self.write = False
-        self.deadline: float | None = None
+        super().__init__(segment, [], write=False)
         self._moves = None
         self._reading: list[_Reading] = []
         self.namespace = namespace
@@ -109,9 +107,7 @@ class ObjectWrites(Transfer):
     __slots__ = ("namespace", "rows")
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, deadline: float) -> None:
-        self.segment = segment
-        self.write = True
-        self.deadline = deadline
+        super().__init__(segment, [], write=True, deadline=deadline)
         self._moves = None
         self.namespace = namespace
         self.rows: list[WriteRow] = []

@@ -486,7 +486,8 @@ class MasterState:
     def _unclean(self, grants: calls.Grants) -> list[Grave]:
         """What must be wiped before the writers of these are told where to write."""
         segments = self.pool.segments
-        return self._graves.unclean(segments[i] for i in dict.fromkeys(grants.segments))
+        unclean = self._graves.unclean(segments[i] for i in dict.fromkeys(grants.segments))
+        return [grave for grave in unclean if grave.offsets]  # marks concern no writer
 
     def _try_grant(
         self, now_ms: int, request: calls.PutStart | calls.Allocate

@@ -17,6 +17,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     SegmentGoneError,
 )
+from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import Move
 from tests.unit.client.world import segment
 
@@ -46,10 +47,19 @@ class FakeTransport:
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         self._move("write", segment, deadline)
 
-    def read_objects(self, *whatever: object, **named: object) -> None:
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
         raise AssertionError("nobody asks for objects here")
 
-    def write_objects(self, *whatever: object, **named: object) -> bool:
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
         raise AssertionError("nobody asks for objects here")
 
     def memory(self, segment: SegmentInfo) -> memoryview:
