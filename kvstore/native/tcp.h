@@ -14,7 +14,7 @@ enum { REFUSED = 8 };
 
 #define IOVECS_MAX 512
 #define RECEIVED_AT_ONCE (256 << 10) /* hashed at once: it is in cache still */
-#define SENT_AT_ONCE (1 << 20)       /* each is one wake-up of the other end */
+#define SENT_AT_ONCE (512 << 10)     /* each is one wake-up of the other end */
 #define GATHERED_MAX (32 << 10)      /* longer ranges are sent without copying */
 #define FILE_AT_ONCE (8 << 20)
 #define ARM_NS 5000000 /* deadlines are kept to so much */
@@ -250,7 +250,7 @@ static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_
             size_t left = row->parts[index].size;
             while (left) {
                 if (count > IOVECS_MAX - 4 || bytes >= SENT_AT_ONCE) {
-                    int ended = send_parts(wire, parts, count, MSG_MORE);
+                    int ended = send_parts(wire, parts, count, 0);
                     if (ended)
                         return ended;
                     count = bytes = 0;
@@ -268,7 +268,7 @@ static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_
         parts[count++] = (struct iovec){row->found, size};
         bytes += size;
         if (count > IOVECS_MAX - 4) {
-            int ended = send_parts(wire, parts, count, MSG_MORE);
+            int ended = send_parts(wire, parts, count, 0);
             if (ended)
                 return ended;
             count = bytes = 0;
@@ -327,8 +327,8 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
             spin_until = now_ns() + (int64_t)(spin * 1e9);
         if (!status)
             status = receive_status(&wire, &spin_until);
-        if (!status)
-            status = receive_rows(&wire, batch, &spin_until);
+        if (!status) /* who polls for a long answer keeps the socket from being filled */
+            status = receive_rows(&wire, batch, total <= GATHERED_MAX ? &spin_until : NULL);
     }
     PyEval_RestoreThread(wire.thread);
     if (status == SIGNALLED)
