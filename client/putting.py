@@ -74,7 +74,7 @@ def put(
         for run in _runs(outcomes, options.chain):
             first = run[0]
             parent = items[first - 1].key if options.chain and first else options.parent
-            some = [items[i] for i in run]
+            some = items if len(run) == len(items) else [items[i] for i in run]
             ended = yield from _put_once(context, some, parent, options, wait_ms)
             for index, outcome in zip(run, ended, strict=True):
                 outcomes[index] = outcome
@@ -92,6 +92,8 @@ def put(
 def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
     """The refused items, to be asked for together, ``PUT_KEYS_MAX`` at a time; of a chain, each
     unbroken piece."""
+    if len(outcomes) <= PUT_KEYS_MAX and outcomes.count(PutOutcome.REFUSED) == len(outcomes):
+        return [list(range(len(outcomes)))]
     runs: list[list[int]] = []
     for index, outcome in enumerate(outcomes):
         if outcome is PutOutcome.REFUSED:
@@ -111,11 +113,12 @@ def _put_once(
     wait_ms: int,
 ) -> Flow[list[PutOutcome]]:
     started = context.clock()
+    sizes = [value.size if value.more else len(value.data) for _, value in items]
     grants = yield from ask(
         calls.PutStart(
             options.namespace,
-            [item.key for item in items],
-            [item.value.size for item in items],
+            [key for key, _ in items],
+            sizes,
             parent,
             options.chain,
             options.replicas,
@@ -133,10 +136,11 @@ def _put_once(
     deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
     writes: dict[int, ObjectWrites] = {}
     replicas = grants.replicas
+    epoch, tokens, offsets = grants.epoch, grants.tokens, grants.offsets
     for number, index in enumerate(granted):
-        key, value = items[index]
+        key, (descriptor, data, more) = items[index]
         above = items[index - 1].key if options.chain and index else parent
-        views = [part for part in (value.data, *value.more) if len(part)]
+        views = [data] if not more and sizes[index] else [e for e in (data, *more) if len(e)]
         for at in range(number * replicas, (number + 1) * replicas):
             segment_id = grants.segments[at]
             transfer = writes.get(segment_id)
@@ -147,8 +151,8 @@ def _put_once(
                 transfer = ObjectWrites(segment, options.namespace, deadline)
                 writes[segment_id] = transfer
             transfer.rows.append((
-                grants.offsets[at], value.size, grants.epoch, grants.tokens[number], key, views,
-                above or b"", value.descriptor,
+                offsets[at], sizes[index], epoch, tokens[number], key, views, above or b"",
+                descriptor,
             ))  # fmt: skip
     errors = (yield list(writes.values())) if writes else []
     assert isinstance(errors, list)

@@ -71,7 +71,7 @@ class MasterStub:
         *,
         host: str,
         name: str,
-        spin_us: int = 60,
+        spin_us: int = 300,
         lane: bool = True,
         on_join: Callable[[Joined], None] | None = None,
         rng: random.Random | None = None,

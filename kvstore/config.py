@@ -418,7 +418,7 @@ class MasterConfig(Config):
         description="The longest that a put may ask to wait for room: three default leases.",
     )
     lane_spin_us: Microseconds = Field(
-        default=100,
+        default=200,
         ge=0,
         le=10_000,
         description="How long the loop polls after a hot call before it sleeps: saves a wake-up "
@@ -658,7 +658,7 @@ class ClientConfig(Config):
         default=True, description="Use the lane for hot calls where it is reachable, else gRPC."
     )
     spin_us: Microseconds = Field(
-        default=60,
+        default=300,
         ge=0,
         le=10_000,
         description="How long a hot call polls for its answer before it sleeps: most come within "

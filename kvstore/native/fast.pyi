@@ -74,7 +74,6 @@ def serve(
     counts: bytearray,
     stall_s: float,
     idle_s: float,
-    spin_s: float,
     /,
 ) -> tuple[int, int]: ...
 def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int: ...

@@ -179,7 +179,6 @@ class Fast(Protocol):
         counts: bytearray,
         stall_s: float,
         idle_s: float,
-        spin_s: float,
         /,
     ) -> tuple[int, int]:
         """Serve the requests of a greeted connection until it ends.

@@ -45,8 +45,10 @@ static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *
         } else if (!count) {
             return ENDED;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            if (*spin_until && now_ns() < *spin_until)
+            if (*spin_until && now_ns() < *spin_until) {
+                sched_yield(); /* the other end may be waiting for this core */
                 continue;
+            }
             *spin_until = 0;
             int waited = wait_for(fd, POLLIN, deadline_ns);
             if (waited)

@@ -98,6 +98,8 @@ static int receive_parts(Wire *wire, struct iovec *parts, size_t count, int64_t 
             if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
                 if (now_ns() >= *spin_until)
                     *spin_until = 0;
+                else
+                    sched_yield();
                 continue;
             }
         } else {
@@ -479,23 +481,13 @@ static int refused(Served *served, int status) {
     return REFUSED;
 }
 
-/* Serves one request; TIMED_OUT with `*idle` set when none has begun. */
-static int serve_request(Served *served, uint64_t *ranges, int64_t *spin_until, int *idle) {
+/* Serves one request; TIMED_OUT with `*idle` set when none has begun. It sleeps until one comes: see
+ * ADR 2 on who polls. */
+static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     uint8_t head[REQUEST_HEAD];
     size_t have = 0;
     *idle = 0;
     soon(served);
-    while (*spin_until && !have) {
-        ssize_t count = recv(served->wire.fd, head, sizeof head, MSG_DONTWAIT);
-        if (!count)
-            return ENDED;
-        if (count > 0)
-            have = (size_t)count;
-        else if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
-            return BROKEN;
-        else if (now_ns() >= *spin_until)
-            *spin_until = 0;
-    }
     while (have < sizeof head) {
         int ended = arm(&served->wire, 0);
         ssize_t count = ended ? -1 : recv(served->wire.fd, head + have, sizeof head - have, 0);
@@ -535,17 +527,17 @@ static int serve_request(Served *served, uint64_t *ranges, int64_t *spin_until, 
     return ended;
 }
 
-PyDoc_STRVAR(serve_doc, "serve(fd, file, memory, generation, cut, counts, stall, idle, spin)\n"
+PyDoc_STRVAR(serve_doc, "serve(fd, file, memory, generation, cut, counts, stall, idle)\n"
                         "See kvstore.native.kinds.Fast.");
 
 static PyObject *serve(PyObject *self, PyObject *args) {
     Served served = {0};
     Py_buffer memory, cut, counts;
     unsigned long long generation;
-    double stall, idle, spin;
+    double stall, idle;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iiw*Kw*w*ddd", &served.wire.fd, &served.file, &memory, &generation, &cut,
-                          &counts, &stall, &idle, &spin))
+    if (!PyArg_ParseTuple(args, "iiw*Kw*w*dd", &served.wire.fd, &served.file, &memory, &generation, &cut,
+                          &counts, &stall, &idle))
         return NULL;
     PyObject *result = NULL;
     uint64_t *ranges = malloc(RANGE_BYTES * RANGES_MAX);
@@ -564,23 +556,11 @@ static PyObject *serve(PyObject *self, PyObject *args) {
     served.cut = cut.buf;
     served.counts = counts.buf;
     served.stall_ns = as_ns(stall);
-    int status = ANSWERED, misses = 0, skips = 0;
+    int status = ANSWERED, is_idle;
     Py_BEGIN_ALLOW_THREADS
     int64_t quiet_since = now_ns();
     while (!status) {
-        /* As kvstore.wire.spinning.SpinGauge: stop polling for a while when it was in vain. */
-        int64_t spin_until = 0;
-        if (spin > 0 && !skips)
-            spin_until = now_ns() + (int64_t)(spin * 1e9);
-        int spins = spin_until != 0, is_idle;
-        skips -= skips > 0;
-        status = serve_request(&served, ranges, &spin_until, &is_idle);
-        if (spins && spin_until)
-            misses = 0;
-        else if (spins) {
-            misses += misses < 10;
-            skips = 1 << misses;
-        }
+        status = serve_request(&served, ranges, &is_idle);
         if (!status)
             quiet_since = now_ns();
         else if (status == TIMED_OUT && is_idle && !*served.cut)

@@ -49,7 +49,7 @@ should still be in cache: 60 x 1 MiB were read at 7.4 GB/s in windows of 256 KiB
 wake-up of the other end. (Medians over loopback, with hashing.)"""
 
 
-SPIN_S: Final = 60e-6
+SPIN_S: Final = 200e-6
 """How long an answer is polled for before sleeping, where that has paid lately (ADR 2)."""
 
 _STATUSES: Final = frozenset(Status)

@@ -41,9 +41,6 @@ _LINGER_S: Final = 2.0
 """How much of a refused write is swallowed, and how long, so that its sender gets to read why: data
 left unread at ``close`` would reset the connection and take the answer with it."""
 
-SPIN_S: Final = 50e-6
-"""How long the next request is polled for before sleeping, where that has paid lately (ADR 2)."""
-
 _OK: Final = protocol.pack_status(Status.OK)
 
 _log = logging.getLogger(__name__)
@@ -195,7 +192,7 @@ class Connection:
         context = self._context
         how, number = fast.serve(
             self._stream.fileno, segment.fd, segment.memory, generation, self._cut, context.moved,
-            context.stall_s, context.idle_s, SPIN_S,
+            context.stall_s, context.idle_s,
         )  # fmt: skip
         if how == TIMED_OUT:
             raise StalledError(0)
