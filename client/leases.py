@@ -108,6 +108,8 @@ class Lease:
         self._kept = True
         self.holders = 1
         """Arrays over this memory; 0: let go."""
+        self.header = bytearray()
+        """Of an allocation: what a commit of it has written in front of it."""
         self.unanswered: Named | None = None
         """Of an allocation: what a commit that had no answer may have made of it."""
         now = clock()

@@ -196,7 +196,9 @@ class Operations:
         place = (granted.epoch, granted.token, replica)
         named = Named(options.namespace, item.key, granted.epoch, granted.token)
         try:
-            outcome = yield from putting.commit(self.context, item, place, options, until)
+            outcome = yield from putting.commit(
+                self.context, item, place, options, until, lease.header
+            )
         except SegmentGoneError:  # its node has joined another master, or left
             raise _lost() from None
         except UnavailableError:

@@ -234,12 +234,16 @@ def commit(
     granted: tuple[int, int, Replica],
     options: PutOptions,
     deadline: float,
+    written: bytearray,
 ) -> Flow[PutOutcome]:
     """Name an allocation whose payload stands in its place already; no payload byte moves.
 
     Args:
         granted: epoch, token and place of the allocation.
         deadline: until when it is ours.
+        written: the header that an earlier commit of it has written, or empty; becomes this one's.
+            The same is not written twice: that commit may have been done meanwhile, and what it
+            made may have been removed, and wiped.
     """
     epoch, token, (segment, offset) = granted
     head = bytearray(HEADER_BYTES)
@@ -248,11 +252,14 @@ def commit(
         xxh3_64(item.value.data).intdigest(), item.value.descriptor,
     )  # fmt: skip
     pack_into(head, header, segment.seed, offset)
-    # ``allocate`` has wiped what stood there; one that is half written is none.
-    errors = yield [Transfer(segment, [Move(offset, memoryview(head))], True, deadline)]
-    assert isinstance(errors, list)
-    if errors[0] is not None:
-        raise errors[0]
+    if head != written:
+        written.clear()  # until it is whole
+        # ``allocate`` has wiped what stood there; one that is half written is none.
+        errors = yield [Transfer(segment, [Move(offset, memoryview(head))], True, deadline)]
+        assert isinstance(errors, list)
+        if errors[0] is not None:
+            raise errors[0]
+        written[:] = head
     committed = yield from ask(
         calls.Commit(
             epoch, token, options.namespace, item.key, options.parent,

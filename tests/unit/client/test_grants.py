@@ -226,10 +226,13 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     world.memory[1][4096 + HEADER_BYTES : 4096 + HEADER_BYTES + 50] = payload.tobytes()
     world.answers[calls.Commit] = calls.Committed(STORED)
     place = (EPOCH, 9, Replica(world.segments[1], 4096))
-    outcome = world.run(
-        putting.commit(world.context, item(A, payload.tobytes()), place, OPTIONS, world.now + 3)
-    )
-    assert outcome is STORED
+    written = bytearray()
+
+    def commit(data: bytes) -> None:
+        flow = putting.commit(world.context, item(A, data), place, OPTIONS, world.now + 3, written)
+        assert world.run(flow) is STORED
+
+    commit(payload.tobytes())
     (transfer,) = world.moved
     assert sum(len(move.buffer) for move in transfer.moves) == HEADER_BYTES
     assert transfer.deadline == world.now + 3
@@ -237,3 +240,16 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     assert header is not None
     assert header.payload_checksum == xxh3_64_intdigest(payload.tobytes())
     assert world.requests(calls.Commit) == [calls.Commit(EPOCH, 9, N, A, None, 50, False)]
+    # Once more: what the first has made may have been removed, and its header wiped.
+    world.memory[1][4096:4160] = bytes(64)
+    commit(payload.tobytes())
+    assert len(world.moved) == 1
+    assert not any(world.memory[1][4096:4160])
+    commit(payload.tobytes()[:40])
+    assert len(world.moved) == 2
+    world.failing[1] = [NodeUnreachableError("off", settled=1), None]
+    with pytest.raises(NodeUnreachableError):
+        commit(payload.tobytes())
+    assert not written
+    commit(payload.tobytes()[:40])
+    assert len(world.moved) == 4
