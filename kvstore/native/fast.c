@@ -265,6 +265,10 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     size_t sent = 0, received = 0;
     int status, number = 0, sending = 1;
     PyObject *payload = NULL;
+    if (now_ns() >= deadline_ns) { /* too late to begin, however soon the answer would be there */
+        PyBuffer_Release(&request);
+        return Py_BuildValue("iiiO", TIMED_OUT, 0, 0, Py_None);
+    }
     if (recv(fd, head, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
         PyBuffer_Release(&request); /* its end, or the reply to a call that was given up */
         return Py_BuildValue("iiiO", UNASKED, 0, 0, Py_None);
