@@ -96,6 +96,15 @@ def test_a_commit_that_never_came_is_made_again(store: Store, unanswered: Bytes1
     store.answers[calls.Renew] = [renewed(key=False, token=True), renewed(key=True, token=False)]
     store.answers[calls.Commit] = calls.Committed(STORED)
     assert store.put("k", unanswered) is STORED
+    assert store.moved == [], "its header stands there, or what it made was removed and wiped"
+
+
+def test_made_again_under_another_key_it_has_another_header(
+    store: Store, unanswered: Bytes1D
+) -> None:
+    store.answers[calls.Renew] = [renewed(key=False, token=True), renewed(key=True, token=False)]
+    store.answers[calls.Commit] = calls.Committed(STORED)
+    assert store.put("other", unanswered) is STORED
     (transfer,) = store.moved
     assert transfer.deadline is not None
     assert transfer.deadline < store.context.clock() + 10, "the first commit may still come"
