@@ -18,7 +18,6 @@ static const uint8_t MAGIC[8] = "KVextnt\x01";
 #define UNLOCKED_BYTES (512 << 10) /* from here on the interpreter's lock is given up meanwhile */
 #define THREAD_BYTES (2 << 20) /* a thread costs 20 us to start: not for less than this */
 #define THREADS_MAX 16
-#define BUFFERS_MAX 1024 /* parts of one object's payload */
 
 /* How a batch ended, and what became of a row (kvstore.native says what they mean). */
 enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
@@ -270,8 +269,8 @@ static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
         PyObject *parts = PyTuple_GET_ITEM(row, 5);
         if (parts == Py_None)
             continue;
-        if (!PyList_CheckExact(parts) || PyList_GET_SIZE(parts) > BUFFERS_MAX) {
-            PyErr_SetString(PyExc_TypeError, "buffers come in a list, of at most 1024");
+        if (!PyList_CheckExact(parts)) {
+            PyErr_SetString(PyExc_TypeError, "buffers come in a list");
             return -1;
         }
         buffers += PyList_GET_SIZE(parts);

@@ -149,8 +149,9 @@ def reads(
         ([300_000, 5, MIB + 1], 7),
         ([10] * 2_000, 1),
         ([8 * MIB, 9 * MIB], 1_000),
+        ([100_000], 5_000),
     ],
-    ids=["empty", "few", "batch", "odd", "many", "large"],
+    ids=["empty", "few", "batch", "odd", "many", "large", "gathered"],
 )
 def test_what_one_way_writes_every_other_reads(
     shared_peer: Peer, way: Way, other: Way, sizes: list[int], parts: int
