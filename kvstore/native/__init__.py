@@ -8,17 +8,17 @@ their twins in Python do the same, slower. Both are tested against each other, a
 
 from __future__ import annotations
 
-from typing import Final
+import importlib
+from typing import Final, cast
 
 from kvstore.native.kinds import Fast
 
 
 def _load() -> Fast | None:
     try:
-        from kvstore.native import fast as built
+        return cast(Fast, importlib.import_module("kvstore.native.fast"))
     except ImportError:
         return None
-    return built
 
 
 fast: Final = _load()

@@ -425,16 +425,18 @@ static int send_ranges(Served *served, const uint64_t *ranges, size_t count) {
             int ended = arm(&served->wire, 1);
             if (ended)
                 return ended;
-            ssize_t sent = sendfile(served->wire.fd, served->file, &at,
-                                    left < FILE_AT_ONCE ? left : FILE_AT_ONCE);
-            if (sent < 0 && served->file < 0) { /* reserved huge pages cannot be lent */
+            if (served->file < 0) { /* reserved huge pages cannot be lent */
                 struct iovec part = {served->memory + offset, left < PIECE_BYTES ? left : PIECE_BYTES};
                 size_t size = part.iov_len;
                 if ((ended = send_parts(&served->wire, &part, 1, index + 1 < count ? MSG_MORE : 0)))
                     return ended;
                 offset += size;
                 left -= size;
-            } else if (sent < 0) {
+                continue;
+            }
+            ssize_t sent = sendfile(served->wire.fd, served->file, &at,
+                                    left < FILE_AT_ONCE ? left : FILE_AT_ONCE);
+            if (sent < 0) {
                 if ((ended = failed(&served->wire, 1)))
                     return ended;
             } else if (!sent) {

@@ -26,6 +26,7 @@ CONNECTIONS_MAX: Final = 8
 """Per segment; further calls wait for one. One stream saturates what one core can receive and hash,
 so more serve calls from several threads only."""
 
+ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 _PoolKey = tuple[str, bytes, int]
@@ -63,14 +64,14 @@ class TcpTransport:
         """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""
         check_moves(segment, moves)
         with self._lend(segment, deadline) as connection:
-            for batch in _batches(segment, moves):
+            for batch in _move_batches(segment, moves):
                 connection.read(batch, deadline)
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.write``; also raises BusyError (settled)."""
         check_moves(segment, moves)
         with self._lend(segment, deadline) as connection:
-            for batch in _batches(segment, moves):
+            for batch in _move_batches(segment, moves):
                 connection.write(batch, deadline)
 
     def read_objects(
@@ -199,39 +200,30 @@ class TcpTransport:
             connection.close()
 
 
-def _batches(segment: SegmentInfo, moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
-    """The moves in requests of what a server takes: ranges, and bytes of a segment's size."""
-    if len(moves) <= RANGES_MAX and sum(len(move.buffer) for move in moves) <= segment.size:
-        if moves:
-            yield moves
+def _batches(
+    segment: SegmentInfo, items: list[ItemT], lengths: list[int], items_max: int
+) -> Iterator[list[ItemT]]:
+    """Items of so many bytes each in requests of what a server takes: so many, and bytes of a
+    segment's size."""
+    if len(items) <= items_max and sum(lengths) <= segment.size:
+        if items:
+            yield items
         return
-    batch: list[Move] = []
+    batch: list[ItemT] = []
     room = segment.size
-    for move in moves:
-        if len(batch) == RANGES_MAX or len(move.buffer) > room:
+    for item, length in zip(items, lengths, strict=True):
+        if batch and (len(batch) == items_max or length > room):
             yield batch
             batch = []
             room = segment.size
-        batch.append(move)
-        room -= len(move.buffer)
+        batch.append(item)
+        room -= length
     yield batch
+
+
+def _move_batches(segment: SegmentInfo, moves: Sequence[Move]) -> Iterator[list[Move]]:
+    return _batches(segment, list(moves), [len(move.buffer) for move in moves], RANGES_MAX)
 
 
 def _row_batches(segment: SegmentInfo, rows: list[RowT], rows_max: int) -> Iterator[list[RowT]]:
-    """As ``_batches``, of whole objects."""
-    total = sum(row[1] for row in rows)
-    if len(rows) <= rows_max and total + 2 * HEADER_BYTES * len(rows) <= segment.size:
-        if rows:
-            yield rows
-        return
-    batch: list[RowT] = []
-    room = segment.size
-    for row in rows:
-        length = row[1] + 2 * HEADER_BYTES
-        if batch and (len(batch) == rows_max or length > room):
-            yield batch
-            batch = []
-            room = segment.size
-        batch.append(row)
-        room -= length
-    yield batch
+    return _batches(segment, rows, [row[1] + 2 * HEADER_BYTES for row in rows], rows_max)
