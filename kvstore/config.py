@@ -300,8 +300,36 @@ LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, _As("TEXT")]
 EngineProtocol = Annotated[Literal["", "tcp", "rdma"], _As("tcp|rdma"), BeforeValidator(_lower)]
-Devices = Annotated[str, _As("NAME,..."), AfterValidator(_device_name)]
-MetadataServer = Annotated[str, _As("URL"), AfterValidator(_metadata_server)]
+Devices = Annotated[
+    str,
+    _As("NAME,..."),
+    AfterValidator(_device_name),
+    Field(description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all."),
+]
+MetadataServer = Annotated[
+    str,
+    _As("URL"),
+    AfterValidator(_metadata_server),
+    Field(
+        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
+        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends."
+    ),
+]
+MoversProtocol = Annotated[
+    EngineProtocol,
+    Field(
+        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) "
+        "where the node has it, too, over this protocol; empty: without it."
+    ),
+]
+EngineBuffer = Annotated[
+    Bytes,
+    Field(
+        ge=MEMORY_BYTES_MIN,
+        description="Memory registered with the transfer engine, through which bytes pass that "
+        "are not registered themselves: enough for a few transfers at once.",
+    ),
+]
 
 
 # --- the kinds ---------------------------------------------------------------------------------
@@ -584,15 +612,8 @@ class NodeConfig(Config):
         description="Also serve the memory by Mooncake's transfer engine (pip install "
         "kvstore[mooncake]), over this protocol; empty: without it.",
     )
-    device_name: Devices = Field(
-        default="",
-        description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all.",
-    )
-    metadata_server: MetadataServer = Field(
-        default=P2P,
-        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
-        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends.",
-    )
+    device_name: Devices = ""
+    metadata_server: MetadataServer = P2P
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
 
@@ -671,25 +692,10 @@ class ClientConfig(Config):
     memory: Bytes = Field(
         default=0, description="Memory that this process also pools (2GiB); 0 contributes none."
     )
-    protocol: EngineProtocol = Field(
-        default="",
-        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) "
-        "where the node has it, too, over this protocol; empty: without it.",
-    )
-    device_name: Devices = Field(
-        default="",
-        description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all.",
-    )
-    metadata_server: MetadataServer = Field(
-        default=P2P,
-        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
-        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends.",
-    )
-    engine_buffer: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
-        default=64 << 20,
-        description="Memory registered with the transfer engine, through which bytes pass that "
-        "are not registered themselves: enough for a few transfers at once.",
-    )
+    protocol: MoversProtocol = ""
+    device_name: Devices = ""
+    metadata_server: MetadataServer = P2P
+    engine_buffer: EngineBuffer = 64 << 20
 
     @model_validator(mode="after")
     def _rules(self) -> ClientConfig:
@@ -723,25 +729,10 @@ class ConnectorConfig(Config):
     transports: Transports = Field(
         default=TRANSPORTS_KNOWN, description="Ways to move bytes, the best first."
     )
-    protocol: EngineProtocol = Field(
-        default="",
-        description="Move bytes by Mooncake's transfer engine (pip install kvstore[mooncake]) "
-        "where the node has it, too, over this protocol; empty: without it.",
-    )
-    device_name: Devices = Field(
-        default="",
-        description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all.",
-    )
-    metadata_server: MetadataServer = Field(
-        default=P2P,
-        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
-        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends.",
-    )
-    engine_buffer: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
-        default=64 << 20,
-        description="Memory registered with the transfer engine, through which bytes pass that "
-        "are not registered themselves: enough for a few transfers at once.",
-    )
+    protocol: MoversProtocol = ""
+    device_name: Devices = ""
+    metadata_server: MetadataServer = P2P
+    engine_buffer: EngineBuffer = 64 << 20
     verify: Verify = Field(
         default="payload", description="What is checked of loaded blocks, as of a client."
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import resource
@@ -14,7 +13,7 @@ from typing import Final
 from kvstore.cli.show import size_text
 from kvstore.doctor.findings import Finding, ok, problem, warning
 from kvstore.memory import numa, pages
-from kvstore.memory.segment import SHM_DIRECTORY, SHM_PREFIX, directories
+from kvstore.memory.segment import SHM_DIRECTORY, SHM_PREFIX, directories, is_locked
 
 GIB: Final = 1 << 30
 HUGE_BYTES: Final = 2 << 20
@@ -249,18 +248,11 @@ def left_overs() -> list[Finding]:
 def is_owned(entry: Path) -> bool | None:
     """Whether a living process has it locked; None: we may not look."""
     try:
-        fd = os.open(entry, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return is_locked(entry)
     except FileNotFoundError:
         return True  # gone meanwhile
     except OSError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
 
 
 def transparent_work() -> bool:

@@ -409,7 +409,7 @@ def free_node_name(base: str) -> str:
     number = 1
     while True:
         name = base if number == 1 else f"{base}-{number}"
-        if not any(_is_locked(f"{each}/{SHM_PREFIX}{name}") for each in directories()):
+        if not any(_is_taken(f"{each}/{SHM_PREFIX}{name}") for each in directories()):
             return name
         number += 1
 
@@ -450,7 +450,7 @@ def _reclaim_elsewhere(shm_name: str, directory: str) -> None:
         path = f"{other}/{shm_name}"
         if other == directory or not os.path.lexists(path):
             continue
-        if _is_locked(path):
+        if _is_taken(path):
             raise _name_taken(path, "a running process")
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -550,13 +550,9 @@ def _is_same_file(fd: int, path: str) -> bool:
     return os.path.samestat(os.fstat(fd), named)
 
 
-def _is_locked(path: str) -> bool:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether a living process owns this entry. Raises OSError: it is gone, or not ours to see."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
@@ -564,6 +560,16 @@ def _is_locked(path: str) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def _is_taken(path: str) -> bool:
+    """Whether a segment of that name cannot be made."""
+    try:
+        return is_locked(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _map(fd: int, directory: str, size: int) -> mmap.mmap:
