@@ -31,8 +31,8 @@ DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384
 """Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``. To
-ask of so many holds the master's loop for a few milliseconds; to put them would for about 80, so
-clients put at most ``kvstore.client.putting.PUT_KEYS_MAX`` at once."""
+ask of so many holds the master's loop for a few milliseconds; to put them would for several times
+as long, so clients put at most ``kvstore.client.putting.PUT_KEYS_MAX`` at once."""
 
 MATCH_KEYS_MAX = 1 << 20
 """Keys in one ``Client.match_prefix``, which asks in several calls where it must: 16 million tokens
