@@ -19,7 +19,6 @@ from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
-    NO_ANSWER,
     CarrierBrokenError,
     Flow,
     JoinAt,
@@ -33,6 +32,7 @@ from kvstore.client.stub_flow import (
     call_flow,
     grpc_failure,
     late,
+    silent,
 )
 from kvstore.errors import (
     ClosedError,
@@ -263,9 +263,7 @@ class AsyncMasterStub:
             return await lane.exchange(call.wire_name, payload, until)
         except TimeoutError:
             if until < deadline:
-                silent = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
-                silent.generation = lane.generation
-                raise silent from None
+                raise silent(lane.generation) from None
             raise late(self._link, call.name) from None
         except CarrierBrokenError as error:
             error.generation = lane.generation

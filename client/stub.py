@@ -23,7 +23,6 @@ from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
-    NO_ANSWER,
     CarrierBrokenError,
     Flow,
     JoinAt,
@@ -38,6 +37,7 @@ from kvstore.client.stub_flow import (
     call_flow,
     grpc_failure,
     late,
+    silent,
 )
 from kvstore.errors import ClosedError, NotLeaderError, PermissionDeniedError, ProtocolError
 from kvstore.etcd.finding import find_leader
@@ -305,9 +305,7 @@ class MasterStub:
         except TimeoutError:
             self._drop(connection)
             if until < deadline:
-                silent = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
-                silent.generation = connection.generation
-                raise silent from None
+                raise silent(connection.generation) from None
             raise late(self._link, call.name) from None
         except BaseException as error:
             self._drop(connection)

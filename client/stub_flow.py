@@ -466,6 +466,14 @@ def late(link: Link, name: str) -> DeadlineExceededError:
     )
 
 
+def silent(generation: int) -> CarrierBrokenError:
+    """The error of a call that one of several masters has not answered for too long, on a
+    connection that was made under this generation of the link."""
+    error = CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
+    error.generation = generation
+    return error
+
+
 def grpc_failure(
     error: grpc.RpcError, link: Link, name: str, *, last: bool
 ) -> KVStoreError | CarrierBrokenError | TokenRefusedError:
