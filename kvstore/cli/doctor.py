@@ -84,13 +84,11 @@ def _checks(
 
     yield "Python", lambda: software.python(IMPORTS_TIMEOUT_S)
     yield "optional", software.optional
-    yield of_host("shared_memory", node.memory)
-    yield of_host("huge_pages")
+    yield of_host("entries", node.memory)
     yield of_host("numa_nodes")
     yield of_host("locked_memory", node.memory)
     yield of_host("open_files")
     yield of_host("clock")
-    yield of_host("left_overs")
     yield of_host("rdma")
     yield (
         "transfer engine",

@@ -29,6 +29,15 @@ RDMA_FILES: Final = Path("/dev/infiniband")
 _IPC_LOCK: Final = 1 << 14
 
 
+def entries(node_memory: int) -> list[Finding]:
+    """All that is asked of ``/dev/shm`` and its like.
+
+    In one check, one after the other: each makes an entry for a moment, and the others would count
+    its pages, or take it for a dead node's.
+    """
+    return [*shared_memory(node_memory), *huge_pages(), *left_overs()]
+
+
 def shared_memory(node_memory: int) -> list[Finding]:
     """``/dev/shm``: there, writable, large enough for a node of ``node_memory`` bytes."""
     subject = "shared memory"
