@@ -190,7 +190,7 @@ def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -
         request = calls.ReportCorrupt(namespace, keys, epochs, counters, uuids)
         yield from ask(request, calls.Dropped)
     except KVStoreError as error:
-        log.warning("corruption_not_reported objects=%d error=%s", objects, error)
+        log.warning("corruption_not_reported objects=%d error=%s", objects, str(error))
 
 
 class _Group(NamedTuple):

@@ -282,7 +282,7 @@ class Renewal:
         return max(0.05, min(lease.seconds_left for lease in self._leases) / 2)
 
     def failed(self, error: Exception) -> None:
-        log.warning("lease_renewal_failed leases=%d error=%s", len(self._leases), error)
+        log.warning("lease_renewal_failed leases=%d error=%s", len(self._leases), str(error))
         for lease in self._leases:
             lease.plan_renewal()
 

@@ -186,7 +186,7 @@ def _put_once(
             # Nobody knows whether it is complete. If it is not, asking once more completes it; if
             # it is, or the master is another, that is refused, and then asking for a new grant
             # finds the object, or writes it again.
-            log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), error)
+            log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), str(error))
     for number, outcome in zip(written, ended.outcomes, strict=True):
         outcomes[granted[number]] = OUTCOMES[outcome]
     if len(context.placements):
@@ -200,7 +200,7 @@ def revoke(epoch: int, tokens: Sequence[int], *, settled: bool) -> Flow[None]:
     try:
         yield from ask(calls.PutRevoke(epoch, tokens, settled), calls.Revoked)
     except KVStoreError as error:
-        log.debug("revoke_failed tokens=%d error=%s", len(tokens), error)
+        log.debug("revoke_failed tokens=%d error=%s", len(tokens), str(error))
 
 
 def allocate(

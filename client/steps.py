@@ -150,7 +150,9 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
     if isinstance(error, SegmentGoneError):
         return  # the node has left or joined anew: the master knows better than we
     if not context.segments.avoided(segment):
-        log.warning("node_failed node=%s address=%s error=%s", segment.node, segment.address, error)
+        log.warning(
+            "node_failed node=%s address=%s error=%s", segment.node, segment.address, str(error)
+        )
     context.segments.failed(segment)
     # A deadline that passed says as much of the deadline as of the node, whose silence the master
     # hears for itself; and another master's numbers name other segments.

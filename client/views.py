@@ -171,7 +171,7 @@ class Views:
                 described = self._ask(segments, patience_s)
                 assert isinstance(described, calls.Segments)
             except KVStoreError as error:
-                log.warning("lease_renewal_failed leases=%d error=%s", len(moved), error)
+                log.warning("lease_renewal_failed leases=%d error=%s", len(moved), str(error))
                 return
             segment = found_at(lease, found, described)
             if segment is not None:
@@ -208,7 +208,7 @@ class Views:
             try:
                 self._ask(calls.PutRevoke(lost.epoch, [lost.token], True), 1.0)
             except KVStoreError as error:
-                log.debug("revoke_failed token=%d error=%s", lost.token, error)
+                log.debug("revoke_failed token=%d error=%s", lost.token, str(error))
 
 
 def _address(value: Value | memoryview) -> int:
