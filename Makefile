@@ -77,15 +77,16 @@ $(VENV)/.torch:
 	$(PIP) torch==2.13.0
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.torch pyproject.toml
+# What is measured must be compiled; elsewhere changed sources run as they are.
+$(VENV)/.bench: $(VENV)/.torch pyproject.toml setup.py $(wildcard master/state/*.py kvstore/native/*.[ch])
 	$(PIP) --editable '.[bench]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) --editable '.[dev,demo]'
 	@touch $@ $(VENV)/.demo $(VENV)/.bench
 

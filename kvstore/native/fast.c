@@ -167,81 +167,34 @@ irregular:
     Py_RETURN_NONE;
 }
 
-static Py_ssize_t slot_of(PyTypeObject *type, const char *name) {
-    PyObject *descriptor = PyObject_GetAttrString((PyObject *)type, name);
-    if (!descriptor)
-        return -1;
-    Py_ssize_t at = -1;
-    if (Py_TYPE(descriptor) == &PyMemberDescr_Type)
-        at = ((PyMemberDescrObject *)descriptor)->d_member->offset;
-    else
-        PyErr_Format(PyExc_TypeError, "%s.%s is no slot", type->tp_name, name);
-    Py_DECREF(descriptor);
-    return at;
-}
-
-#define SLOT(object, at) (*(PyObject **)((char *)(object) + (at)))
-
-static int is_true_attribute(PyObject *object, const char *name) {
-    PyObject *value = PyObject_GetAttrString(object, name);
-    int truth = value ? PyObject_IsTrue(value) : -1;
-    Py_XDECREF(value);
-    return truth;
-}
-
-PyDoc_STRVAR(presence_doc, "presence(shards, mask, data, stride, record, segment)\n"
+PyDoc_STRVAR(get_many_doc, "get_many(shards, mask, data, stride)\n"
                            "See kvstore.native.kinds.Fast.");
 
-/* twin: kvstore.master.state.records.NamespaceTable.presence */
-static PyObject *presence(PyObject *self, PyObject *args) {
+/* twin: kvstore.master.state.records.NamespaceTable.get_many */
+static PyObject *get_many(PyObject *self, PyObject *args) {
     PyObject *shards;
-    PyTypeObject *record_type, *segment_type;
     Py_ssize_t mask, stride;
     Py_buffer data;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O!ny*nO!O!", &PyList_Type, &shards, &mask, &data, &stride, &PyType_Type,
-                          &record_type, &PyType_Type, &segment_type))
+    if (!PyArg_ParseTuple(args, "O!ny*n", &PyList_Type, &shards, &mask, &data, &stride))
         return NULL;
     PyObject *result = NULL;
-    Py_ssize_t segment_at, writer_at, alive_at;
-    if ((segment_at = slot_of(record_type, "segment")) < 0 ||
-        (writer_at = slot_of(record_type, "writer")) < 0 ||
-        (alive_at = slot_of(segment_type, "alive")) < 0)
-        goto done;
-    if (stride < 1 || mask < 0 || mask >= PyList_GET_SIZE(shards)) {
+    if (stride < 1 || mask < 0 || mask >= PyList_GET_SIZE(shards))
         PyErr_SetString(PyExc_ValueError, "no stride, or a mask for more shards");
-        goto done;
-    }
-    Py_ssize_t count = data.len / stride;
-    result = PyBytes_FromStringAndSize(NULL, count);
-    char *out = result ? PyBytes_AS_STRING(result) : NULL;
-    for (Py_ssize_t index = 0; result && index < count; index++) {
+    else
+        result = PyList_New(data.len / stride);
+    for (Py_ssize_t index = 0; result && index < PyList_GET_SIZE(result); index++) {
         PyObject *key = PyBytes_FromStringAndSize((char *)data.buf + index * stride, stride);
         Py_hash_t hash = key ? PyObject_Hash(key) : -1;
         PyObject *shard = PyList_GET_ITEM(shards, (size_t)hash & (size_t)mask);
-        PyObject *record = key && PyDict_CheckExact(shard)
+        PyObject *found = key && PyDict_CheckExact(shard)
             ? _PyDict_GetItem_KnownHash(shard, key, hash) : NULL;
         Py_XDECREF(key);
-        int state = 0;
-        if (record && Py_TYPE(record) == record_type) {
-            PyObject *segment = SLOT(record, segment_at);
-            int complete = 0;
-            if (segment && segment != Py_None)
-                complete = Py_TYPE(segment) == segment_type && SLOT(segment, alive_at) == Py_True
-                    ? 1 : is_true_attribute(record, "complete");
-            if (complete > 0)
-                state = 1;
-            else if (!complete) {
-                int writer = SLOT(record, writer_at) ? PyObject_IsTrue(SLOT(record, writer_at)) : 0;
-                state = writer > 0 ? 2 : 0;
-            }
-        }
         if (PyErr_Occurred())
             Py_CLEAR(result);
         else
-            out[index] = (char)state;
+            PyList_SET_ITEM(result, index, Py_NewRef(found ? found : Py_None));
     }
-done:
     PyBuffer_Release(&data);
     return result;
 }
@@ -351,8 +304,8 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 
 static PyMethodDef METHODS[] = {
     {"exchange", exchange, METH_VARARGS, exchange_doc},
+    {"get_many", get_many, METH_VARARGS, get_many_doc},
     {"pack_keys", pack_keys, METH_O, pack_keys_doc},
-    {"presence", presence, METH_VARARGS, presence_doc},
     {"read_objects", read_objects, METH_VARARGS, read_objects_doc},
     {"write_objects", write_objects, METH_VARARGS, write_objects_doc},
     {"serve", serve, METH_VARARGS, serve_doc},

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
+
+from kvstore.limits import Key
+
+AnyRecord = TypeVar("AnyRecord")
 
 BatchEnd = int
 """How a batch ended that was not carried out whole: ``GONE``, ``LATE`` or ``OUTSIDE``."""
@@ -93,17 +97,10 @@ class Fast(Protocol):
         from 1 to 256, and at least one."""
         ...
 
-    def presence(
-        self,
-        shards: list[dict[bytes, object]],
-        mask: int,
-        data: bytes,
-        stride: int,
-        record: type,
-        segment: type,
-        /,
-    ) -> bytes:
-        """One ``Presence`` per key of ``data``, looked up in ``shards[hash(key) & mask]``."""
+    def get_many(
+        self, shards: list[dict[Key, AnyRecord]], mask: int, data: bytes, stride: int, /
+    ) -> list[AnyRecord | None]:
+        """What stands under each key of ``data``, looked up in ``shards[hash(key) & mask]``."""
         ...
 
     def exchange(

@@ -1,1 +1,5 @@
-"""Every decision of the master. Pure: no clock, thread, socket, log; see ``master_state``."""
+"""The master's state: pure decisions. Compiled where that is possible; see docs/adr/0015."""
+
+from kvstore.native import compiled
+
+compiled.choose(__path__[0])

@@ -544,9 +544,7 @@ class MasterState:
             found = table.get(keys[index])  # making room may have forgotten what was known of it
             record = table.add(keys[index]) if found is None else found
             token += 1
-            put = PendingPut(
-                token, record, extents, extent_bytes(size), size, deadline_ms, request.overwrite
-            )
+            put = PendingPut(token, record, extents, size, deadline_ms, overwrite=request.overwrite)
             record.writer = token
             self._pending.add(put)
             puts.append(put)
@@ -624,12 +622,11 @@ class MasterState:
     ) -> PendingPut:
         self._next_token += 1
         put = PendingPut(
-            token=self._next_token,
-            record=record,
-            extents=extents,
-            length=extent_bytes(size),
-            size=size,
-            deadline_ms=now_ms + self.rules.put_deadline_ms,
+            self._next_token,
+            record,
+            extents,
+            size,
+            now_ms + self.rules.put_deadline_ms,
             overwrite=moves is not None,
             moves=moves,
         )

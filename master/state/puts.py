@@ -20,22 +20,44 @@ from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
 
-@dataclass(slots=True, eq=False)
 class PendingPut:
     """A grant. Its token is the counter of the version that it writes."""
 
-    token: int
-    record: ObjectRecord | None
-    """None: an allocation, which gets its key by ``commit``."""
-    extents: list[Extent]
-    length: int
-    """Bytes of each extent."""
-    size: int
-    """Payload bytes granted."""
-    deadline_ms: int
-    overwrite: bool = False
-    moves: Version | None = None
-    """Of the object whose bytes are copied from elsewhere; it is not the record's writer."""
+    # Made for each object that is put; a dataclass would not be compiled.
+    __slots__ = (
+        "deadline_ms",
+        "extents",
+        "length",
+        "moves",
+        "overwrite",
+        "record",
+        "size",
+        "token",
+    )
+
+    def __init__(
+        self,
+        token: int,
+        record: ObjectRecord | None,
+        extents: list[Extent],
+        size: int,
+        deadline_ms: int,
+        *,
+        overwrite: bool = False,
+        moves: Version | None = None,
+    ) -> None:
+        self.token = token
+        self.record = record
+        """None: an allocation, which gets its key by ``commit``."""
+        self.extents = extents
+        self.length = extent_bytes(size)
+        """Bytes of each extent."""
+        self.size = size
+        """Payload bytes granted."""
+        self.deadline_ms = deadline_ms
+        self.overwrite = overwrite
+        self.moves = moves
+        """Of the object whose bytes are copied from elsewhere; it is not the record's writer."""
 
     def remains(self, epoch: int) -> Remains:
         """What its writer may have left where it was to write."""

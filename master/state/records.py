@@ -11,7 +11,7 @@ what is dropped is gone at once. That is why a record has its namespace's name, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.keys import PackedKeys
@@ -219,6 +219,8 @@ class NamespaceTable:
 
     def get_many(self, keys: Sequence[Key]) -> list[ObjectRecord | None]:
         """``get`` of each."""
+        if fast is not None and isinstance(keys, PackedKeys):
+            return fast.get_many(self.shards, self._mask, keys.data, keys.stride)
         if not self._mask:
             return list(map(self.shards[0].get, keys))
         shards, mask = self.shards, self._mask
@@ -226,19 +228,15 @@ class NamespaceTable:
 
     def presence(self, keys: Sequence[Key]) -> bytes:
         """One ``Presence`` per key."""
-        if fast is not None and isinstance(keys, PackedKeys):
-            return fast.presence(
-                cast("list[dict[bytes, object]]", self.shards), self._mask,
-                keys.data, keys.stride, ObjectRecord, Segment,
-            )  # fmt: skip
         presence = bytearray(len(keys))
-        for index, key in enumerate(keys):
-            record = self.get(key)
+        there, being_written = int(Presence.COMPLETE), int(Presence.BEING_WRITTEN)
+        for index, record in enumerate(self.get_many(keys)):
             if record is not None:
-                if record.complete:
-                    presence[index] = Presence.COMPLETE
+                segment = record.segment
+                if segment is not None and (segment.alive or record.complete):
+                    presence[index] = there
                 elif record.writer:
-                    presence[index] = Presence.BEING_WRITTEN
+                    presence[index] = being_written
         return bytes(presence)
 
     def add(self, key: Key) -> ObjectRecord:

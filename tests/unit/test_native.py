@@ -19,7 +19,7 @@ from kvstore.keys import PackedKeys, packed_keys
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.liveness import Node
-from kvstore.master.state.records import NamespaceTable, ObjectRecord, Segment
+from kvstore.master.state.records import NamespaceTable, Segment
 from kvstore.memory.header import (
     GENERATION_OFFSET,
     HEADER_BYTES,
@@ -225,7 +225,7 @@ def test_keys_packed_as_python_packs_them(compiled: Fast) -> None:
         packed_keys([b"k"] * (BATCH_KEYS_MAX + 1))
 
 
-def test_presence_as_python_finds_it(compiled: Fast) -> None:
+def test_many_keys_as_python_finds_them(compiled: Fast) -> None:
     def segment(number: int) -> Segment:
         offer = SegmentOffer(1 << 20, bytes(16), "", "", bytes(16), 1, 1, True)
         return Segment(number, Node("n", "h", None, 0), offer, LRU(), 0)
@@ -250,10 +250,12 @@ def test_presence_as_python_finds_it(compiled: Fast) -> None:
     assert len(table.shards) > 1
     assert table.presence(keys) == by_key
     assert table.presence(PackedKeys(b"".join(keys), 8)) == by_key
+    assert table.get_many(PackedKeys(b"".join(keys), 8)) == [table.get(key) for key in keys]
+    nothing: list[dict[Key, int]] = [{}]
     with pytest.raises(ValueError, match="mask"):
-        compiled.presence([{}], 1, b"k", 1, ObjectRecord, Segment)
-    with pytest.raises(AttributeError):
-        compiled.presence([{}], 0, b"k", 1, int, Segment)
+        compiled.get_many(nothing, 1, b"k", 1)
+    with pytest.raises(ValueError, match="stride"):
+        compiled.get_many(nothing, 0, b"k", 0)
 
 
 @pytest.fixture

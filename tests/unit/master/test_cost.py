@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -26,9 +27,9 @@ def _chain(count: int) -> list[Key]:
     return [Key(index.to_bytes(4, "big")) for index in range(count)]
 
 
-def _forest(keys: list[Key]) -> Forest:
+def _forest(keys: list[Key], counters: Counter[str] | None = None) -> Forest:
     """All of one chain. They are given no bytes, but remembered as reachable."""
-    forest = Forest()
+    forest = Forest(counters)
     above = None
     for key in keys:
         record = forest.ensure(Namespace("n"), key)
@@ -112,8 +113,11 @@ def test_a_long_chain_is_dropped_without_a_deep_stack_or_a_collector() -> None:
     gc.collect()
     gc.disable()
     try:
-        forest = _forest(_chain(BLOCKS))
-        alive = weakref.ref(forest)
+        counters: Counter[str] = Counter()  # the forest is the last that holds it
+        alive = weakref.ref(counters)
+        forest = _forest(_chain(BLOCKS), counters)
+        del counters
+        assert alive() is not None
         del forest
         assert alive() is None
         assert gc.collect() == 0

@@ -1,0 +1,79 @@
+"""What is compiled: the steps in C, and the master's state by mypyc; all else is in pyproject.toml.
+
+Where there is no compiler, or mypyc fails, kvstore is installed without and works all the same;
+``KVSTORE_NATIVE=0 pip install .`` does not try.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+WANTED = os.environ.get("KVSTORE_NATIVE") != "0"
+STATE = "kvstore/master/state"
+
+MYPY = """
+[mypy]
+ignore_missing_imports = True
+follow_imports = skip
+[mypy-kvstore.calls,kvstore.errors,kvstore.keys,kvstore.limits,kvstore.memory.header]
+follow_imports = normal
+[mypy-kvstore.native.*,kvstore.master.state.*]
+follow_imports = normal
+"""
+"""Of the rest, and of other packages, no types are needed; torch's alone would take a minute."""
+
+STEPS = Extension(
+    "kvstore.native.fast",
+    ["kvstore/native/fast.c"],
+    depends=sorted(str(path) for path in Path("kvstore/native").glob("*.h")),
+    extra_compile_args=["-O3"],
+    optional=True,
+)
+
+
+def compiled_state() -> list[Extension]:
+    compiled = runpy.run_path("kvstore/native/compiled.py")
+    library = compiled["library_name"](STATE)
+    for outdated in Path(STATE).glob("of_*__mypyc*"):
+        if not outdated.name.startswith(library):
+            outdated.unlink()
+    with tempfile.NamedTemporaryFile("w", suffix=".ini") as config:
+        config.write(MYPY)
+        config.flush()
+        try:
+            from mypyc.build import mypycify
+
+            extensions: list[Extension] = mypycify(
+                [f"--config-file={config.name}", *map(str, compiled["modules"](STATE))],
+                group_name=f"{STATE.replace('/', '.')}.{library}",
+                opt_level="2",
+                debug_level="0",
+            )
+        except (ImportError, SystemExit):  # the latter is how mypyc says that it could not
+            traceback.print_exc()
+            sys.stderr.write(f"{STATE} is not compiled, and runs as it is\n")
+            return []
+    for extension in extensions:
+        extension.optional = True
+    return extensions
+
+
+class Build(build_ext):
+    """Runs mypyc once, when something is really built: pip runs this file for less, too."""
+
+    def run(self) -> None:
+        self.distribution.ext_modules = [STEPS, *compiled_state()]
+        self.swig_opts = None  # as it was before: all extensions are looked at once more
+        self.finalize_options()
+        super().run()
+
+
+setup(ext_modules=[STEPS] if WANTED else [], cmdclass={"build_ext": Build})

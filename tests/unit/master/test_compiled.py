@@ -1,0 +1,88 @@
+"""The state compiled by mypyc: that it runs where it should, and does the same as its sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from kvstore.master import state
+from kvstore.native import compiled
+
+ROOT = Path(__file__).parents[3]
+FOLDER = state.__path__[0]
+PROGRAM = "import kvstore.master.state.pool as module; print(module.__file__)"
+
+
+def library_of(folder: str) -> Path:
+    return Path(folder, compiled.library_name(folder) + "__mypyc" + EXTENSION_SUFFIXES[0])
+
+
+def runs(**variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, **variables},
+    )
+    return Path(done.stdout.strip()).suffix
+
+
+@pytest.fixture
+def built() -> None:
+    if not library_of(FOLDER).exists():
+        why = f"the sources in {FOLDER} have changed since they were compiled: pip install -e ."
+        if os.environ.get("CI"):
+            pytest.fail(why)
+        pytest.skip(why)
+
+
+@pytest.mark.usefixtures("built")
+def test_what_is_compiled_runs_unless_it_is_not_wanted() -> None:
+    assert runs() == ".so"
+    assert runs(KVSTORE_NATIVE="0") == ".py"
+
+
+def test_here_the_sources_run() -> None:
+    from kvstore.master.state import pool
+
+    assert Path(pool.__file__).suffix == ".py" or "STATE_COMPILED" in os.environ
+
+
+def test_what_was_compiled_of_other_sources_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, chosen = str(tmp_path), sys.path_importer_cache
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "module.py").write_text("NUMBER = 1\n")
+    assert compiled.modules(folder) == [tmp_path / "module.py"]
+    library_of(folder).touch()
+    compiled.choose(folder)
+    assert folder not in chosen
+    (tmp_path / "module.py").write_text("NUMBER = 2\n")
+    compiled.choose(folder)
+    assert chosen.pop(folder) is not None
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.skipif("STATE_COMPILED" in os.environ, reason="this is what it runs")
+@pytest.mark.timeout(400)
+def test_all_that_is_tested_of_the_sources_holds() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "tests/unit/master", "tests/model"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=390,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "STATE_COMPILED": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-4_000:]
