@@ -22,6 +22,7 @@ from kvstore.client.values import Encoded
 from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError, UnavailableError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
+from kvstore.native.kinds import WriteRow
 from kvstore.transport.base import Move
 
 log = logging.getLogger("kvstore.client")
@@ -134,26 +135,19 @@ def _put_once(
         return outcomes
     segments = yield from describe(context, grants.epoch, grants.segments)
     deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
-    writes: dict[int, ObjectWrites] = {}
-    replicas = grants.replicas
-    epoch, tokens, offsets = grants.epoch, grants.tokens, grants.offsets
-    for number, index in enumerate(granted):
-        key, (descriptor, data, more) = items[index]
-        above = items[index - 1].key if options.chain and index else parent
-        views = [data] if not more and sizes[index] else [e for e in (data, *more) if len(e)]
-        for at in range(number * replicas, (number + 1) * replicas):
-            segment_id = grants.segments[at]
-            transfer = writes.get(segment_id)
-            if transfer is None:
-                if segment_id not in segments:
-                    continue
-                segment = segments[segment_id]
-                transfer = ObjectWrites(segment, options.namespace, deadline)
-                writes[segment_id] = transfer
-            transfer.rows.append((
-                offsets[at], sizes[index], epoch, tokens[number], key, views, above or b"",
-                descriptor,
-            ))  # fmt: skip
+    replicas, segment_ids = grants.replicas, grants.segments
+    writes = {
+        segment_id: ObjectWrites(segments[segment_id], options.namespace, deadline)
+        for segment_id in dict.fromkeys(segment_ids)
+        if segment_id in segments
+    }
+    rows = _rows(items, sizes, granted, parent, options.chain, grants)
+    if len(writes) == 1 == len(set(segment_ids)):
+        next(iter(writes.values())).rows += rows
+    else:
+        for segment_id, row in zip(segment_ids, rows, strict=True):
+            if segment_id in writes:
+                writes[segment_id].rows.append(row)
     errors = (yield list(writes.values())) if writes else []
     assert isinstance(errors, list)
     lost: dict[int, bool] = {}  # segments that failed; whether their moves are settled
@@ -163,11 +157,11 @@ def _put_once(
             if isinstance(error, DeadlineExceededError) and context.clock() >= deadline:
                 context.count("put_deadlines_passed")
             yield from unreachable(context, transfer.segment, error)
-    whole = not lost and len(writes) == len(set(grants.segments))
+    whole = not lost and len(writes) == len(set(segment_ids))
     written = list(range(len(granted))) if whole else []
     for number in () if whole else range(len(granted)):
-        segment_ids = set(grants.segments[number * replicas : (number + 1) * replicas])
-        failed = [each for each in segment_ids if each in lost or each not in writes]
+        its_segments = set(segment_ids[number * replicas : (number + 1) * replicas])
+        failed = [each for each in its_segments if each in lost or each not in writes]
         if failed:
             outcomes[granted[number]] = PutOutcome.REFUSED
             settled = all(lost.get(segment_id, True) for segment_id in failed)
@@ -193,6 +187,38 @@ def _put_once(
         for index in granted:
             context.placements.forget(options.namespace, items[index].key)
     return outcomes
+
+
+def _rows(
+    items: Sequence[Item],
+    sizes: Sequence[int],
+    granted: Sequence[int],
+    parent: Key | None,
+    chain: bool,
+    grants: calls.Grants,
+) -> list[WriteRow]:
+    """One per extent of the items that were granted, in their order."""
+    root, replicas, tokens = parent or b"", grants.replicas, grants.tokens
+    parents = [root, *(key for key, _ in items[:-1])] if chain else [root] * len(items)
+    if replicas > 1 or len(granted) < len(items):
+        each = [index for index in granted for _ in range(replicas)]
+        items, sizes = [items[i] for i in each], [sizes[i] for i in each]
+        parents = [parents[i] for i in each]
+        tokens = [token for token in tokens for _ in range(replicas)]
+    epoch = grants.epoch
+    return [
+        (offset, size, epoch, token, key, _parts(value), above, value.descriptor)
+        for offset, size, token, (key, value), above in zip(
+            grants.offsets, sizes, tokens, items, parents, strict=True
+        )
+    ]
+
+
+def _parts(value: Encoded) -> list[memoryview]:
+    """What is to be written, without what is empty."""
+    if not value.more:
+        return [value.data] if len(value.data) else []
+    return [part for part in (value.data, *value.more) if len(part)]
 
 
 def revoke(epoch: int, tokens: Sequence[int], *, settled: bool) -> Flow[None]:
