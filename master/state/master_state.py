@@ -303,6 +303,7 @@ class MasterState:
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
+        was_stored = int(PutOutcome.STORED)
         replaced: list[Remains] = []
         outdated: list[PendingPut] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
@@ -327,7 +328,7 @@ class MasterState:
             ended.append((put, alive))
             if put.overwrite:
                 mourned += self._graves.mourned(put.record)
-            outcomes[index] = PutOutcome.STORED
+            outcomes[index] = was_stored
         self._give_back(outdated)
         for put, alive in ended:
             used_ms = 0 if put.record is None else put.record.last_used_ms
@@ -501,15 +502,15 @@ class MasterState:
         keys = list(request.keys)
         table = self.forest.table(request.namespace)
         lease_until_ms = now_ms + self.rules.lease_ms
-        outcomes = bytearray(len(keys))
+        outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
         granted: list[int] = []
         known = [None] * len(keys) if table is None else table.get_many(keys)
         for index, found in enumerate(known):
             if found is None:
-                outcomes[index] = PutOutcome.WRITE
                 granted.append(index)
                 continue
-            outcome = outcomes[index] = self._outcome_of(found, request.overwrite)
+            outcome = self._outcome_of(found, request.overwrite)
+            outcomes[index] = outcome
             if outcome is PutOutcome.WRITE:
                 granted.append(index)
             elif outcome is PutOutcome.FOUND:
@@ -532,9 +533,10 @@ class MasterState:
         record: ObjectRecord | None = None
         table = self.forest.ensure_table(request.namespace)
         deadline_ms, token = now_ms + self.rules.put_deadline_ms, self._next_token
+        chain, root, overwrite = request.chain, request.parent, request.overwrite
         self._next_token += len(granted)
         for extents, index, size in zip(taken, granted, sizes, strict=True):
-            parent_key = keys[index - 1] if request.chain and index else request.parent
+            parent_key = keys[index - 1] if chain and index else root
             if parent_key is None:
                 above = None
             elif record is not None and record.key is parent_key:
@@ -544,7 +546,7 @@ class MasterState:
             found = table.get(keys[index])  # making room may have forgotten what was known of it
             record = table.add(keys[index]) if found is None else found
             token += 1
-            put = PendingPut(token, record, extents, size, deadline_ms, overwrite=request.overwrite)
+            put = PendingPut(token, record, extents, size, deadline_ms, overwrite=overwrite)
             record.writer = token
             self._pending.add(put)
             puts.append(put)

@@ -88,7 +88,7 @@ class Pool:
         assert record.segment is None
         assert record.ticket == 0
         record.segment, record.offset = extents[0]
-        record.more = tuple(extents[1:])
+        record.more = tuple(extents[1:]) if len(extents) > 1 else ()
         record.epoch, record.counter = version
         record.last_used_ms = now_ms
         if len(self._sizes) >= _SIZES_MAX:
