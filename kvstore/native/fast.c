@@ -167,6 +167,10 @@ irregular:
     Py_RETURN_NONE;
 }
 
+#if PY_VERSION_HEX < 0x030E0000
+#define Py_HashBuffer(data, size) _Py_HashBytes(data, size) /* what it was called before */
+#endif
+
 PyDoc_STRVAR(get_many_doc, "get_many(shards, mask, data, stride)\n"
                            "See kvstore.native.kinds.Fast.");
 
@@ -183,18 +187,26 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "no stride, or a mask for more shards");
     else
         result = PyList_New(data.len / stride);
-    for (Py_ssize_t index = 0; result && index < PyList_GET_SIZE(result); index++) {
-        PyObject *key = PyBytes_FromStringAndSize((char *)data.buf + index * stride, stride);
-        Py_hash_t hash = key ? PyObject_Hash(key) : -1;
+    /* One object, which nobody else sees, is each key in turn. It is never asked for its own hash. */
+    PyObject *key = result ? PyBytes_FromStringAndSize(NULL, stride) : NULL;
+    if (!key)
+        Py_CLEAR(result);
+    Py_ssize_t count = result ? PyList_GET_SIZE(result) : 0, index = 0;
+    for (; index < count; index++) {
+        memcpy(PyBytes_AS_STRING(key), (char *)data.buf + index * stride, (size_t)stride);
+        Py_hash_t hash = Py_HashBuffer(PyBytes_AS_STRING(key), stride);
         PyObject *shard = PyList_GET_ITEM(shards, (size_t)hash & (size_t)mask);
-        PyObject *found = key && PyDict_CheckExact(shard)
-            ? _PyDict_GetItem_KnownHash(shard, key, hash) : NULL;
-        Py_XDECREF(key);
+        PyObject *found = PyDict_CheckExact(shard) ? _PyDict_GetItem_KnownHash(shard, key, hash) : NULL;
         if (PyErr_Occurred())
-            Py_CLEAR(result);
-        else
-            PyList_SET_ITEM(result, index, Py_NewRef(found ? found : Py_None));
+            break;
+        PyList_SET_ITEM(result, index, found ? found : Py_None);
+        __builtin_prefetch(found, 1); /* to be there when its references are counted, below */
     }
+    for (Py_ssize_t borrowed = 0; borrowed < index; borrowed++)
+        Py_INCREF(PyList_GET_ITEM(result, borrowed));
+    if (index < count)
+        Py_CLEAR(result);
+    Py_XDECREF(key);
     PyBuffer_Release(&data);
     return result;
 }

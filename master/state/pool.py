@@ -18,8 +18,8 @@ from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
-EVICTIONS_PER_STEP = 256
-"""An allocation that must evict more goes on in the next step of the loop: about 5 ms each."""
+EVICTIONS_PER_STEP = 128
+"""An allocation that must evict more goes on in the next step of the loop: 1 to 2 ms each."""
 
 SETTLE_STEPS = 1_000
 """Lost blocks of one chain that are forgotten in one step: 1 to 2 ms."""

@@ -11,7 +11,7 @@ what is dropped is gone at once. That is why a record has its namespace's name, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.keys import PackedKeys
@@ -228,16 +228,7 @@ class NamespaceTable:
 
     def presence(self, keys: Sequence[Key]) -> bytes:
         """One ``Presence`` per key."""
-        presence = bytearray(len(keys))
-        there, being_written = int(Presence.COMPLETE), int(Presence.BEING_WRITTEN)
-        for index, record in enumerate(self.get_many(keys)):
-            if record is not None:
-                segment = record.segment
-                if segment is not None and (segment.alive or record.complete):
-                    presence[index] = there
-                elif record.writer:
-                    presence[index] = being_written
-        return bytes(presence)
+        return bytes([_presence(record) for record in self.get_many(keys)])
 
     def add(self, key: Key) -> ObjectRecord:
         record = self.shards[hash(key) & self._mask][key] = ObjectRecord(self.name, key)
@@ -268,3 +259,16 @@ class NamespaceTable:
         self.shards = [{} for _ in range(TABLE_SHARDS)]
         for key, record in whole.items():
             self.shards[hash(key) & self._mask][key] = record
+
+
+_COMPLETE: Final = int(Presence.COMPLETE)
+_BEING_WRITTEN: Final = int(Presence.BEING_WRITTEN)
+
+
+def _presence(record: ObjectRecord | None) -> int:
+    if record is None:
+        return 0
+    segment = record.segment
+    if segment is not None and (segment.alive or record.complete):
+        return _COMPLETE
+    return _BEING_WRITTEN if record.writer else 0
