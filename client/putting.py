@@ -30,9 +30,9 @@ log = logging.getLogger("kvstore.client")
 ATTEMPTS = 4
 """Grants of one put before it is refused."""
 
-PUT_KEYS_MAX = 2_048
+PUT_KEYS_MAX = 1_024
 """Objects granted in one call. A larger batch is granted in pieces, which it is not worth noticing:
-each holds the master's loop for less than 10 ms, and everybody else's calls are served between."""
+each holds the loop of the master for some 3 ms, and calls of all others are served between."""
 
 OUTCOMES = {int(each): each for each in PutOutcome}
 """By number: calling the enum takes 20 times as long."""
