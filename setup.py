@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import cast
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -51,7 +52,7 @@ def compiled_state() -> list[Extension]:
         try:
             from mypyc.build import mypycify
 
-            extensions: list[Extension] = mypycify(
+            made = mypycify(
                 [f"--config-file={config.name}", *map(str, compiled["modules"](STATE))],
                 group_name=f"{STATE.replace('/', '.')}.{library}",
                 opt_level="2",
@@ -61,6 +62,7 @@ def compiled_state() -> list[Extension]:
             traceback.print_exc()
             sys.stderr.write(f"{STATE} is not compiled, and runs as it is\n")
             return []
+    extensions = cast("list[Extension]", made)
     for extension in extensions:
         extension.optional = True
     return extensions

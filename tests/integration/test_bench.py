@@ -176,3 +176,21 @@ def test_a_page_of_growth(tmp_path: Path) -> None:
     assert "131,072" in (tmp_path / "growth.md").read_text()
     assert len(json.loads((tmp_path / "growth.json").read_text())["chains"]) == 8
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+@roomy
+def test_restarts_lose_nothing() -> None:
+    size, once = ["--memory", "64MiB", "--objects", "1200"], ["--rounds", "1", "--lease-ms", "1000"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.bench.restarts", "--json", *size, *once],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["killed"] for row in rows] == ["master", "node"]
+    for row in rows:
+        assert (row["objects"], row["lost"], row["wrong"]) == (1_200, 0, 0)
+        assert row["first_get_s"] <= row["all_s"] <= row["put_s"]
