@@ -136,18 +136,16 @@ def _put_once(
     segments = yield from describe(context, grants.epoch, grants.segments)
     deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
     replicas, segment_ids = grants.replicas, grants.segments
+    distinct_ids = dict.fromkeys(segment_ids)
     writes = {
         segment_id: ObjectWrites(segments[segment_id], options.namespace, deadline)
-        for segment_id in dict.fromkeys(segment_ids)
+        for segment_id in distinct_ids
         if segment_id in segments
     }
     rows = _rows(items, sizes, granted, parent, options.chain, grants)
-    if len(writes) == 1 == len(set(segment_ids)):
-        next(iter(writes.values())).rows += rows
-    else:
-        for segment_id, row in zip(segment_ids, rows, strict=True):
-            if segment_id in writes:
-                writes[segment_id].rows.append(row)
+    for segment_id, row in zip(segment_ids, rows, strict=True):
+        if segment_id in writes:
+            writes[segment_id].rows.append(row)
     errors = (yield list(writes.values())) if writes else []
     assert isinstance(errors, list)
     lost: dict[int, bool] = {}  # segments that failed; whether their moves are settled
@@ -157,7 +155,7 @@ def _put_once(
             if isinstance(error, DeadlineExceededError) and context.clock() >= deadline:
                 context.count("put_deadlines_passed")
             yield from unreachable(context, transfer.segment, error)
-    whole = not lost and len(writes) == len(set(segment_ids))
+    whole = not lost and len(writes) == len(distinct_ids)
     written = list(range(len(granted))) if whole else []
     for number in () if whole else range(len(granted)):
         its_segments = set(segment_ids[number * replicas : (number + 1) * replicas])

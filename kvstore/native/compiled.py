@@ -20,8 +20,7 @@ from pathlib import Path
 def choose(directory: str) -> None:
     """For the ``__init__`` of such a package: sources are imported instead of what is compiled of
     them if they have changed since, and with ``KVSTORE_NATIVE=0``."""
-    library = library_name(directory) + "__mypyc" + EXTENSION_SUFFIXES[0]
-    if os.environ.get("KVSTORE_NATIVE") == "0" or not Path(directory, library).exists():
+    if os.environ.get("KVSTORE_NATIVE") == "0" or not library(directory).exists():
         prefer_sources(directory)
 
 
@@ -31,9 +30,13 @@ def prefer_sources(directory: str) -> None:
     sys.path_importer_cache[directory] = finder
 
 
+def library(directory: str) -> Path:
+    """What the modules of the directory, as they are now, are compiled into."""
+    return Path(directory, library_name(directory) + "__mypyc" + EXTENSION_SUFFIXES[0])
+
+
 def library_name(directory: str) -> str:
-    """What all modules of the directory are compiled into is named after the sources, so that
-    others are never taken for these."""
+    """mypyc's name of it, made of the sources, so that others are never taken for these."""
     digest = blake2b(digest_size=8)
     for path in modules(directory):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

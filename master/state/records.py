@@ -38,6 +38,11 @@ RESERVE_BYTES_MAX = 64 << 20
 given out, and a put should not have to wait for that."""
 
 
+_ABSENT: Final = int(Presence.ABSENT)
+_COMPLETE: Final = int(Presence.COMPLETE)
+_BEING_WRITTEN: Final = int(Presence.BEING_WRITTEN)
+
+
 class Segment:
     """A mounted segment. ``alive`` ends once, for good; a return is another Segment."""
 
@@ -261,14 +266,10 @@ class NamespaceTable:
             self.shards[hash(key) & self._mask][key] = record
 
 
-_COMPLETE: Final = int(Presence.COMPLETE)
-_BEING_WRITTEN: Final = int(Presence.BEING_WRITTEN)
-
-
 def _presence(record: ObjectRecord | None) -> int:
     if record is None:
-        return 0
+        return _ABSENT
     segment = record.segment
-    if segment is not None and (segment.alive or record.complete):
+    if segment is not None and (segment.alive or record.complete):  # the first says it most often
         return _COMPLETE
-    return _BEING_WRITTEN if record.writer else 0
+    return _BEING_WRITTEN if record.writer else _ABSENT

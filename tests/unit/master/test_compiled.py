@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,6 @@ from kvstore.native import compiled
 ROOT = Path(__file__).parents[3]
 FOLDER = state.__path__[0]
 PROGRAM = "import kvstore.master.state.pool as module; print(module.__file__)"
-
-
-def library_of(folder: str) -> Path:
-    return Path(folder, compiled.library_name(folder) + "__mypyc" + EXTENSION_SUFFIXES[0])
 
 
 def runs(**variables: str) -> str:
@@ -36,7 +31,7 @@ def runs(**variables: str) -> str:
 
 @pytest.fixture
 def built() -> None:
-    if not library_of(FOLDER).exists():
+    if not compiled.library(FOLDER).exists():
         why = f"the sources in {FOLDER} have changed since they were compiled: pip install -e ."
         if os.environ.get("CI"):
             pytest.fail(why)
@@ -63,7 +58,7 @@ def test_what_was_compiled_of_other_sources_does_not_run(
     (tmp_path / "__init__.py").write_text("")
     (tmp_path / "module.py").write_text("NUMBER = 1\n")
     assert compiled.modules(folder) == [tmp_path / "module.py"]
-    library_of(folder).touch()
+    compiled.library(folder).touch()
     compiled.choose(folder)
     assert folder not in chosen
     (tmp_path / "module.py").write_text("NUMBER = 2\n")
