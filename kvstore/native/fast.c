@@ -69,6 +69,7 @@ static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
     int ended = take_rows(batch, rows, &total);
     if (ended)
         return ended;
+    batch->streams = batch->write && total >= STREAM_BYTES;
     threads = threads > THREADS_MAX ? THREADS_MAX : threads;
     if (threads > (Py_ssize_t)batch->row_count)
         threads = (Py_ssize_t)batch->row_count;

@@ -17,6 +17,7 @@ static const uint8_t MAGIC[8] = "KVextnt\x01";
 #define PIECE_BYTES (256 << 10) /* between two looks at the clock and the generation */
 #define UNLOCKED_BYTES (512 << 10) /* from here on the interpreter's lock is given up meanwhile */
 #define THREAD_BYTES (2 << 20) /* a thread costs 20 us to start: not for less than this */
+#define STREAM_BYTES (8 << 20) /* so much is written past the caches, which it would only empty */
 #define THREADS_MAX 16
 
 /* How a batch ended, and what became of a row (kvstore.native says what they mean). */
@@ -66,7 +67,7 @@ typedef struct {
     Py_ssize_t name_size;
     uint64_t generation, seed;
     int64_t deadline_ns;
-    int verify, write;
+    int verify, write, streams;
     Row *rows;
     size_t row_count;
     Part *parts;
@@ -183,9 +184,12 @@ static int write_row(const Batch *batch, Row *row) {
     atomic_thread_fence(memory_order_seq_cst);
     Xxh3 state;
     xxh3_begin(&state, 0);
+    state.streams = batch->streams;
     ended = move_payload(batch, row, place + HEADER_BYTES, &state);
     if (ended)
         return ended;
+    if (state.streams)
+        stream_fence();
     uint8_t head[HEADER_BYTES];
     size_t size;
     pack_header(head, &size, row, batch, xxh3_end(&state));

@@ -133,7 +133,11 @@ typedef struct {
     uint8_t pending[STRIPE];
     uint8_t last[STRIPE];  /* the stripe before `pending` */
     uint8_t first[SHORT_MAX];
+    int streams;           /* copies go around the caches, where the processor can: for what nobody
+                              reads soon. Fence before anybody is told of them. */
 } Xxh3;
+
+enum { HASH = 0, COPY = 1, STREAM = 2 }; /* what is done with a stripe besides hashing it: how */
 
 static void xxh3_begin(Xxh3 *state, uint64_t seed) {
     static const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
@@ -148,6 +152,7 @@ static void xxh3_begin(Xxh3 *state, uint64_t seed) {
     }
     state->seed = seed;
     state->total = state->done = state->held = 0;
+    state->streams = 0;
 }
 
 static inline void scramble(uint64_t *acc, const uint8_t *secret) {
@@ -160,10 +165,11 @@ static inline void scramble(uint64_t *acc, const uint8_t *secret) {
 }
 
 /* One stripe into the lanes. The compiler does not find the widening product by itself, so it is spelled
- * out for the two widths that servers have, and chosen when the module is loaded. `to` NULL: no copy. */
+ * out for the two widths that servers have, and chosen when the module is loaded. To STREAM, `to` is
+ * aligned to a stripe. */
 #define STRIPES(name, attribute, begin, one_stripe, end) \
     attribute static void name(uint64_t *state, const uint8_t *secret, size_t *done, \
-                               uint8_t *to, const uint8_t *from, size_t stripes) { \
+                               uint8_t *to, const uint8_t *from, size_t stripes, int how) { \
         uint64_t acc[8]; \
         size_t at = *done; \
         memcpy(acc, state, sizeof acc); \
@@ -171,12 +177,16 @@ static inline void scramble(uint64_t *acc, const uint8_t *secret) {
             size_t run = STRIPES_PER_BLOCK - at < stripes ? STRIPES_PER_BLOCK - at : stripes; \
             stripes -= run; \
             begin; \
-            if (to) \
-                for (size_t last = at + run; at < last; at++, from += STRIPE, to += STRIPE) \
-                    one_stripe(from, to, secret + 8 * at, 1); \
+            size_t last = at + run; \
+            if (how == STREAM) \
+                for (; at < last; at++, from += STRIPE, to += STRIPE) \
+                    one_stripe(from, to, secret + 8 * at, STREAM); \
+            else if (how == COPY) \
+                for (; at < last; at++, from += STRIPE, to += STRIPE) \
+                    one_stripe(from, to, secret + 8 * at, COPY); \
             else \
-                for (size_t last = at + run; at < last; at++, from += STRIPE) \
-                    one_stripe(from, to, secret + 8 * at, 0); \
+                for (; at < last; at++, from += STRIPE) \
+                    one_stripe(from, to, secret + 8 * at, HASH); \
             end; \
             if (at == STRIPES_PER_BLOCK) { \
                 scramble(acc, secret); \
@@ -187,11 +197,11 @@ static inline void scramble(uint64_t *acc, const uint8_t *secret) {
         memcpy(state, acc, sizeof acc); \
     }
 
-#define PLAIN_STRIPE(from, to, keys, copy) \
+#define PLAIN_STRIPE(from, to, keys, how) \
     do { \
         uint64_t values[8]; \
         memcpy(values, from, STRIPE); \
-        if (copy) \
+        if (how) \
             memcpy(to, values, STRIPE); \
         for (int lane = 0; lane < 8; lane++) { \
             uint64_t key = values[lane] ^ load64((keys) + 8 * lane); \
@@ -200,35 +210,39 @@ static inline void scramble(uint64_t *acc, const uint8_t *secret) {
     } while (0)
 STRIPES(stripes_plain, , (void)0, PLAIN_STRIPE, (void)0)
 
-typedef void Stripes(uint64_t *, const uint8_t *, size_t *, uint8_t *, const uint8_t *, size_t);
+typedef void Stripes(uint64_t *, const uint8_t *, size_t *, uint8_t *, const uint8_t *, size_t, int);
 static Stripes *take_stripes = stripes_plain;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 
-#define HALF_STRIPE(sum, from, to, keys, copy) \
+#define HALF_STRIPE(sum, from, to, keys, how) \
     do { \
         __m256i value = _mm256_loadu_si256((const __m256i *)(from)); \
-        if (copy) \
+        if (how == STREAM) \
+            _mm256_stream_si256((__m256i *)(to), value); \
+        else if (how) \
             _mm256_storeu_si256((__m256i *)(to), value); \
         __m256i key = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)(keys))); \
         __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32)); \
         sum = _mm256_add_epi64(sum, _mm256_add_epi64(product, _mm256_shuffle_epi32(value, 0x4E))); \
     } while (0)
-#define AVX2_STRIPE(from, to, keys, copy) \
+#define AVX2_STRIPE(from, to, keys, how) \
     do { \
-        HALF_STRIPE(low, from, to, keys, copy); \
-        HALF_STRIPE(high, (from) + 32, (to) + 32, (keys) + 32, copy); \
+        HALF_STRIPE(low, from, to, keys, how); \
+        HALF_STRIPE(high, (from) + 32, (to) + 32, (keys) + 32, how); \
     } while (0)
 STRIPES(stripes_avx2, __attribute__((target("avx2"))),
         __m256i low = _mm256_loadu_si256((const __m256i *)acc);
         __m256i high = _mm256_loadu_si256((const __m256i *)(acc + 4)), AVX2_STRIPE,
         _mm256_storeu_si256((__m256i *)acc, low); _mm256_storeu_si256((__m256i *)(acc + 4), high))
 
-#define AVX512_STRIPE(from, to, keys, copy) \
+#define AVX512_STRIPE(from, to, keys, how) \
     do { \
         __m512i value = _mm512_loadu_si512(from); \
-        if (copy) \
+        if (how == STREAM) \
+            _mm512_stream_si512((__m512i *)(to), value); \
+        else if (how) \
             _mm512_storeu_si512(to, value); \
         __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(keys)); \
         __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32)); \
@@ -236,6 +250,10 @@ STRIPES(stripes_avx2, __attribute__((target("avx2"))),
     } while (0)
 STRIPES(stripes_avx512, __attribute__((target("avx512f"))),
         __m512i sum = _mm512_loadu_si512(acc), AVX512_STRIPE, _mm512_storeu_si512(acc, sum))
+
+static inline void stream_fence(void) {
+    _mm_sfence();
+}
 
 static void xxh3_choose(void) {
     __builtin_cpu_init();
@@ -245,6 +263,7 @@ static void xxh3_choose(void) {
         take_stripes = stripes_avx2;
 }
 #else
+static inline void stream_fence(void) {}
 static void xxh3_choose(void) {}
 #endif
 
@@ -267,11 +286,12 @@ static void xxh3_feed(Xxh3 *state, uint8_t *to, const uint8_t *from, size_t size
     size -= taken;
     if (!size)
         return;
-    take_stripes(state->acc, state->secret, &state->done, NULL, state->pending, 1);
+    take_stripes(state->acc, state->secret, &state->done, NULL, state->pending, 1, HASH);
     memcpy(state->last, state->pending, STRIPE);
     size_t stripes = (size - 1) / STRIPE, bytes = stripes * STRIPE;
     if (stripes) {
-        take_stripes(state->acc, state->secret, &state->done, to, from, stripes);
+        int how = !to ? HASH : state->streams && !((uintptr_t)to % STRIPE) ? STREAM : COPY;
+        take_stripes(state->acc, state->secret, &state->done, to, from, stripes, how);
         /* From the copy: what was hashed is what the reader has. */
         memcpy(state->last, (to ? to : from) + bytes - STRIPE, STRIPE);
     }

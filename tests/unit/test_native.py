@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import random
 import socket
 import subprocess
@@ -33,7 +34,7 @@ from kvstore.native import fast, kinds
 from kvstore.native.kinds import Fast, ReadRow, WriteRow
 
 SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
-SIZE = 4 << 20
+SIZE = 16 << 20
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def compiled() -> Fast:
 
 @pytest.fixture
 def memory() -> memoryview:
-    memory = memoryview(bytearray(SIZE))
+    memory = memoryview(mmap.mmap(-1, SIZE))
     memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")[0] = GENERATION
     return memory
 
@@ -93,11 +94,12 @@ def test_xxh3_is_xxh3(compiled: Fast, seed: int) -> None:
         assert compiled.xxh3_64(data, seed) == xxhash.xxh3_64_intdigest(data, seed), size
 
 
+@pytest.mark.parametrize("more", [[], [8 << 20]], ids=["", "streamed"])
 @pytest.mark.parametrize("parts", [1, 2, 7])
 def test_what_is_written_can_be_read_by_both(
-    compiled: Fast, memory: memoryview, parts: int
+    compiled: Fast, memory: memoryview, parts: int, more: list[int]
 ) -> None:
-    sizes = [0, 1, 63, 64, 65, 240, 241, 1_024, 4_096, 300_000, 1 << 20]
+    sizes = [0, 1, 63, 64, 65, 240, 241, 1_024, 4_096, 300_000, 1 << 20, *more]
     writes, reads, targets = rows(sizes, parts)
     assert write(compiled, memory, writes) == 0
     for offset, size, epoch, counter, key, views, parent, descriptor in writes:
