@@ -21,7 +21,7 @@ from kvstore.client.movers import Movers
 from kvstore.client.moving import Moved
 from kvstore.client.objects import headers, is_whole
 from kvstore.client.placements import Placed, Replica
-from kvstore.client.putting import Item, PutOptions
+from kvstore.client.putting import Items, PutOptions
 from kvstore.client.steps import Context, Flow, ask
 from kvstore.client.values import (
     Buffer,
@@ -32,7 +32,7 @@ from kvstore.client.values import (
     array_over,
     decode,
     described_as,
-    encode,
+    encode_all,
     read_descriptor,
     writable,
 )
@@ -92,17 +92,17 @@ class Operations:
         overwrite: bool,
         wait_ms: int | None,
     ) -> Flow[PutOutcome]:
-        encoded = encode(value)
-        item = Item(check_key(key), encoded)
+        items = Items([check_key(key)], *encode_all([value]))
         options = self._options(namespace, parent, False, replicas, overwrite)
-        lease = None if encoded.more else self.views.allocation(encoded.data)
+        parts = items.parts[0]
+        lease = self.views.allocation(parts[0]) if len(parts) == 1 else None
         if lease is not None:
             named, until = yield from self._settle_commit(lease)
             if named is None:
-                return (yield from self._commit(lease, item, options, until))
-            if (named.namespace, named.key) == (options.namespace, item.key):
+                return (yield from self._commit(lease, items, options, until))
+            if (named.namespace, named.key) == (options.namespace, items.keys[0]):
                 return PutOutcome.STORED
-        outcomes = yield from putting.put(self.context, [item], options, self._wait(wait_ms))
+        outcomes = yield from putting.put(self.context, items, options, self._wait(wait_ms))
         return outcomes[0]
 
     def put_many(
@@ -118,7 +118,7 @@ class Operations:
         pairs = list(items)
         keys = check_keys([key for key, _ in pairs], distinct=True)
         options = self._options(namespace, parent, chain, replicas, overwrite)
-        encoded = [Item(key, encode(value)) for key, (_, value) in zip(keys, pairs, strict=True)]
+        encoded = Items(keys, *encode_all([value for _, value in pairs]))
         return (yield from putting.put(self.context, encoded, options, self._wait(wait_ms)))
 
     def put_chain(
@@ -185,7 +185,7 @@ class Operations:
         return None, min(until, self.context.clock() + lease.seconds_left)
 
     def _commit(
-        self, lease: Lease, item: Item, options: PutOptions, until: float
+        self, lease: Lease, item: Items, options: PutOptions, until: float
     ) -> Flow[PutOutcome]:
         """Put what was computed into an allocation."""
         granted = lease.what
@@ -194,7 +194,7 @@ class Operations:
             raise _lost()
         replica = Replica(granted.segment, granted.offset)
         place = (granted.epoch, granted.token, replica)
-        named = Named(options.namespace, item.key, granted.epoch, granted.token)
+        named = Named(options.namespace, item.keys[0], granted.epoch, granted.token)
         try:
             outcome = yield from putting.commit(
                 self.context, item, place, options, until, lease.header

@@ -18,7 +18,6 @@ from kvstore.calls import PutOutcome
 from kvstore.client.objects import ObjectWrites
 from kvstore.client.placements import Replica
 from kvstore.client.steps import Context, Flow, Pause, Transfer, ask, describe, unreachable
-from kvstore.client.values import Encoded
 from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError, UnavailableError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
@@ -40,11 +39,26 @@ OUTCOMES = {int(each): each for each in PutOutcome}
 _WIPE = memoryview(WIPE)
 
 
-class Item(NamedTuple):
-    """One object to write."""
+class Items(NamedTuple):
+    """Objects to write, column by column: a row of Python objects each would cost more than all that
+    is done with them."""
 
-    key: Key
-    value: Encoded
+    keys: Sequence[Key]
+    sizes: Sequence[int]
+    """Payload bytes."""
+    parts: Sequence[list[memoryview]]
+    """Of the payload, in order; none is empty."""
+    descriptors: Sequence[bytes]
+
+    def of(self, rows: Sequence[int]) -> Items:
+        """Some of them."""
+        keys, sizes, parts, descriptors = self
+        return Items(
+            [keys[row] for row in rows],
+            [sizes[row] for row in rows],
+            [parts[row] for row in rows],
+            [descriptors[row] for row in rows],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +71,7 @@ class PutOptions:
 
 
 def put(
-    context: Context, items: Sequence[Item], options: PutOptions, wait_ms: int
+    context: Context, items: Items, options: PutOptions, wait_ms: int
 ) -> Flow[list[PutOutcome]]:
     """Store every item that is not there; one outcome (STORED, FOUND, BEING_WRITTEN) each.
 
@@ -68,14 +82,15 @@ def put(
         PutRefusedError: ATTEMPTS grants came to nothing.
         NoSpaceError, ValueTooLargeError, BusyError, MasterUnreachableError, DeadlineExceededError
     """
-    if not items:
+    keys = items.keys
+    if not keys:
         return []
-    outcomes = [PutOutcome.REFUSED] * len(items)
+    outcomes = [PutOutcome.REFUSED] * len(keys)
     for attempt in range(ATTEMPTS):
         for run in _runs(outcomes, options.chain):
             first = run[0]
-            parent = items[first - 1].key if options.chain and first else options.parent
-            some = items if len(run) == len(items) else [items[i] for i in run]
+            parent = keys[first - 1] if options.chain and first else options.parent
+            some = items if len(run) == len(keys) else items.of(run)
             ended = yield from _put_once(context, some, parent, options, wait_ms)
             for index, outcome in zip(run, ended, strict=True):
                 outcomes[index] = outcome
@@ -84,7 +99,7 @@ def put(
         yield Pause(0.02 * 4**attempt)
     refused = outcomes.count(PutOutcome.REFUSED)
     raise PutRefusedError(
-        f"{refused} of {len(items)} objects were not stored: {ATTEMPTS} grants came to nothing",
+        f"{refused} of {len(keys)} objects were not stored: {ATTEMPTS} grants came to nothing",
         advice="Nodes or masters come and go; try again, or look at: kvstore status",
         refused=refused,
     )
@@ -108,18 +123,17 @@ def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
 
 def _put_once(
     context: Context,
-    items: Sequence[Item],
+    items: Items,
     parent: Key | None,
     options: PutOptions,
     wait_ms: int,
 ) -> Flow[list[PutOutcome]]:
     started = context.clock()
-    sizes = [value.size if value.more else len(value.data) for _, value in items]
     grants = yield from ask(
         calls.PutStart(
             options.namespace,
-            [key for key, _ in items],
-            sizes,
+            items.keys,
+            items.sizes,
             parent,
             options.chain,
             options.replicas,
@@ -130,7 +144,9 @@ def _put_once(
         calls.Grants,
     )
     outcomes = [OUTCOMES[outcome] for outcome in grants.outcomes]
-    granted = [index for index, each in enumerate(outcomes) if each is PutOutcome.WRITE]
+    granted: Sequence[int] = range(len(outcomes))
+    if outcomes.count(PutOutcome.WRITE) < len(outcomes):
+        granted = [index for index, each in enumerate(outcomes) if each is PutOutcome.WRITE]
     if not granted:
         return outcomes
     segments = yield from describe(context, grants.epoch, grants.segments)
@@ -142,10 +158,14 @@ def _put_once(
         for segment_id in distinct_ids
         if segment_id in segments
     }
-    rows = _rows(items, sizes, granted, parent, options.chain, grants)
-    for segment_id, row in zip(segment_ids, rows, strict=True):
-        if segment_id in writes:
-            writes[segment_id].rows.append(row)
+    rows = _rows(items, granted, parent, options.chain, grants)
+    if len(distinct_ids) == 1:
+        for transfer in writes.values():
+            transfer.rows = rows
+    else:
+        for segment_id, row in zip(segment_ids, rows, strict=True):
+            if segment_id in writes:
+                writes[segment_id].rows.append(row)
     errors = (yield list(writes.values())) if writes else []
     assert isinstance(errors, list)
     lost: dict[int, bool] = {}  # segments that failed; whether their moves are settled
@@ -183,13 +203,12 @@ def _put_once(
         outcomes[granted[number]] = OUTCOMES[outcome]
     if len(context.placements):
         for index in granted:
-            context.placements.forget(options.namespace, items[index].key)
+            context.placements.forget(options.namespace, items.keys[index])
     return outcomes
 
 
 def _rows(
-    items: Sequence[Item],
-    sizes: Sequence[int],
+    items: Items,
     granted: Sequence[int],
     parent: Key | None,
     chain: bool,
@@ -197,26 +216,16 @@ def _rows(
 ) -> list[WriteRow]:
     """One per extent of the items that were granted, in their order."""
     root, replicas, tokens = parent or b"", grants.replicas, grants.tokens
-    parents = [root, *(key for key, _ in items[:-1])] if chain else [root] * len(items)
-    if replicas > 1 or len(granted) < len(items):
+    count = len(items.keys)
+    parents = [root, *items.keys[:-1]] if chain else [root] * count
+    if replicas > 1 or len(granted) < count:
         each = [index for index in granted for _ in range(replicas)]
-        items, sizes = [items[i] for i in each], [sizes[i] for i in each]
-        parents = [parents[i] for i in each]
+        items, parents = items.of(each), [parents[index] for index in each]
         tokens = [token for token in tokens for _ in range(replicas)]
-    epoch = grants.epoch
-    return [
-        (offset, size, epoch, token, key, _parts(value), above, value.descriptor)
-        for offset, size, token, (key, value), above in zip(
-            grants.offsets, sizes, tokens, items, parents, strict=True
-        )
-    ]
-
-
-def _parts(value: Encoded) -> list[memoryview]:
-    """What is to be written, without what is empty."""
-    if not value.more:
-        return [value.data] if len(value.data) else []
-    return [part for part in (value.data, *value.more) if len(part)]
+    keys, sizes, parts, descriptors = items
+    epochs = [grants.epoch] * len(keys)
+    columns = grants.offsets, sizes, epochs, tokens, keys, parts, parents, descriptors
+    return list(zip(*columns, strict=True))
 
 
 def revoke(epoch: int, tokens: Sequence[int], *, settled: bool) -> Flow[None]:
@@ -254,7 +263,7 @@ def allocate(
 
 def commit(
     context: Context,
-    item: Item,
+    item: Items,
     granted: tuple[int, int, Replica],
     options: PutOptions,
     deadline: float,
@@ -263,6 +272,7 @@ def commit(
     """Name an allocation whose payload stands in its place already; no payload byte moves.
 
     Args:
+        item: one, in one part.
         granted: epoch, token and place of the allocation.
         deadline: until when it is ours.
         written: the header that an earlier commit of it has written, or empty; becomes this one's.
@@ -270,10 +280,11 @@ def commit(
             made may have been removed, and wiped.
     """
     epoch, token, (segment, offset) = granted
+    (key,), (size,), ((data,),), (descriptor,) = item
     head = bytearray(HEADER_BYTES)
     header = Header(
-        options.namespace, item.key, options.parent, len(item.value.data), epoch, token,
-        xxh3_64(item.value.data).intdigest(), item.value.descriptor,
+        options.namespace, key, options.parent, size, epoch, token,
+        xxh3_64(data).intdigest(), descriptor,
     )  # fmt: skip
     pack_into(head, header, segment.seed, offset)
     if head != written:
@@ -286,10 +297,9 @@ def commit(
         written[:] = head
     committed = yield from ask(
         calls.Commit(
-            epoch, token, options.namespace, item.key, options.parent,
-            len(item.value.data), options.overwrite,
+            epoch, token, options.namespace, key, options.parent, size, options.overwrite
         ),
         calls.Committed,
     )  # fmt: skip
-    context.placements.forget(options.namespace, item.key)
+    context.placements.forget(options.namespace, key)
     return PutOutcome(committed.outcome)

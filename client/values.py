@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union
@@ -59,12 +59,44 @@ class Encoded(NamedTuple):
     """What follows it, of a gather list."""
 
     @property
-    def size(self) -> int:
-        """In bytes."""
-        return len(self.data) + (sum(map(len, self.more)) if self.more else 0)
+    def parts(self) -> list[memoryview]:
+        """All of it, without what is empty."""
+        return [part for part in (self.data, *self.more) if len(part)]
+
+
+class Columns(NamedTuple):
+    """Values as bytes, a row each: as ``Encoded``, with a fourth of its cost for many."""
+
+    sizes: list[int]
+    """In bytes."""
+    parts: list[list[memoryview]]
+    descriptors: list[bytes]
 
 
 # --- values to bytes ---------------------------------------------------------------------------
+
+_UINT8 = np.dtype(np.uint8)
+
+
+def encode_all(values: Iterable[Storable]) -> Columns:
+    """Raises as ``encode``."""
+    sizes: list[int] = []
+    parts: list[list[memoryview]] = []
+    descriptors: list[bytes] = []
+    for value in values:
+        if type(value) is np.ndarray and value.dtype is _UINT8:  # what engines have: no detours
+            data = memoryview(value)  # type: ignore[arg-type]
+            size = len(data) if data.ndim == 1 and data.c_contiguous else 0
+            if size:
+                sizes.append(size)
+                parts.append([data])
+                descriptors.append(_flat_array(size))
+                continue
+        encoded = encode(value)
+        parts.append(encoded.parts)
+        sizes.append(sum(map(len, parts[-1])))
+        descriptors.append(encoded.descriptor)
+    return Columns(sizes, parts, descriptors)
 
 
 def encode(value: Storable) -> Encoded:
@@ -76,15 +108,6 @@ def encode(value: Storable) -> Encoded:
     Raises:
         UnsupportedValueError: a type, layout or dtype whose bytes mean nothing elsewhere.
     """
-    if (  # what engines and benchmarks have: no detours
-        type(value) is np.ndarray
-        and value.dtype == np.uint8
-        and value.ndim == 1
-        and value.size
-        and value.flags.c_contiguous
-    ):
-        data = memoryview(value)  # type: ignore[arg-type]
-        return Encoded(_describe("numpy", "uint8", value.shape), data)
     torch = _torch_of(value)
     if torch is not None:
         return _encode_tensor(torch, value)  # type: ignore[arg-type]
@@ -214,6 +237,11 @@ def _describe(kind: Kind, dtype: str, shape: tuple[int, ...]) -> bytes:
             advice="Reshape the tensor to fewer dimensions.",
         )
     return descriptor
+
+
+@lru_cache(maxsize=4096)
+def _flat_array(size: int) -> bytes:
+    return _describe("numpy", "uint8", (size,))
 
 
 @lru_cache(maxsize=256)

@@ -108,13 +108,17 @@ def check_keys(
 
 
 def _whole_keys(keys: Sequence[object]) -> list[Key]:
-    """``keys`` if all of them are right as they are, found out without a Python step per key (0.1
+    """``keys`` as bytes if all of them are right, found out without a Python step per key (0.1
     instead of 0.7 ms for 8,192); else none."""
-    if set(map(type, keys)) != {bytes}:
+    types = set(map(type, keys))
+    if types == {bytes}:
+        whole = list(cast("Sequence[Key]", keys))
+    elif types == {str}:
+        whole = cast("list[Key]", list(map(str.encode, cast("Sequence[str]", keys))))
+    else:
         return []
-    whole = cast("Sequence[Key]", keys)
     sizes = set(map(len, whole))
-    return list(whole) if 0 < min(sizes) and max(sizes) <= KEY_BYTES_MAX else []
+    return whole if 0 < min(sizes) and max(sizes) <= KEY_BYTES_MAX else []
 
 
 def check_namespace(namespace: str) -> Namespace:

@@ -11,9 +11,9 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client import putting
 from kvstore.client.placements import PlacementCache, SegmentTable
-from kvstore.client.putting import Item, PutOptions
+from kvstore.client.putting import Items, PutOptions
 from kvstore.client.steps import Ask, Context
-from kvstore.client.values import encode
+from kvstore.client.values import encode_all
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Later, Send
 from kvstore.master.state.liveness import LivenessRules
@@ -104,8 +104,8 @@ def test_4_a_grant_of_one_master_is_not_written_where_the_next_one_says() -> Non
         placements=PlacementCache(0, lambda: 0.0), lease_margin_s=0.1, verify_payload=True,
         counters={},
     )  # fmt: skip
-    item = Item(Key(b"k"), encode(b"value"))
-    flow = putting.put(context, [item], PutOptions(namespace=A), 0)
+    items = Items([Key(b"k")], *encode_all([b"value"]))
+    flow = putting.put(context, items, PutOptions(namespace=A), 0)
     assert isinstance(next(flow), Ask)
     step = flow.send(calls.Grants(1, 6_000, bytes([PutOutcome.WRITE]), 1, [1], [1], [4096]))
     assert isinstance(step, Ask)

@@ -21,7 +21,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES, WIPE, unpack
-from tests.unit.client.world import EPOCH, A, B, C, D, N, World, grants, item
+from tests.unit.client.world import EPOCH, A, B, C, D, N, World, grants, items
 
 WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED = PutOutcome
 
@@ -31,8 +31,8 @@ UNSETTLED = NodeUnreachableError("reset", settled=0)
 
 
 def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
-    items = [item(key, b"payload of " + key) for key in keys]
-    return world.run(putting.put(world.context, items, options, 100))
+    pairs = ((key, b"payload of " + key) for key in keys)
+    return world.run(putting.put(world.context, items(*pairs), options, 100))
 
 
 def test_what_is_there_or_being_written_is_not_written() -> None:
@@ -229,7 +229,9 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     written = bytearray()
 
     def commit(data: bytes) -> None:
-        flow = putting.commit(world.context, item(A, data), place, OPTIONS, world.now + 3, written)
+        flow = putting.commit(
+            world.context, items((A, data)), place, OPTIONS, world.now + 3, written
+        )
         assert world.run(flow) is STORED
 
     commit(payload.tobytes())

@@ -9,8 +9,8 @@ from xxhash import xxh3_64_intdigest
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client import putting
-from kvstore.client.putting import ATTEMPTS, Item, PutOptions, put
-from kvstore.client.values import Value, encode
+from kvstore.client.putting import ATTEMPTS, Items, PutOptions, put
+from kvstore.client.values import Value, encode, encode_all
 from kvstore.errors import (
     MasterUnreachableError,
     NodeUnreachableError,
@@ -19,20 +19,18 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES, unpack
-from tests.unit.client.world import World, grants
+from tests.unit.client.world import World, grants, items
 
 WRITE, FOUND, BUSY = PutOutcome.WRITE, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN
 STORED, REFUSED = PutOutcome.STORED, PutOutcome.REFUSED
 AT = SUPERBLOCK_BYTES
 
 
-def items(*keys: bytes) -> list[Item]:
-    return [Item(Key(key), encode(b"payload of " + key)) for key in keys]
-
-
 def store(world: World, *keys: bytes, **options: object) -> list[PutOutcome]:
     chosen = PutOptions(namespace=Namespace("default"), **options)  # type: ignore[arg-type]
-    return world.run(put(world.context, items(*keys), chosen, 100))
+    return world.run(
+        put(world.context, items(*((Key(key), b"payload of " + key) for key in keys)), chosen, 100)
+    )
 
 
 def ended(world: World, *replies: list[int]) -> None:
@@ -149,7 +147,7 @@ def test_an_empty_payload_has_a_header_and_nothing_else() -> None:
     world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     ended(world, [STORED])
     options = PutOptions(namespace=Namespace("default"))
-    outcome = world.run(put(world.context, [Item(Key(b"e"), encode(b""))], options, 0))
+    outcome = world.run(put(world.context, items((Key(b"e"), b"")), options, 0))
     header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
     assert outcome == [STORED]
     assert header is not None
@@ -185,9 +183,9 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
     world.answers[calls.PutEnd] = calls.PutEnded([STORED])
     first = np.arange(3, dtype=np.int16)
     parts: list[Value] = [first, b"", b"xyz", b"0123"]
-    item = Item(Key(b"a"), encode(parts))
+    one = Items([Key(b"a")], *encode_all([parts]))
     options = PutOptions(namespace=Namespace("default"))
-    assert world.run(put(world.context, [item], options, 0)) == [STORED]
+    assert world.run(put(world.context, one, options, 0)) == [STORED]
     (transfer,) = world.moved
     assert [len(move.buffer) for move in transfer.moves] == [64, 6, 3, 4, 1024]
     whole = first.tobytes() + b"xyz0123"
@@ -198,4 +196,5 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
 
 
 def test_an_empty_gather_list_is_an_empty_value() -> None:
-    assert encode([]).size == 0
+    assert encode([]).parts == []
+    assert encode_all([[]]).sizes == [0]

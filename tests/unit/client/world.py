@@ -14,9 +14,9 @@ from xxhash import xxh3_64_intdigest
 from kvstore import calls
 from kvstore.calls import Placements, PutOutcome, SegmentInfo
 from kvstore.client.placements import PlacementCache, SegmentTable
-from kvstore.client.putting import Item
+from kvstore.client.putting import Items
 from kvstore.client.steps import Ask, Context, Flow, Pause, Transfer
-from kvstore.client.values import encode
+from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, pack_into
@@ -36,8 +36,8 @@ def segment(number: int, *, node: str = "", generation: int = 1) -> SegmentInfo:
     )  # fmt: skip
 
 
-def item(key: Key, value: bytes) -> Item:
-    return Item(key, encode(value))
+def items(*pairs: tuple[Key, bytes]) -> Items:
+    return Items([key for key, _ in pairs], *encode_all(value for _, value in pairs))
 
 
 def found(
