@@ -34,6 +34,8 @@ log = logging.getLogger("kvstore.master")
 GC_S: Final = 1.0
 """How often the survivors of the young generations are moved out of the collector's sight."""
 
+_NEVER: Final = 1 << 30
+
 STOP_GRACE_S: Final = 1.0
 """What calls under way get when the process is asked to stop."""
 
@@ -250,10 +252,13 @@ def _greet(config: MasterConfig, endpoints: Endpoints) -> None:
 async def _keep_collector_out() -> None:
     """Records are in no reference cycles, so looking at them is wasted: with a million of them a
     full collection stops the loop for half a second (measured). So every second the young are
-    collected and what survives is frozen. What leaks are cycles that die after that: connections'
-    cycles are broken by hand, the rest is small."""
+    collected and what survives is frozen, and there is no full collection in between: under many
+    puts there would be several, of 10 ms each. What leaks are cycles that die after that:
+    connections' cycles are broken by hand, the rest is small."""
     gc.collect()
     gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, _NEVER)
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             await asyncio.sleep(GC_S)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice
-from operator import attrgetter
 from typing import Protocol
 
-from sortedcontainers import SortedKeyList
-
+from kvstore.master.state.order import TicketOrder
 from kvstore.master.state.records import ObjectRecord
 
 
@@ -85,8 +83,8 @@ class LRU:
     __slots__ = ("_order", "_parked", "_sequence", "unfinished")
 
     def __init__(self) -> None:
-        self._order: SortedKeyList[ObjectRecord, int] = SortedKeyList(key=attrgetter("ticket"))
-        self._parked: SortedKeyList[ObjectRecord, int] = SortedKeyList(key=attrgetter("ticket"))
+        self._order = TicketOrder()
+        self._parked = TicketOrder()
         self._sequence = 0
         self.unfinished = False
 
@@ -108,12 +106,13 @@ class LRU:
         order, parked = self._order, self._parked
         self.unfinished = False
         for _ in range(_MOVES_PER_PEEK):
-            if parked and _parked_until_ms(parked[0]) <= now_ms:
-                self._put_back(parked[0], now_ms)
+            waiting = parked.first()
+            if waiting is not None and _parked_until_ms(waiting) <= now_ms:
+                self._put_back(waiting, now_ms)
                 continue
-            if not order:
+            record = order.first()
+            if record is None:
                 return None
-            record = order[0]
             ticket = record.ticket
             if record.lease_until_ms <= now_ms and (
                 ticket & 1 or ticket >> _SEQUENCE_BITS > record.last_used_ms
@@ -124,7 +123,8 @@ class LRU:
         return None
 
     def next_lease_end_ms(self) -> int | None:
-        return _parked_until_ms(self._parked[0]) if self._parked else None
+        first = self._parked.first()
+        return None if first is None else _parked_until_ms(first)
 
     def __len__(self) -> int:
         return len(self._order) + len(self._parked)
@@ -133,14 +133,13 @@ class LRU:
         return chain(self._order, self._parked)
 
     def after(self, ticket: int, count: int) -> list[ObjectRecord]:
-        further = chain(
-            self._order.irange_key(ticket + 1, None), self._parked.irange_key(ticket + 1, None)
-        )
-        return list(islice(further, count))
+        return list(islice(chain(self._order.after(ticket), self._parked.after(ticket)), count))
 
     def check_invariants(self) -> None:
         tickets = [record.ticket for record in self]
         assert tickets == sorted(set(tickets)), "tickets out of order or twice"
+        self._order.check_invariants()
+        self._parked.check_invariants()
         assert 0 not in tickets
         assert len(self._order) == sum(ticket < _PARKED for ticket in tickets)
 

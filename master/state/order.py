@@ -1,0 +1,102 @@
+"""Records in the order of their tickets."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+from kvstore.master.state.records import ObjectRecord
+
+RUN_MAX = 1_024
+"""Records in one list: what is taken out of its middle, or put there, moves 8 KiB at most."""
+
+
+class TicketOrder:
+    """Lists of records one behind the other, each sorted; no two tickets are equal, and each stays
+    as it is while its record is in here.
+
+    In place of a ``SortedKeyList``, whose steps are Python and stay so where this is compiled:
+    nearly all tickets are later than all others, and that takes 0.05 and not 0.46 microseconds. A
+    list that got short is not joined with the next: there are as many as ``RUN_MAX``-ths of what
+    was ever added behind the oldest record, and a search among them is logarithmic.
+    """
+
+    __slots__ = ("_count", "_lasts", "_runs")
+
+    def __init__(self) -> None:
+        self._runs: list[list[ObjectRecord]] = []
+        self._lasts: list[int] = []
+        """The last ticket of each."""
+        self._count = 0
+
+    def add(self, record: ObjectRecord) -> None:
+        """O(1) for the latest ticket, else O(log n)."""
+        ticket, runs, lasts = record.ticket, self._runs, self._lasts
+        self._count += 1
+        if not lasts or ticket > lasts[-1]:
+            if lasts and len(runs[-1]) < RUN_MAX:
+                runs[-1].append(record)
+                lasts[-1] = ticket
+            else:
+                runs.append([record])
+                lasts.append(ticket)
+            return
+        at = bisect_left(lasts, ticket)
+        run = runs[at]
+        run.insert(_place(run, ticket), record)
+        if len(run) > RUN_MAX:
+            later = run[RUN_MAX // 2 :]
+            del run[RUN_MAX // 2 :]
+            runs.insert(at + 1, later)
+            lasts.insert(at, run[-1].ticket)
+
+    def remove(self, record: ObjectRecord) -> None:
+        """One that is in here. O(log n)."""
+        ticket, runs, lasts = record.ticket, self._runs, self._lasts
+        at = bisect_left(lasts, ticket)
+        run = runs[at]
+        place = _place(run, ticket)
+        assert run[place] is record, "it is not in this order"
+        del run[place]
+        self._count -= 1
+        if not run:
+            del runs[at]
+            del lasts[at]
+        elif place == len(run):
+            lasts[at] = run[-1].ticket
+
+    def first(self) -> ObjectRecord | None:
+        return self._runs[0][0] if self._runs else None
+
+    def after(self, ticket: int) -> Iterator[ObjectRecord]:
+        """Those with later tickets, while nothing is added or removed."""
+        at = bisect_right(self._lasts, ticket)
+        for number in range(at, len(self._runs)):
+            run = self._runs[number]
+            for place in range(_place(run, ticket + 1) if number == at else 0, len(run)):
+                yield run[place]
+
+    def __iter__(self) -> Iterator[ObjectRecord]:
+        return self.after(-1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def check_invariants(self) -> None:
+        tickets = [record.ticket for record in self]
+        assert len(tickets) == self._count
+        assert tickets == sorted(set(tickets))
+        assert self._lasts == [run[-1].ticket for run in self._runs]
+        assert all(0 < len(run) <= RUN_MAX for run in self._runs)
+
+
+def _place(run: list[ObjectRecord], ticket: int) -> int:
+    """Of the first that is not earlier."""
+    low, high = 0, len(run)
+    while low < high:
+        middle = (low + high) >> 1
+        if run[middle].ticket < ticket:
+            low = middle + 1
+        else:
+            high = middle
+    return low
