@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,32 +34,35 @@ ATTEMPTS = 4
 """Lookups of one get before it is a miss."""
 
 
-@dataclass(slots=True)
 class Target:
     """One object to read: which, and where its payload goes."""
 
-    key: Key
-    views: list[memoryview] | None = None
-    """Caller's memory, filled in order; None: memory is made once the size is known."""
-    dtype: str = ""
-    """What the caller's memory expects; "": raw bytes."""
-    descriptor: bytes | None = None
-    """Of what was read; None: a miss."""
-    placed: Placed | None = None
-    """Where it was read."""
-    data: Bytes1D | None = None
-    """What was read, where the memory was made here."""
-    room: Bytes1D | None = None
-    """That memory."""
-    bad: list[Bad] = field(default_factory=list)
-    """Reads, under a lease that lived, that brought other bytes."""
+    __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
+
+    def __init__(self, key: Key, views: list[memoryview] | None = None, dtype: str = "") -> None:
+        self.key = key
+        self.views = views
+        """Caller's memory, filled in order; None: memory is made once the size is known."""
+        self.dtype = dtype
+        """What the caller's memory expects; "": raw bytes."""
+        self.descriptor: bytes | None = None
+        """Of what was read; None: a miss."""
+        self.placed: Placed | None = None
+        """Where it was read."""
+        self.data: Bytes1D | None = None
+        """What was read, where the memory was made here."""
+        self.room: Bytes1D | None = None
+        """That memory."""
+        self.bad: Sequence[Bad] = ()
+        """Reads, under a lease that lived, that brought other bytes."""
 
     def make_room(self, size: int) -> list[memoryview]:
         """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
-        if self.views is not None:
-            if len(self.views) == 1 and len(self.views[0]) == size:
-                return self.views
-            return _exactly(self.views, size, self.key)
+        views = self.views
+        if views is not None:
+            if len(views) == 1 and len(views[0]) == size:
+                return views
+            return _exactly(views, size, self.key)
         self.room = np.empty(size, np.uint8)
         return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
 
@@ -117,9 +119,10 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         groups: dict[int, _Group] = {}
         for target, known in zip(todo, placed, strict=True):
             if known is not None:
+                replica = known.replicas[0]
                 if target.bad:
                     target.bad = confirmed(target.bad, known)
-                replica = in_order(known, target.bad)[0]
+                    replica = in_order(known, target.bad)[0]
                 segment, offset = replica
                 group = groups.get(id(segment))
                 if group is None:
@@ -221,7 +224,7 @@ def _finish(context: Context, group: _Group) -> list[Target]:
                 context.count("stale_reads")
             else:
                 mismatch(context, reads.namespace, target.key, replica)
-            target.bad.append(Bad(target.key, known, replica))
+            target.bad = [*target.bad, Bad(target.key, known, replica)]
         again.append(target)
     return again
 

@@ -135,10 +135,10 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     Raises:
         BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
     """
-    if type(buffers) is np.ndarray and buffers.dtype == np.uint8 and buffers.ndim == 1:
-        flags = buffers.flags
-        if flags.c_contiguous and flags.writeable and buffers.size:
-            return [memoryview(buffers)], ""  # type: ignore[arg-type]  # no detours
+    if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
+        data = memoryview(buffers)  # type: ignore[arg-type]
+        if data.ndim == 1 and data.c_contiguous and not data.readonly and len(data):
+            return [data], ""
     views: list[memoryview] = []
     dtypes: set[str] = set()
     several = isinstance(buffers, list | tuple)
