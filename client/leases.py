@@ -89,6 +89,20 @@ What = Named | Granted | Unneeded
 class Lease:
     """The promise that some memory of the pool keeps its bytes. Any thread may look at it."""
 
+    __slots__ = (
+        "_clock",
+        "_kept",
+        "_mounted",
+        "_until",
+        "header",
+        "holders",
+        "place",
+        "renew_at",
+        "size",
+        "unanswered",
+        "what",
+    )
+
     def __init__(
         self,
         held: What,

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, SegmentInfo
@@ -279,13 +278,12 @@ class Operations:
                     bad[index] = getting.confirmed(bad[index], known)
                 for replica in getting.in_order(known, bad.get(index, ())):
                     segment, offset = replica
-                    if self.movers.maps(segment):
-                        looks = here.get(id(segment))
-                        if looks is None:
-                            looks = here[id(segment)] = _Looks(segment, [], [])
-                        looks.rows.append((
-                            offset, known.size, known.epoch, known.counter, keys[index], None
-                        ))  # fmt: skip
+                    looks = here.get(id(segment))
+                    if looks is None and self.movers.maps(segment):
+                        looks = here[id(segment)] = _Looks(segment, [], [])
+                    if looks is not None:
+                        size, epoch, counter, _, _ = known
+                        looks.rows.append((offset, size, epoch, counter, keys[index], None))
                         looks.of.append((index, known, replica))
                         break
                 else:
@@ -338,26 +336,36 @@ class Operations:
                     getting.mismatch(context, namespace, Key(row[4]), of[at][2])
                     found[at] = CORRUPT
         base = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        read_only = memory.toreadonly()
         stale: list[int] = []
         held: list[Watched] = []
         now = context.clock()
         for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
+            offset, size, epoch, counter, key, _ = row
             if now >= placed.until:
                 stale.append(index)
                 continue
             if not isinstance(descriptor, bytes):
                 if descriptor == STALE:
                     context.count("stale_reads")
-                bad.setdefault(index, []).append(Bad(Key(row[4]), placed, replica))
+                bad.setdefault(index, []).append(Bad(Key(key), placed, replica))
                 stale.append(index)
                 continue
-            offset = row[0] + HEADER_BYTES
-            array = array_over(descriptor, kind, memory, offset, placed.size)
-            views[index] = _view_of(descriptor, array, kind)
-            if placed.size:
-                named = Named(namespace, Key(row[4]), placed.epoch, placed.counter)
-                place = Place(segment.uuid, row[0])
-                held.append(Watched(array, base + offset, named, placed.until, place))
+            at = offset + HEADER_BYTES
+            wanted = kind or read_descriptor(descriptor).kind
+            # torch takes no array that is read-only
+            array = array_over(
+                descriptor, kind, memory if wanted == "torch" else read_only, at, size
+            )
+            if wanted == "numpy":
+                views[index] = array
+            elif wanted == "bytes":
+                views[index] = memoryview(array)  # type: ignore[arg-type]
+            else:
+                views[index] = decode(descriptor, cast("Bytes1D", array), kind)
+            if size:
+                named = Named(namespace, Key(key), epoch, counter)
+                held.append((array, base + at, named, placed.until, Place(segment.uuid, offset)))
         self.views.add_many(held, mounted)
         return stale
 
@@ -452,13 +460,3 @@ def _lost() -> ReservationLostError:
 def _array(memory: memoryview) -> Bytes1D:
     """A new array over this memory; ``np.frombuffer`` refuses to be empty."""
     return np.frombuffer(memory, np.uint8) if memory.nbytes else np.empty(0, np.uint8)
-
-
-def _view_of(descriptor: bytes, array: NDArray[np.generic], kind: Kind | None) -> View:
-    wanted = kind or read_descriptor(descriptor).kind
-    if wanted == "bytes":
-        return memoryview(array).toreadonly()  # type: ignore[arg-type]
-    if wanted == "numpy":
-        array.flags.writeable = False
-        return array
-    return decode(descriptor, cast("Bytes1D", array), kind)

@@ -40,8 +40,8 @@ _WIPE = memoryview(WIPE)
 
 
 class Items(NamedTuple):
-    """Objects to write, column by column: a row of Python objects each would cost more than all that
-    is done with them."""
+    """Objects to write, column by column: a Python object for each would cost more than all that is
+    done with it."""
 
     keys: Sequence[Key]
     sizes: Sequence[int]

@@ -137,7 +137,7 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     """
     if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
         data = memoryview(buffers)  # type: ignore[arg-type]
-        if data.ndim == 1 and data.c_contiguous and not data.readonly and len(data):
+        if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
             return [data], ""
     views: list[memoryview] = []
     dtypes: set[str] = set()

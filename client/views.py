@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +33,8 @@ Ask = Callable[[calls.Request, float], calls.Reply]
 """The request and the seconds it may take; raises KVStoreError."""
 
 
-class Watched(NamedTuple):
-    """An array to watch; see ``Views.add``."""
-
-    array: NDArray[np.generic]
-    address: int
-    """Of its first byte."""
-    held: Named | Granted
-    until: float
-    place: Place | None
+Watched = tuple[NDArray[np.generic], int, Named | Granted, float, Place | None]
+"""An array to watch, with the address of its first byte, and the rest of ``Views.add``."""
 
 
 class _Watch(weakref.ref["NDArray[np.generic]"]):
@@ -99,7 +92,7 @@ class Views:
             mounted: whether the segment under it is mounted as it was.
             place: of the object; then it is found again when its segment was mounted anew.
         """
-        (lease,) = self.add_many([Watched(array, array.ctypes.data, held, until, place)], mounted)
+        (lease,) = self.add_many([(array, array.ctypes.data, held, until, place)], mounted)
         return lease
 
     def add_many(
