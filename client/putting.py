@@ -29,9 +29,9 @@ log = logging.getLogger("kvstore.client")
 ATTEMPTS = 4
 """Grants of one put before it is refused."""
 
-PUT_KEYS_MAX = 1_024
+PUT_KEYS_MAX = 512
 """Objects granted in one call. A larger batch is granted in pieces, which it is not worth noticing:
-each holds the loop of the master for some 3 ms, and calls of all others are served between."""
+each holds the loop of the master for 1 to 2 ms, and calls of all others are served between."""
 
 OUTCOMES = {int(each): each for each in PutOutcome}
 """By number: calling the enum takes 20 times as long."""

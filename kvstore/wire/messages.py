@@ -36,6 +36,7 @@ from kvstore.limits import (
 from kvstore.v1 import admin_pb2, client_pb2, common_pb2
 from kvstore.wire.packed import (
     COLUMN_ROWS_MAX,
+    encode_with_keys,
     pack_column,
     pack_engine,
     pack_keys,
@@ -251,8 +252,7 @@ def _decode_joined(data: bytes) -> calls.Joined:
 
 def _encode_match_prefix(r: calls.MatchPrefix) -> bytes:
     m = client_pb2.MatchPrefixRequest(namespaces=r.namespaces, placements=r.placements)
-    pack_keys(m.keys, r.keys)
-    return m.SerializeToString()
+    return encode_with_keys(m, r.keys)
 
 
 def _decode_match_prefix(data: bytes) -> calls.MatchPrefix:
@@ -293,8 +293,7 @@ def _decode_matched(data: bytes) -> calls.Matched:
 
 def _encode_lookup(r: calls.Lookup) -> bytes:
     m = client_pb2.LookupRequest(namespace=r.namespace)
-    pack_keys(m.keys, r.keys)
-    return m.SerializeToString()
+    return encode_with_keys(m, r.keys)
 
 
 def _decode_lookup(data: bytes) -> calls.Lookup:
@@ -315,8 +314,7 @@ def _decode_found(data: bytes) -> calls.Found:
 
 def _encode_exists(r: calls.Exists) -> bytes:
     m = client_pb2.ExistsRequest(namespace=r.namespace)
-    pack_keys(m.keys, r.keys)
-    return m.SerializeToString()
+    return encode_with_keys(m, r.keys)
 
 
 def _decode_exists(data: bytes) -> calls.Exists:
@@ -510,8 +508,7 @@ def _decode_renewed(data: bytes) -> calls.Renewed:
 
 def _encode_remove(r: calls.Remove) -> bytes:
     m = client_pb2.RemoveRequest(namespace=r.namespace)
-    pack_keys(m.keys, r.keys)
-    return m.SerializeToString()
+    return encode_with_keys(m, r.keys)
 
 
 def _decode_remove(data: bytes) -> calls.Remove:

@@ -10,7 +10,9 @@ import itertools
 import re
 import struct
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
+
+from google.protobuf.descriptor import Descriptor
 
 from kvstore.calls import EngineAddress
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError, InvalidKeyError
@@ -24,8 +26,22 @@ COLUMN_ROWS_MAX = BATCH_KEYS_MAX * REPLICAS_MAX
 TEXT_BYTES_MAX = 255
 """Names of clients, hosts and nodes, addresses: what a log line or a file name can hold."""
 
+_APPENDED_BYTES = 16 << 10
+"""From here on keys are worth a field of their own."""
+
 _SHM_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
 """No slash and no leading dot: the peer opens ``/dev/shm/<name>``."""
+
+
+class WithKeys(Protocol):
+    """A message with a field ``keys``, of a number below 16."""
+
+    DESCRIPTOR: Descriptor
+
+    @property
+    def keys(self) -> common_pb2.Keys: ...
+
+    def SerializeToString(self) -> bytes: ...  # noqa: N802
 
 
 def pack_keys(target: common_pb2.Keys, keys: Sequence[Key]) -> None:
@@ -48,6 +64,39 @@ def pack_keys(target: common_pb2.Keys, keys: Sequence[Key]) -> None:
             target.size = sizes.pop()
         else:
             target.sizes.extend(map(len, keys))
+
+
+def encode_with_keys(message: WithKeys, keys: Sequence[Key]) -> bytes:
+    """The bytes of ``message`` with ``keys`` in its field of that name.
+
+    Many keys are put behind the rest, in a second appearance of the field, which a reader merges
+    with the first (protobuf's encoding guide, "Last One Wins"). Setting and serializing would copy
+    them twice more, into pages that are touched for the first time: 275 us for 8,192 keys of 29
+    bytes, 7 this way.
+
+    Raises:
+        As ``pack_keys``.
+    """
+    if not isinstance(keys, PackedKeys) or len(keys.data) < _APPENDED_BYTES:
+        pack_keys(message.keys, keys)
+        return message.SerializeToString()
+    if len(keys) > BATCH_KEYS_MAX:
+        raise _too_large(len(keys))
+    message.keys.size = keys.stride
+    head = _head_of(common_pb2.Keys.DESCRIPTOR.fields_by_name["data"].number, len(keys.data))
+    field = message.DESCRIPTOR.fields_by_name["keys"].number
+    outer = _head_of(field, len(head) + len(keys.data))
+    return b"".join((message.SerializeToString(), outer, head, keys.data))
+
+
+def _head_of(field: int, length: int) -> bytes:
+    """What stands before a field of ``length`` bytes: its number, its kind and that length."""
+    written = bytearray([field << 3 | 2])
+    while length > 0x7F:
+        written.append(length & 0x7F | 0x80)
+        length >>= 7
+    written.append(length)
+    return bytes(written)
 
 
 def unpack_keys(packed: common_pb2.Keys, *, distinct: bool = False) -> Sequence[Key]:

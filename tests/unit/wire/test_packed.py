@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Sequence
 
@@ -9,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidArgumentError
+from kvstore import calls
+from kvstore.errors import BatchTooLargeError, InvalidArgumentError
 from kvstore.keys import PackedKeys
-from kvstore.limits import Key
-from kvstore.v1 import common_pb2
-from kvstore.wire.packed import pack_column, unpack_column, unpack_text
+from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
+from kvstore.v1 import client_pb2, common_pb2
+from kvstore.wire.messages import CALLS, decode_request
+from kvstore.wire.packed import (
+    encode_with_keys,
+    pack_column,
+    pack_keys,
+    unpack_column,
+    unpack_text,
+)
 from tests.wire_values import U64
 
 
@@ -43,6 +52,24 @@ def test_packed_keys_are_a_sequence(keys: list[bytes], data: st.DataObject) -> N
 def test_an_index_beyond_the_keys_is_an_index_error(index: int) -> None:
     with pytest.raises(IndexError):
         PackedKeys(b"abc", 1)[index]
+
+
+@pytest.mark.parametrize("size", [1, 29, 256])
+@pytest.mark.parametrize("count", [1, 127, 4_500, BATCH_KEYS_MAX])
+def test_many_keys_put_behind_a_message_are_read_as_part_of_it(size: int, count: int) -> None:
+    data = random.Random(size).randbytes(size * count)
+    keys = PackedKeys(data, size)
+    whole = client_pb2.ExistsRequest(namespace="n")
+    pack_keys(whole.keys, keys)
+    encoded = encode_with_keys(client_pb2.ExistsRequest(namespace="n"), keys)
+    assert client_pb2.ExistsRequest.FromString(encoded) == whole
+    assert decode_request(CALLS[calls.Exists], encoded) == calls.Exists(Namespace("n"), keys)
+
+
+def test_no_more_keys_than_a_batch_has_are_put_behind_a_message() -> None:
+    keys = PackedKeys(bytes(2 * (BATCH_KEYS_MAX + 1)), 2)
+    with pytest.raises(BatchTooLargeError):
+        encode_with_keys(client_pb2.ExistsRequest(), keys)
 
 
 @given(values=st.lists(U64, max_size=40) | U64.map(lambda value: [value] * 9))
