@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
 import numpy as np
@@ -364,8 +365,9 @@ class Operations:
             else:
                 views[index] = decode(descriptor, cast("Bytes1D", array), kind)
             if size:
-                named = Named(namespace, Key(key), epoch, counter)
-                held.append((array, base + at, named, placed.until, Place(segment.uuid, offset)))
+                named = _NAMED((namespace, key, epoch, counter))
+                place = _PLACE((segment.uuid, offset))
+                held.append((array, base + at, named, placed.until, place))
         self.views.add_many(held, mounted)
         return stale
 
@@ -440,6 +442,11 @@ class Operations:
 
 
 LIST_PAGE = 1_000
+
+
+_NAMED: Callable[[object], Named] = partial(tuple.__new__, Named)
+_PLACE: Callable[[object], Place] = partial(tuple.__new__, Place)
+"""As ``kvstore.client.placements`` makes its own."""
 
 
 class _Looks(NamedTuple):
