@@ -444,8 +444,8 @@ class Operations:
 LIST_PAGE = 1_000
 
 
-_NAMED: Callable[[object], Named] = partial(tuple.__new__, Named)
-_PLACE: Callable[[object], Place] = partial(tuple.__new__, Place)
+_NAMED: Callable[[Iterable[object]], Named] = partial(tuple.__new__, Named)
+_PLACE: Callable[[Iterable[object]], Place] = partial(tuple.__new__, Place)
 """As ``kvstore.client.placements`` makes its own."""
 
 

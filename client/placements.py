@@ -8,7 +8,7 @@ less a margin: no two clocks are ever compared, and a promise never looks longer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple
@@ -38,8 +38,8 @@ class Placed(NamedTuple):
     """``time.monotonic()`` at which the promise ends for us."""
 
 
-_REPLICA: Callable[[object], Replica] = partial(tuple.__new__, Replica)
-_PLACED: Callable[[object], Placed] = partial(tuple.__new__, Placed)
+_REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
+_PLACED: Callable[[Iterable[object]], Placed] = partial(tuple.__new__, Placed)
 """Of a tuple of their fields; half of what a call with the fields costs."""
 
 
