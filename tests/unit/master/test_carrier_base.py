@@ -1,0 +1,59 @@
+"""The wrapper around every call, whoever carries it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvstore import calls
+from kvstore.errors import NoSpaceError
+from kvstore.limits import Key, Namespace
+from kvstore.master.carrier_base import Dispatcher
+from kvstore.wire.messages import CALLS, encode_request
+
+
+class Waits:
+    """A service whose replies come later."""
+
+    def __init__(self) -> None:
+        self.replies: list[asyncio.Future[calls.Reply]] = []
+
+    def call(self, request: calls.Request) -> asyncio.Future[calls.Reply]:
+        del request
+        self.replies.append(asyncio.get_running_loop().create_future())
+        return self.replies[-1]
+
+    def node_session(
+        self, incoming: AsyncIterator[calls.NodeMessage]
+    ) -> AsyncIterator[calls.MasterMessage]:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def _collector_off() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_collector_off")
+def test_a_refusal_that_had_to_wait_is_gone_with_its_last_user() -> None:
+    """What has waited for a second is frozen: a cycle of it would never be collected."""
+
+    async def refuse() -> weakref.ref[NoSpaceError]:
+        service = Waits()
+        request = calls.Exists(Namespace("n"), [Key(b"k")])
+        task = Dispatcher(service).dispatch(CALLS[calls.Exists], encode_request(request))
+        assert isinstance(task, asyncio.Task)
+        await asyncio.sleep(0)
+        service.replies.pop().set_exception(NoSpaceError("full", missing_bytes=1))
+        await asyncio.wait([task])
+        error = task.exception()
+        assert isinstance(error, NoSpaceError)
+        return weakref.ref(error)
+
+    assert asyncio.run(refuse())() is None
