@@ -194,7 +194,11 @@ class _Connection(asyncio.BufferedProtocol):
         waiting, self._waiting = self._waiting, {}
         for task in waiting.values():
             task.cancel()
-        self._transport = None  # breaks the cycle with the transport
+        transport, self._transport = self._transport, None  # breaks the cycle with the transport
+        if transport is not None:
+            # And the one that asyncio's own leaves behind, of a transport and its bound method.
+            # What is as old as a connection is out of the collector's sight.
+            vars(transport).pop("_read_ready_cb", None)
 
     # --- frames --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The wrapper around every call, whoever carries it."""
+"""What is over leaves nothing behind that only the collector of cycles would find."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvstore import calls
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.carrier_base import Dispatcher
+from kvstore.master.lane import LaneServer, _Connection
 from kvstore.wire.messages import CALLS, encode_request
 
 
@@ -57,3 +58,28 @@ def test_a_refusal_that_had_to_wait_is_gone_with_its_last_user() -> None:
         return weakref.ref(error)
 
     assert asyncio.run(refuse())() is None
+
+
+def ends_of(connection: _Connection) -> list[weakref.ref[object]]:
+    return [weakref.ref(connection), weakref.ref(connection._transport)]
+
+
+@pytest.mark.usefixtures("_collector_off")
+def test_a_connection_that_has_ended_is_gone_with_its_transport() -> None:
+    async def come_and_go() -> list[weakref.ref[object]]:
+        server = LaneServer(Dispatcher(Waits()), b"t" * 16)
+        await server.bind("127.0.0.1", 0, unix=False)
+        await server.start()
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        async with asyncio.timeout(5):
+            while not server.connections:
+                await asyncio.sleep(0)
+            ends = [end for each in server.connections for end in ends_of(each)]
+            writer.close()
+            while server.connections:
+                await asyncio.sleep(0)
+        await writer.wait_closed()
+        await server.stop()
+        return ends
+
+    assert [end() for end in asyncio.run(come_and_go())] == [None, None]
