@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
 import numpy as np
@@ -365,8 +364,8 @@ class Operations:
             else:
                 views[index] = decode(descriptor, cast("Bytes1D", array), kind)
             if size:
-                named = _NAMED((namespace, key, epoch, counter))
-                place = _PLACE((segment.uuid, offset))
+                named = Named(namespace, Key(key), epoch, counter)
+                place = Place(segment.uuid, offset)
                 held.append((array, base + at, named, placed.until, place))
         self.views.add_many(held, mounted)
         return stale
@@ -442,11 +441,6 @@ class Operations:
 
 
 LIST_PAGE = 1_000
-
-
-_NAMED: Callable[[Iterable[object]], Named] = partial(tuple.__new__, Named)
-_PLACE: Callable[[Iterable[object]], Place] = partial(tuple.__new__, Place)
-"""As ``kvstore.client.placements`` makes its own."""
 
 
 class _Looks(NamedTuple):

@@ -16,7 +16,7 @@ class TicketOrder:
     as it is while its record is in here.
 
     In place of a ``SortedKeyList``, whose steps are Python and stay so where this is compiled:
-    nearly all tickets are later than all others, and that takes 0.05 and not 0.46 microseconds. A
+    nearly all tickets are later than all others, which saves 0.3 of its 0.46 microseconds. A
     list that got short is not joined with the next: there are as many as ``RUN_MAX``-ths of what
     was ever added behind the oldest record, and a search among them is logarithmic.
     """
