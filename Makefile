@@ -5,28 +5,45 @@ VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
 SEEDS ?=
+SEED ?=
+SECONDS ?=
+JOBS ?= 3
 
 BIN := $(VENV)/bin
+# Most tests wait most of their time, so more of them run at once than there are cores.
+BESIDE = --numprocesses $(JOBS) --dist worksteal
+# Engines compute.
+ENGINE_JOBS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm sim check demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
+.PHONY: help test test-vllm test-containers sim soak mutants check demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
+	@echo "  JOBS=1 runs the tests one after the other, ARGS=--random-order in another order each time."
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is handed to the command,"
 	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
 
 test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
-	$(BIN)/python -m pytest --durations=15 --durations-min=1 $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --durations=15 --durations-min=1 $(ARGS)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
-	$(BIN)/python -m pytest tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
+
+test-containers: $(VENV)/.dev ## Run the tests in containers (needs root and Debian's docker.io)
+	$(BIN)/python -m pytest tests/containers $(ARGS)
 
 sim: $(VENV)/.dev ## Look for bugs in a simulated cluster, until stopped (SEEDS=200: so many)
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
+
+soak: $(VENV)/.dev ## Break a store of real processes while a checker watches (SECONDS=120 SEED=7)
+	$(BIN)/python -m tests.soak --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+mutants: $(VENV)/.dev ## Plant small faults, and say which of them the tests do not notice (ARGS='-k lease')
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code
 	$(BIN)/ruff check .

@@ -1,1 +1,1 @@
-"""The client: what a program calls. See ``kvstore.client.sync`` and ``kvstore.client.aio``."""
+"""The client, a program's interface to the store. See ``kvstore.client.sync`` and ``aio``."""

@@ -1,38 +1,40 @@
 """``AsyncClient``: the verbs of ``Client`` for an event loop.
 
-The same flows, driven by awaiting: questions go over one multiplexed connection in the loop, bytes
-move in a few threads, so that the loop never waits for a copy. What each verb does, takes and
-raises is documented at ``Client``.
+It awaits the same flows. Calls to the master share one multiplexed connection in the loop; a few
+threads move bytes, so that the loop never waits for a copy. ``Client`` documents each verb.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
+from kvstore.client import forks
 from kvstore.client.aio_stub import AsyncMasterStub
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
 from kvstore.client.moving import Moved
-from kvstore.client.operations import AnyKey, DType, View
+from kvstore.client.operations import AnyKey, DType, View, seconds
 from kvstore.client.session import ClientStats, Session, read_config
-from kvstore.client.steps import Ask, Flow, Pause
+from kvstore.client.steps import Ask, Flow, Pause, Transfer
 from kvstore.client.stub import MasterStub
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
+from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
+from kvstore.transport.stopping import Stop
 
 ResultT = TypeVar("ResultT")
 
 MOVES_AT_ONCE = 4
-"""Threads that move bytes: so many copies keep any memory bus busy."""
+"""Threads that move bytes: this many parallel copies use up the memory bandwidth."""
 
 
 class AsyncClient:
@@ -41,8 +43,11 @@ class AsyncClient:
         async with AsyncClient("127.0.0.1:50001") as client:
             await client.put("greeting", tensor)
 
-    A call that is cancelled stops at its next step, and what it was granted lapses at its deadline;
-    a copy that is under way goes on to its end first.
+    A cancelled call ends when its transfer has been cut short, which takes milliseconds (if the
+    transfer engine moves registered memory: when that transfer has ended). After that the client
+    touches no byte of the caller's memory. The grant of a cancelled put lapses at its deadline.
+
+    After a fork the child can use the client in an event loop of its own; see ``Client``.
     """
 
     def __init__(
@@ -53,23 +58,41 @@ class AsyncClient:
         config: ClientConfig | None = None,
         **settings: object,
     ) -> None:
-        """As ``Client``. Blocks only with ``memory``, until that has joined."""
+        """As ``Client``. Blocks only with ``memory``, until the contributed node has joined."""
         self.config = read_config(master, memory, config, settings)
         self._timeout_s = self.config.timeout_ms / 1000
-        self._session = Session(self.config, self._ask_within)
-        host, name = self._session.host, self._session.name
-        lane = self.config.lane
-        self._stub = AsyncMasterStub(self.config.master, host=host, name=name, lane=lane)
-        # Leases are renewed by a thread: a loop may be busy.
-        self._renewing = MasterStub(self.config.master, host=host, name=name, lane=lane, spin_us=0)
-        self._threads = ThreadPoolExecutor(MOVES_AT_ONCE, "kvstore-aio")
+        self._session = Session(self.config, self._ask_within, self._connect_renewing)
+        self._connect()
         self._operations = self._session.operations
         self._closed = False
+        forks.watch(self)
         try:
             self._session.contribute(self._renewing.join)
         except BaseException:
             self._close_threads()
             raise
+
+    def _connect(self) -> None:
+        master, lane, cluster = self.config.master, self.config.lane, self.config.cluster
+        host, name = self._session.host, self._session.name
+        self._stub = AsyncMasterStub(master, host=host, name=name, lane=lane, cluster=cluster)
+        # Leases are renewed by a thread: a loop may be busy.
+        self._renewing = MasterStub(
+            master, host=host, name=name, lane=lane, cluster=cluster, spin_us=0
+        )
+        self._threads = ThreadPoolExecutor(MOVES_AT_ONCE, "kvstore-aio")
+
+    def _begin_anew(self) -> None:
+        """Called automatically in the child of a fork; see ``Client``."""
+        self._stub.abandon()
+        self._renewing.abandon()
+        self._session.begin_anew()
+        forks.keep(self._threads)
+        self._connect()
+
+    def _give_up(self) -> None:
+        """Refuse all calls, without closing anything."""
+        self._closed = True
 
     @classmethod
     async def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
@@ -95,10 +118,14 @@ class AsyncClient:
         replicas: int | None = None,
         overwrite: bool = False,
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> PutOutcome:
         """As ``Client.put``. ``value`` must not change until this returns."""
         return await self._run(
-            self._operations.put(key, value, namespace, parent, replicas, overwrite, wait_ms)
+            self._operations.put(
+                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms
+            ),
+            timeout_ms,
         )
 
     async def put_many(
@@ -110,10 +137,14 @@ class AsyncClient:
         replicas: int | None = None,
         overwrite: bool = False,
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """As ``Client.put_many``."""
         return await self._run(
-            self._operations.put_many(items, namespace, parent, False, replicas, overwrite, wait_ms)
+            self._operations.put_many(
+                items, namespace, parent, False, replicas, overwrite, wait_ms, timeout_ms
+            ),
+            timeout_ms,
         )
 
     async def put_chain(
@@ -125,10 +156,14 @@ class AsyncClient:
         parent: AnyKey | None = None,
         replicas: int | None = None,
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """As ``Client.put_chain``."""
         return await self._run(
-            self._operations.put_chain(keys, values, namespace, parent, replicas, wait_ms)
+            self._operations.put_chain(
+                keys, values, namespace, parent, replicas, wait_ms, timeout_ms
+            ),
+            timeout_ms,
         )
 
     async def allocate(
@@ -138,9 +173,12 @@ class AsyncClient:
         *,
         kind: Literal["torch", "numpy"] = "torch",
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> Value:
         """As ``Client.allocate``."""
-        return await self._run(self._operations.allocate(shape, dtype, kind, wait_ms))
+        return await self._run(
+            self._operations.allocate(shape, dtype, kind, wait_ms, timeout_ms), timeout_ms
+        )
 
     # --- getting ------------------------------------------------------------------------------
 
@@ -151,9 +189,13 @@ class AsyncClient:
         namespace: str | None = None,
         copy: bool = True,
         kind: Kind | None = None,
+        timeout_ms: int | None = None,
     ) -> View | None:
         """As ``Client.get``."""
-        return (await self._run(self._operations.get_many([key], namespace, copy, kind)))[0]
+        found = await self._run(
+            self._operations.get_many([key], namespace, copy, kind, timeout_ms), timeout_ms
+        )
+        return found[0]
 
     async def get_many(
         self,
@@ -162,9 +204,12 @@ class AsyncClient:
         namespace: str | None = None,
         copy: bool = True,
         kind: Kind | None = None,
+        timeout_ms: int | None = None,
     ) -> list[View | None]:
         """As ``Client.get_many``."""
-        return await self._run(self._operations.get_many(keys, namespace, copy, kind))
+        return await self._run(
+            self._operations.get_many(keys, namespace, copy, kind, timeout_ms), timeout_ms
+        )
 
     async def get_into(
         self,
@@ -172,10 +217,12 @@ class AsyncClient:
         buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
         *,
         namespace: str | None = None,
+        timeout_ms: int | None = None,
     ) -> list[bool]:
-        """As ``Client.get_into``. After a cancellation the buffers may still be written to for as
-        long as one copy takes."""
-        return await self._run(self._operations.get_into(keys, buffers, namespace))
+        """As ``Client.get_into``. After a cancellation the buffers' contents are undefined."""
+        return await self._run(
+            self._operations.get_into(keys, buffers, namespace, timeout_ms), timeout_ms
+        )
 
     async def register(self, buffer: Buffer) -> None:
         """As ``Client.register``."""
@@ -191,45 +238,59 @@ class AsyncClient:
 
     # --- asking -------------------------------------------------------------------------------
 
-    async def match_prefix(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> int:
+    async def match_prefix(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> int:
         """As ``Client.match_prefix``."""
-        return (await self._run(self._operations.match_prefix(keys, [namespace])))[0].matched
+        found = await self._run(self._operations.match_prefix(keys, [namespace]), timeout_ms)
+        return found[0].matched
 
     async def match_prefixes(
-        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]
+        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[int]:
         """As ``Client.match_prefixes``."""
-        return [match.matched for match in await self.matches(keys, namespaces=namespaces)]
+        return [
+            match.matched
+            for match in await self.matches(keys, namespaces=namespaces, timeout_ms=timeout_ms)
+        ]
 
-    async def matches(self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]) -> list[Match]:
+    async def matches(
+        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
+    ) -> list[Match]:
         """As ``Client.matches``."""
-        return await self._run(self._operations.match_prefix(keys, namespaces))
+        return await self._run(self._operations.match_prefix(keys, namespaces), timeout_ms)
 
-    async def exists(self, key: AnyKey, *, namespace: str | None = None) -> bool:
+    async def exists(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> bool:
         """As ``Client.exists``."""
-        return (await self._run(self._operations.exists([key], namespace)))[0]
+        return (await self._run(self._operations.exists([key], namespace), timeout_ms))[0]
 
     async def exists_many(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
         """As ``Client.exists_many``."""
-        return await self._run(self._operations.exists(keys, namespace))
+        return await self._run(self._operations.exists(keys, namespace), timeout_ms)
 
-    async def stat(self, key: AnyKey, *, namespace: str | None = None) -> ObjectStat | None:
+    async def stat(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> ObjectStat | None:
         """As ``Client.stat``."""
-        return await self._run(self._operations.stat(key, namespace))
+        return await self._run(self._operations.stat(key, namespace), timeout_ms)
 
-    async def status(self) -> calls.ClusterStatus:
+    async def status(self, *, timeout_ms: int | None = None) -> calls.ClusterStatus:
         """As ``Client.status``."""
-        return await self._run(self._operations.status())
+        return await self._run(self._operations.status(), timeout_ms)
 
     async def list_objects(
-        self, *, namespace: str = "", prefix: bytes = b""
+        self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> AsyncIterator[calls.ObjectRow]:
         """As ``Client.list_objects``."""
         cursor = 0
         while True:
-            page = await self._run(self._operations.list_page(namespace, prefix, cursor))
+            page = await self._run(
+                self._operations.list_page(namespace, prefix, cursor), timeout_ms
+            )
             for row in page.objects:
                 yield row
             cursor = page.next_cursor
@@ -242,26 +303,29 @@ class AsyncClient:
 
     # --- removing -----------------------------------------------------------------------------
 
-    async def remove(self, key: AnyKey, *, namespace: str | None = None) -> bool:
+    async def remove(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> bool:
         """As ``Client.remove``."""
-        return (await self._run(self._operations.remove([key], namespace)))[0]
+        return (await self._run(self._operations.remove([key], namespace), timeout_ms))[0]
 
     async def remove_many(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
         """As ``Client.remove_many``."""
-        return await self._run(self._operations.remove(keys, namespace))
+        return await self._run(self._operations.remove(keys, namespace), timeout_ms)
 
     async def clear(
         self,
         namespace: str | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
+        timeout_ms: int | None = None,
     ) -> int:
         """As ``Client.clear``."""
         removed = 0
         while True:
-            cleared = await self._run(self._operations.clear_some(namespace))
+            cleared = await self._run(self._operations.clear_some(namespace), timeout_ms)
             removed += cleared.removed
             if progress is not None:
                 progress(removed, cleared.remaining)
@@ -270,13 +334,22 @@ class AsyncClient:
 
     # --- draining -----------------------------------------------------------------------------
 
-    async def drain(self, node: str, *, undo: bool = False, leave: bool = False) -> calls.Drained:
+    async def drain(
+        self, node: str, *, undo: bool = False, leave: bool = False, timeout_ms: int | None = None
+    ) -> calls.Drained:
         """As ``Client.drain``."""
-        return await self._run(self._operations.drain(node, undo, leave))
+        return await self._run(self._operations.drain(node, undo, leave), timeout_ms)
 
-    async def move_some(self, node: str, cursor: int = 0) -> Moved:
+    async def move_some(
+        self,
+        node: str,
+        cursor: int = 0,
+        *,
+        repair: bool = False,
+        timeout_ms: int | None = None,
+    ) -> Moved:
         """As ``Client.move_some``."""
-        return await self._run(self._operations.move_some(node, cursor))
+        return await self._run(self._operations.move_some(node, cursor, repair), timeout_ms)
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -303,19 +376,20 @@ class AsyncClient:
         return f"<AsyncClient of {self.config.master}{', closed' if self._closed else ''}>"
 
     def _close_threads(self) -> None:
-        self._session.views.close()
+        self._session.views.stop_renewing()
         self._renewing.close()
+        self._session.views.close()
         self._threads.shutdown(wait=True)
         self._session.close()
 
     # --- driving flows ------------------------------------------------------------------------
 
-    async def _run(self, flow: Flow[ResultT]) -> ResultT:
-        """Do what the flow says, step by step, until it returns or the time is over."""
+    async def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
+        """Carries out the flow's steps until it returns or the time is over."""
         if self._closed:
             raise ClosedError("the client is closed")
-        loop = asyncio.get_running_loop()
-        deadline = time.monotonic() + self._timeout_s
+        timeout_s = self._timeout_s if timeout_ms is None else seconds(timeout_ms)
+        deadline = uptime() + timeout_s
         try:
             step = next(flow)
             while True:
@@ -325,10 +399,9 @@ class AsyncClient:
                         outcome = await self._stub.call(step.request, deadline)
                     elif isinstance(step, Pause):
                         outcome = None
-                        await self._pause(step.seconds, deadline)
+                        await self._pause(step.seconds, deadline, timeout_s)
                     else:
-                        move = self._session.movers.move
-                        outcome = await loop.run_in_executor(self._threads, move, step, deadline)
+                        outcome = await self._move(step, deadline)
                 except KVStoreError as error:
                     step = flow.throw(error)
                 else:
@@ -337,10 +410,50 @@ class AsyncClient:
             result: ResultT = done.value
             return result
 
-    async def _pause(self, seconds: float, deadline: float) -> None:
-        if deadline - time.monotonic() <= seconds:
-            raise DeadlineExceededError(f"{self._timeout_s:.1f} s were not enough")
+    async def _move(
+        self, transfers: Sequence[Transfer], deadline: float
+    ) -> list[KVStoreError | None]:
+        """Carries out transfers. However it ends, the caller's memory is not touched afterwards."""
+        stop = Stop()
+        try:
+            moving = self._threads.submit(self._session.movers.move, transfers, deadline, stop)
+        except RuntimeError:  # shut down
+            raise ClosedError("the client is closed") from None
+        try:
+            return await asyncio.wrap_future(moving)
+        except asyncio.CancelledError:
+            stop.set()
+            if not moving.cancel():
+                await _ended(moving)
+            raise
+        except GeneratorExit:  # the loop was closed around us: nothing can be awaited any more
+            stop.set()
+            if not moving.cancel():
+                wait([moving])
+            raise
+
+    async def _pause(self, seconds: float, deadline: float, timeout_s: float) -> None:
+        if deadline - uptime() <= seconds:
+            raise DeadlineExceededError(f"the call timed out after {timeout_s:.1f} s")
         await asyncio.sleep(seconds)
 
+    def _connect_renewing(self) -> None:
+        self._renewing.join(uptime() + self._timeout_s)
+
     def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
-        return self._renewing.call(request, time.monotonic() + seconds)
+        return self._renewing.call(request, uptime() + seconds)
+
+
+async def _ended(moving: Future[list[KVStoreError | None]]) -> None:
+    """Waits for the end of transfers that were cut short, however often the task is cancelled."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def tell(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    moving.add_done_callback(tell)
+    while not moving.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await ended.wait()

@@ -1,4 +1,4 @@
-"""The master, for callers in an event loop: ``AsyncMasterStub``."""
+"""``AsyncMasterStub``: calls to the master from an event loop."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import random
 import socket
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import grpc
 
 from kvstore.addresses import join_address, split_address
 from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.client import forks
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
@@ -34,6 +35,7 @@ from kvstore.client.stub_flow import (
     late,
     silent,
 )
+from kvstore.clocks import uptime
 from kvstore.errors import (
     ClosedError,
     KVStoreError,
@@ -42,7 +44,7 @@ from kvstore.errors import (
     ProtocolError,
 )
 from kvstore.etcd.finding import find_leader
-from kvstore.limits import PROTOCOL_VERSION
+from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
@@ -51,10 +53,10 @@ logger = logging.getLogger("kvstore.client")
 
 
 class AsyncMasterStub:
-    """Asks a master, as ``MasterStub`` does, from one event loop: the one of its first call.
+    """Calls a master, as ``MasterStub`` does, from one event loop: that of its first call.
 
-    Any number of calls at once share one connection to the lane. A call that is cancelled is
-    cancelled at the master, too, where it waits.
+    Any number of parallel calls share one connection to the lane. Cancelling a call also cancels it
+    at the master if it waits there.
     """
 
     def __init__(
@@ -64,12 +66,13 @@ class AsyncMasterStub:
         host: str,
         name: str,
         lane: bool = True,
+        cluster: str = "",
         on_join: Callable[[Joined], None] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """Arguments as of ``MasterStub``; the loop is the caller's, so nothing spins here."""
         self._link = Link(address, lane=lane, rng=rng)
-        self._join = Join(name, host, PROTOCOL_VERSION)
+        self._join = Join(name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster)
         self._on_join = on_join
         self._joining = asyncio.Lock()
         self._connecting = asyncio.Lock()
@@ -79,16 +82,16 @@ class AsyncMasterStub:
 
     @property
     def joined(self) -> Joined | None:
-        """What the master said at the last join; None before the first."""
+        """The master's answer to the last join; None before the first."""
         return self._link.joined
 
     @property
     def epoch(self) -> int:
-        """Of the master that we last joined; 0 before."""
+        """The epoch of the master that was last joined; 0 before."""
         return self._link.joined.epoch if self._link.joined is not None else 0
 
     async def join(self, deadline: float) -> Joined:
-        """Joins now if that is still to be done, as any other call would.
+        """Joins now if the stub has not joined, as any other call would.
 
         Raises:
             As ``call``.
@@ -96,7 +99,7 @@ class AsyncMasterStub:
         if self._closed.is_set():
             raise ClosedError("the client is closed")
         if not self._link.current:
-            flow = call_flow(self._link, None, deadline, time.monotonic)
+            flow = call_flow(self._link, None, deadline, uptime)
             await self._run(flow, None, b"", deadline, math.inf)
         joined = self._link.joined
         assert joined is not None
@@ -106,7 +109,7 @@ class AsyncMasterStub:
         """The master's reply.
 
         Args:
-            deadline: a ``time.monotonic()`` value, by which this returns or raises.
+            deadline: a ``uptime()`` value, by which this returns or raises.
 
         Raises:
             As ``MasterStub.call``.
@@ -127,11 +130,17 @@ class AsyncMasterStub:
                 if self._closed.is_set():
                     raise ClosedError("the client was closed during the call") from None
                 broken = error
-        flow = call_flow(self._link, call, deadline, time.monotonic, broken)
+        flow = call_flow(self._link, call, deadline, uptime, broken)
         reply = decode_reply(call, await self._run(flow, call, payload, deadline, silence_s))
         if isinstance(reply, Joined):
             self._accept(reply, self._link.address)
         return reply
+
+    def abandon(self) -> None:
+        """As ``MasterStub.abandon``. Does not touch the loop, which is shared with the parent."""
+        if self._lane is not None:
+            self._lane.abandon()
+        forks.keep(self)
 
     async def close(self) -> None:
         """Ends calls under way with ``ClosedError``. Idempotent."""
@@ -185,13 +194,13 @@ class AsyncMasterStub:
                 return None
             raise ClosedError("the client was closed during the call")
         if isinstance(step, Locate):
-            until = time.monotonic() + step.timeout_s
+            until = uptime() + step.timeout_s
             return await asyncio.to_thread(find_leader, step.place, until)
         assert call is not None
         if isinstance(step, OnLane):
             lane = await self._connect(deadline)
             return await self._on_lane(lane, call, payload, deadline, silence_s)
-        until = min(deadline, time.monotonic() + silence_s)
+        until = min(deadline, uptime() + silence_s)
         reply = await self._on_grpc(step.address, call, payload, until, last=until == deadline)
         warning = self._link.lane_warning() if call.lane else None
         if warning is not None:
@@ -206,9 +215,9 @@ class AsyncMasterStub:
             raise late(self._link, "Join") from None
         try:
             if self._link.generation == step.generation:
-                until = min(deadline, time.monotonic() + step.timeout_s)
+                until = min(deadline, uptime() + step.timeout_s)
                 call = CALLS[Join]
-                payload = encode_request(self._join)
+                payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
                 data = await self._on_grpc(
                     step.address, call, payload, until, last=until == deadline
                 )
@@ -230,7 +239,7 @@ class AsyncMasterStub:
         *,
         last: bool = True,
     ) -> bytes:
-        left_s = deadline - time.monotonic()
+        left_s = deadline - uptime()
         if left_s <= 0:
             raise late(self._link, call.name)
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
@@ -258,7 +267,7 @@ class AsyncMasterStub:
         deadline: float,
         silence_s: float,
     ) -> bytes:
-        until = min(deadline, time.monotonic() + silence_s)
+        until = min(deadline, uptime() + silence_s)
         try:
             return await lane.exchange(call.wire_name, payload, until)
         except TimeoutError:
@@ -270,8 +279,8 @@ class AsyncMasterStub:
             raise
 
     async def _connect(self, deadline: float) -> _Lane:
-        """The connection to the lane, made where it is missing."""
-        now = time.monotonic()
+        """The connection to the lane; connects if there is none."""
+        now = uptime()
         until = now + min(LANE_CONNECT_S, (deadline - now) / 2)
         try:
             async with asyncio.timeout_at(_loop_time(until)):
@@ -286,7 +295,7 @@ class AsyncMasterStub:
                     host, _ = split_address(self._link.address)
                     lane = await _open(joined, host, generation)
                     try:
-                        await lane.greet(joined.lane_token)
+                        await lane.greet(joined)
                         if self._closed.is_set():
                             raise ClosedError("the client is closed")
                     except BaseException:
@@ -301,7 +310,7 @@ class AsyncMasterStub:
 
 
 class _Lane(asyncio.BufferedProtocol):
-    """One connection, any number of calls at once."""
+    """One connection to the lane, with any number of parallel calls."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -318,14 +327,14 @@ class _Lane(asyncio.BufferedProtocol):
             self.generation == generation and transport is not None and not transport.is_closing()
         )
 
-    async def greet(self, token: bytes) -> None:
+    async def greet(self, joined: Joined) -> None:
         """
         Raises:
             TokenRefusedError, LaneUnreachableError
         """
         greeting = self._waiting[0] = self._loop.create_future()
         try:
-            self._write(hello(token))
+            self._write(hello(joined.lane_token, joined.protocol))
             await greeting
         except PermissionDeniedError as refusal:
             raise TokenRefusedError(refusal.message) from None
@@ -344,7 +353,7 @@ class _Lane(asyncio.BufferedProtocol):
         """
         call_id = self._last_id = self._last_id + 1
         request = frame(call_id, CALL, name, payload)
-        left_s = deadline - time.monotonic()
+        left_s = deadline - uptime()
         if left_s <= 0:
             raise TimeoutError
         self._write(request)
@@ -359,6 +368,16 @@ class _Lane(asyncio.BufferedProtocol):
         finally:
             timer.cancel()
             self._waiting.pop(call_id, None)
+
+    def abandon(self) -> None:
+        """Drops the connection in the child of a fork. Its objects would unregister it from a
+        selector that is shared with the parent, so they are kept, over another file."""
+        if self._transport is not None:
+            ours = self._transport.get_extra_info("socket").fileno()
+            if ours >= 0:
+                nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+                os.dup2(nothing, ours, inheritable=False)
+                os.close(nothing)
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -458,7 +477,9 @@ async def _open(joined: Joined, host: str, generation: int) -> _Lane:
         except OSError:
             pass
     if not joined.lane_port:
-        raise LaneUnreachableError("its Unix socket cannot be reached, and it has no TCP port")
+        raise LaneUnreachableError(
+            "the lane's Unix socket cannot be reached, and the master has no TCP port for it"
+        )
     try:
         _, lane = await loop.create_connection(lambda: _Lane(generation), host, joined.lane_port)
         return lane
@@ -468,5 +489,5 @@ async def _open(joined: Joined, host: str, generation: int) -> _Lane:
 
 
 def _loop_time(deadline: float) -> float:
-    """A ``time.monotonic()`` value on the clock of the loop."""
-    return asyncio.get_running_loop().time() + (deadline - time.monotonic())
+    """A ``uptime()`` value on the clock of the loop."""
+    return asyncio.get_running_loop().time() + (deadline - uptime())

@@ -1,4 +1,4 @@
-"""The flows that only ask: matching, existence, removal, listing."""
+"""The flows that move no bytes: matching, existence, removal, listing."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore import calls
-from kvstore.client.steps import Context, Flow, Transfer, ask, learn
+from kvstore.client.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
+from kvstore.errors import UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
 
 
 class Match(NamedTuple):
-    """How much of a chain is there, in one namespace."""
+    """How much of a chain is stored, in one namespace."""
 
     matched: int
     """Leading keys that are present, and leased."""
@@ -25,9 +26,9 @@ class Match(NamedTuple):
 
 
 def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[list[Match]]:
-    """In pieces of ``BATCH_KEYS_MAX``, from the front, for as long as any namespace has all of a
-    piece: what is not there costs nothing. What a piece has matched is leased, so the prefix stays
-    whole while the next one is asked for."""
+    """Matches pieces of ``BATCH_KEYS_MAX`` keys, from the front, as long as any namespace has all
+    keys of a piece: missing keys cost nothing. Matched keys are leased, so the prefix stays whole
+    during the next call."""
     found = [Match(0, 0)] * len(namespaces)
     whole = list(range(len(namespaces)))
     for start in range(0, len(keys), BATCH_KEYS_MAX):
@@ -56,7 +57,7 @@ def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
         return []
     for key in keys:
         context.placements.forget(namespace, key)
-    removed = yield from ask(calls.Remove(namespace, keys), calls.Removed)
+    removed = yield from _removing(calls.Remove(namespace, keys), calls.Removed)
     for key in keys:
         context.placements.forget(namespace, key)
     return [bool(each) for each in removed.removed]
@@ -68,9 +69,21 @@ CLEAR_STEP = 1_024
 
 def clear_some(context: Context, namespace: str) -> Flow[calls.Cleared]:
     """Remove some objects of a namespace ("": of every one); repeat until none is removed."""
-    cleared = yield from ask(calls.Clear(namespace, CLEAR_STEP), calls.Cleared)
+    cleared = yield from _removing(calls.Clear(namespace, CLEAR_STEP), calls.Cleared)
     context.placements.clear()
     return cleared
+
+
+def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
+    """Repeats the call for up to a second: a new master has no node yet that could record it."""
+    for pause_s in (0.05, 0.15, 0.3, 0.5):
+        try:
+            return (yield from ask(request, expected))
+        except UnavailableError as error:
+            if error.code != UnavailableError.code:
+                raise
+        yield Pause(pause_s)
+    return (yield from ask(request, expected))
 
 
 class ObjectStat(NamedTuple):

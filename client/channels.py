@@ -1,9 +1,9 @@
-"""The gRPC connections of a stub: one per master, made anew when it is in doubt.
+"""The gRPC connections of a stub: one per master, replaced when it is in doubt.
 
-A channel of gRPC connects again by itself, but it gets on with that only while a call polls it, and
-calls fail at once while it is not connected. Between two calls that fail at once nobody polls: a
-master that was back after half a second was found after ten (measured). A new channel connects
-within its first call.
+A gRPC channel reconnects by itself, but makes progress only while a call polls it, and a call fails
+at once while the channel is not connected. So between two failing calls the channel makes no
+progress: a client found a master that was back after half a second only after ten (measured). A new
+channel connects within its first call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.errors import ClosedError
 
 
 class Lent:
-    """A channel while calls are under way on it."""
+    """A channel with calls under way."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
@@ -29,7 +29,7 @@ class Lent:
 
 
 class Channels:
-    """Threads: any."""
+    """The channels of one stub, by address. Threads: any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -5,9 +5,10 @@
             └── next replica, asked anew ◄─┴─────────────────────────┴─────────────────┘
                                    (ATTEMPTS times, then a miss)
 
-What was read counts only if the lease, counted on our own clock from before the question, had not
-ended when the last byte arrived. While it lives the extent has the object's bytes, so whoever finds
-others there, asks anew and is sent to the same place has found bad memory: the master is told.
+The bytes are valid only if the lease, counted on the client's clock from before the request, had
+not ended when the last byte arrived. During the lease the extent holds the object's bytes. So if a
+get finds other bytes, asks again and is sent to the same place, the memory is bad, and the client
+reports it to the master.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ATTEMPTS = 4
 
 
 class Target:
-    """One object to read: which, and where its payload goes."""
+    """One object to read, and the memory for its payload."""
 
     __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
 
@@ -46,11 +47,11 @@ class Target:
         self.dtype = dtype
         """What the caller's memory expects; "": raw bytes."""
         self.descriptor: bytes | None = None
-        """Of what was read; None: a miss."""
+        """The descriptor of the object that was read; None: a miss."""
         self.placed: Placed | None = None
-        """Where it was read."""
+        """Where the object was read."""
         self.data: Bytes1D | None = None
-        """What was read, where the memory was made here."""
+        """The payload, if its memory was allocated here."""
         self.room: Bytes1D | None = None
         """That memory."""
         self.bad: Sequence[Bad] = ()
@@ -68,7 +69,7 @@ class Target:
 
 
 class Bad(NamedTuple):
-    """Where other bytes were found than should be there."""
+    """A place where a read under a lease found other bytes than the object's."""
 
     key: Key
     placed: Placed
@@ -104,8 +105,16 @@ def locate(
     return placed
 
 
-def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Flow[None]:
+def get(
+    context: Context,
+    namespace: Namespace,
+    targets: Sequence[Target],
+    timeout_ms: int | None = None,
+) -> Flow[None]:
     """Read every target that is there; sets ``descriptor`` of those, and ``data``.
+
+    Args:
+        timeout_ms: of the whole call; None: the client's. A third of it is for first replicas.
 
     Raises:
         BufferMismatchError: caller's memory is too small (nothing was read into it) or of another
@@ -120,9 +129,13 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
         for target, known in zip(todo, placed, strict=True):
             if known is not None:
                 replica = known.replicas[0]
-                if target.bad:
+                if target.bad or context.segments.failing:
                     target.bad = confirmed(target.bad, known)
-                    replica = in_order(known, target.bad)[0]
+                    replicas = context.segments.reachable(in_order(known, target.bad))
+                    if not replicas:
+                        context.count("avoided_reads")
+                        continue  # a miss: none of its nodes has answered
+                    replica = replicas[0]
                 segment, offset = replica
                 group = groups.get(id(segment))
                 if group is None:
@@ -134,7 +147,8 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
             todo = []
             break
         if not attempt:
-            failover = context.clock() + context.failover_s
+            failover_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
+            failover = context.clock() + failover_s
             for reads, its_targets in groups.values():
                 if all(len(known.replicas) > 1 for _, known, _ in its_targets):
                     reads.deadline = failover
@@ -146,6 +160,8 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
                 todo += _finish(context, group)
             else:
                 yield from unreachable(context, group.reads.segment, error)
+                if error.fields.get("final"):
+                    raise error
                 todo += [target for target, _, _ in group.targets]
         if not todo:
             break
@@ -159,15 +175,15 @@ def get(context: Context, namespace: Namespace, targets: Sequence[Target]) -> Fl
 
 
 def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
-    """Those of the version that is placed there still. A removal hides an object before it wipes
-    it: who reads in between, by an older answer, has found nothing bad."""
+    """The entries of ``bad`` whose version is still placed there. A removal hides an object before
+    it wipes the header, so a reader with an older answer has not found bad memory."""
     version = placed.epoch, placed.counter
     return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
 
 
 def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
-    """Its replicas, the best first: as they are listed, those on nodes that failed last; what was
-    found bad after all others."""
+    """The replicas in the order to try: as listed, but those on failed nodes later, and bad ones
+    last."""
     if not bad:
         return placed.replicas
     seen = Counter(each.replica for each in bad)
@@ -175,8 +191,8 @@ def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
 
 
 def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -> Flow[None]:
-    """Tell the master of bad memory: what has no other replica is removed, so that it is a miss for
-    everybody and can be put anew."""
+    """Reports bad memory to the master. It removes an object without another replica, which is then
+    a miss for all clients and can be put again."""
     if not bad:
         return
     rows = {
@@ -197,7 +213,7 @@ def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -
 
 
 class _Group(NamedTuple):
-    """What is read from one segment."""
+    """The reads from one segment."""
 
     reads: ObjectReads
     targets: list[tuple[Target, Placed, Replica]]
@@ -205,7 +221,7 @@ class _Group(NamedTuple):
 
 
 def _finish(context: Context, group: _Group) -> list[Target]:
-    """Note what was read; returns the targets that have not the right bytes now."""
+    """Notes the results of the reads; returns the targets without the right bytes."""
     again: list[Target] = []
     reads, targets = group
     now = context.clock()

@@ -1,52 +1,53 @@
-"""Promises that some memory of the pool keeps its bytes, and how they are renewed.
+"""Leases on memory of the pool, and how they are renewed.
 
     held ──► a third of what is left is over ──► asked ──► held on, if the master says so and the
       ▲                                                    segment is mounted as it was
       └──────────────────────────────────────────────────┘
-    otherwise the promise runs out, and ``held`` turns false for good
+    otherwise the lease ends, and ``held`` turns false for good
 
-Why the segment must be mounted as it was: the master knows an object by its version, and goes on
-promising it while one replica is left. This memory may be another replica's, whose node counts as
-dead. A node that comes back *fences* (its generation grows) before it joins, and gets no writers
-for one lease after it has joined. So whoever asks, is promised a lease counted from the question,
-and still sees the old generation when the answer is there, has that promise: it ends before anybody
-may write. No clock of another process is compared.
+Why the segment must be mounted as it was: the master knows an object by its version, and renews its
+lease while one replica is left. This memory may be another replica's, whose node counts as dead. A
+node that comes back *fences* (its generation grows) before it joins, and gets no writers for one
+lease after it has joined. So a renewal is valid if it is counted from the request and the client
+still sees the old generation when the reply arrives: the lease ends before any writer gets the
+memory. No clock of another process is compared.
 
-When it was mounted anew, that master may know the object at this very place all the same: its node
-has told what it holds. Then it is asked for once more, by key, and the promise counts if what it
-describes is the segment's generation, before the question was asked and when the answer is there:
-any other master would describe an older one. Until then the earlier promise has held.
+If the segment was mounted again, its master may still know the object at this place, because the
+node has reported it. The client then asks once more, by key. The renewal is valid if the reply
+describes the segment's generation as it is before the request and when the reply arrives: any other
+master would describe an older one. Until then the earlier lease holds.
 
-Everything here takes its time from a clock it is given; ``kvstore.client.views`` adds the thread,
-the lock and the finalizers.
+The clock is an argument of everything here; ``kvstore.client.views`` adds the arrays, their
+finalizers, the thread and the lock.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from kvstore import calls
 from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
 
 log = logging.getLogger("kvstore.client")
 
 RENEW_PAUSE_S: Final = 0.01
-"""Between two attempts to renew one lease, at least; those due so soon are renewed together."""
+"""The least pause between two attempts to renew one lease; leases due within it are renewed
+together."""
 
 RENEW_KEYS_MAX: Final = 4_096
-"""In one call: well below the bound of a batch, and no long one for the master."""
+"""Keys per renewal call: well below the bound of a batch, and short work for the master."""
 
 Mounted = Callable[[], bool]
 """Whether a segment is mounted as it was (``Transport.watch``)."""
 
 
 class Place(NamedTuple):
-    """Where leased memory is, whoever has it mounted."""
+    """Where leased memory is, whichever master has mounted its segment."""
 
     uuid: bytes
     """Of the segment."""
@@ -55,7 +56,7 @@ class Place(NamedTuple):
 
 
 class Named(NamedTuple):
-    """What is held: one version of an object."""
+    """The subject of a lease: one version of an object."""
 
     namespace: Namespace
     key: Key
@@ -64,7 +65,7 @@ class Named(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """What is held: an allocation that has no name yet."""
+    """The subject of a lease: an allocation that has no name yet."""
 
     epoch: int
     token: int
@@ -76,8 +77,8 @@ class Granted(NamedTuple):
 
 
 class Unneeded(NamedTuple):
-    """What is held: an allocation that was put and not stored, since its key was there already. Its
-    memory is quarantined, readable until its deadline."""
+    """The subject of a lease: an allocation whose put found its key stored already. Its memory is
+    quarantined, and readable until its deadline."""
 
     epoch: int
     token: int
@@ -87,7 +88,7 @@ What = Named | Granted | Unneeded
 
 
 class Lease:
-    """The promise that some memory of the pool keeps its bytes. Any thread may look at it."""
+    """The promise that some memory of the pool keeps its bytes. Any thread may read it."""
 
     __slots__ = (
         "_clock",
@@ -96,6 +97,7 @@ class Lease:
         "_until",
         "header",
         "holders",
+        "is_retried",
         "place",
         "renew_at",
         "size",
@@ -109,7 +111,7 @@ class Lease:
         until: float,
         size: int,
         mounted: Mounted,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = uptime,
         place: Place | None = None,
     ) -> None:
         self.place = place
@@ -121,13 +123,14 @@ class Lease:
         self._clock = clock
         self._kept = True
         self.holders = 1
-        """Arrays over this memory; 0: let go."""
+        """Number of arrays over this memory; 0: the program has dropped all."""
         self.header = bytearray()
         """Of an allocation: what a commit of it has written in front of it."""
         self.unanswered: Named | None = None
         """Of an allocation: what a commit that had no answer may have made of it."""
-        now = clock()
-        self.renew_at = now + max((until - now) / 3, RENEW_PAUSE_S)
+        self.is_retried = False
+        """Whether the last attempt to renew it failed."""
+        self.plan_renewal()
 
     @property
     def held(self) -> bool:
@@ -136,10 +139,10 @@ class Lease:
         Of an allocation it also ends when its segment is mounted anew: the next master does not
         know it. Of an object it does not: what was promised is waited for.
         """
-        if self._kept and self.holders:
+        if self._kept:
             over = self._clock() >= self._until
             if over or not (isinstance(self.what, Named) or self._mounted()):
-                self._kept = False
+                self.end()
         return self._kept
 
     @property
@@ -148,7 +151,7 @@ class Lease:
         return max(0.0, self._until - self._clock()) if self.held else 0.0
 
     def extend(self, until: float) -> None:
-        """The same was promised again."""
+        """The same promise was given again."""
         if self.held and until > self._until:
             self._until = until
             self.plan_renewal()
@@ -157,8 +160,7 @@ class Lease:
         """The master promises its version on. To be called when the answer is there: see above."""
         if self._mounted():
             self.extend(until)
-        else:
-            self.plan_renewal()
+        self.plan_renewal()  # also where what is promised ends no later than what was
 
     @property
     def moved(self) -> bool:
@@ -167,15 +169,21 @@ class Lease:
 
     def mounted_again(self, mounted: Mounted, until: float) -> None:
         """The master knows it at its place, on the segment that ``mounted`` watches."""
-        if mounted():
+        if self.held and mounted():
             self._mounted = mounted
             self.extend(until)
 
     def plan_renewal(self) -> None:
-        """When a third of what is left is over: so a renewal that fails is tried again, sooner
-        each time, and several times before the end."""
+        """When a third of what is left is over."""
+        self.is_retried = False
         now = self._clock()
         self.renew_at = now + max((self._until - now) / 3, RENEW_PAUSE_S)
+
+    def plan_retry(self) -> None:
+        """When a tenth of what is left is over: soon after an attempt that has failed."""
+        self.is_retried = True
+        now = self._clock()
+        self.renew_at = now + max((self._until - now) / 10, RENEW_PAUSE_S)
 
     def become(self, named: Named, until: float) -> None:
         """The allocation was put: it is an object now."""
@@ -191,16 +199,33 @@ class Lease:
             self.what = Unneeded(self.what.epoch, self.what.token)
             self.renew_at = math.inf
 
+    def end(self) -> None:
+        """Ends the promise for good, whatever the master says. The segment may be unmapped then."""
+        self._kept = False
+        self._mounted = _gone
+
     def __repr__(self) -> str:
         return f"<Lease held={self.held} seconds_left={self.seconds_left:.1f} of {self.what}>"
 
 
-class LeaseTable:
-    """Leases by the address of their memory. Reads from any thread, one at a time changes it."""
+def _gone() -> bool:
+    return False
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+
+class LeaseTable:
+    """All leases of a client. Any thread may read it; one at a time may change it.
+
+    An address names memory for as long as its promise lives. When that has ended, the same client
+    may be given a newer promise of the same bytes while a program still holds the old array. Both
+    leases are in the table then: the newest under its address, the *older* ones beside it. So a
+    lease is found by the object that it was handed out with (``Watches``), and by address only
+    where that is not known.
+    """
+
+    def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self.clock = clock
-        self._leases: dict[int, Lease] = {}  # by address of the first payload byte
+        self._leases: dict[int, Lease] = {}  # the newest, by address of the first payload byte
+        self._older: dict[int, list[Lease]] = {}  # those that it took the place of
 
     def add(
         self,
@@ -216,37 +241,49 @@ class LeaseTable:
         if lease is not None and lease.what == held and lease.held:
             lease.holders += 1
             lease.extend(until)
-        else:
-            lease = self._leases[address] = Lease(held, until, size, mounted, self.clock, place)
+            return lease
+        if lease is not None:
+            self._older.setdefault(address, []).append(lease)
+        lease = self._leases[address] = Lease(held, until, size, mounted, self.clock, place)
         return lease
 
     def let_go(self, address: int, lease: Lease) -> Granted | None:
-        """One holder less; returns the allocation that nobody can put any more."""
+        """Removes one holder; returns the allocation if it can no longer be put."""
         lease.holders -= 1
         if lease.holders:
             return None
+        is_ours = lease.held
+        lease.end()
         if self._leases.get(address) is lease:
             del self._leases[address]
-        return lease.what if isinstance(lease.what, Granted) else None
+        elif address in self._older:
+            self._older[address].remove(lease)
+            if not self._older[address]:
+                del self._older[address]
+        return lease.what if is_ours and isinstance(lease.what, Granted) else None
 
-    def at(self, address: int) -> Lease | None:
-        """Of the memory that starts there."""
-        return self._leases.get(address)
+    def starts_at(self, address: int) -> bool:
+        """Whether some memory starts there."""
+        return address in self._leases or address in self._older
 
-    def around(self, address: int) -> Lease | None:
-        """Of the memory that this byte is in."""
-        lease = self._leases.get(address)
-        if lease is None:
-            for start, other in list(self._leases.items()):
-                if start <= address < start + other.size:
-                    return other
-        return lease
+    def around(self, address: int) -> list[tuple[int, Lease]]:
+        """Every lease of memory that this byte is in, with the address of that memory."""
+        newest = list(self._leases.items())
+        older = [(at, each) for at, all_there in list(self._older.items()) for each in all_there]
+        return [
+            (start, lease)
+            for start, lease in (*newest, *older)
+            if start <= address < start + lease.size
+        ]
 
     def __iter__(self) -> Iterator[Lease]:
-        return iter(list(self._leases.values()))
+        leases = list(self._leases.values())
+        if self._older:
+            leases += [lease for all_there in list(self._older.values()) for lease in all_there]
+        return iter(leases)
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self._leases) + sum(map(len, list(self._older.values())))
 
     def wake_at(self) -> float:
         """When the next renewal is due; infinity: none is."""
@@ -284,7 +321,7 @@ def found_at(lease: Lease, found: calls.Found, described: calls.Segments) -> Seg
 
 
 class Renewal:
-    """One call, and the leases that it renews."""
+    """One renewal call, and the leases that it renews."""
 
     def __init__(self, request: calls.Renew, leases: list[Lease]) -> None:
         self.request = request
@@ -292,13 +329,16 @@ class Renewal:
 
     @property
     def patience_s(self) -> float:
-        """How long it may take: so that there is time for another attempt."""
-        return max(0.05, min(lease.seconds_left for lease in self._leases) / 2)
+        """How long it may take: the first attempt leaves time for another one, which may have to
+        connect anew and takes most of what is left."""
+        left = min(lease.seconds_left for lease in self._leases)
+        is_retried = any(lease.is_retried for lease in self._leases)
+        return max(0.05, left * (0.8 if is_retried else 0.5))
 
     def failed(self, error: Exception) -> None:
         log.warning("lease_renewal_failed leases=%d error=%s", len(self._leases), str(error))
         for lease in self._leases:
-            lease.plan_renewal()
+            lease.plan_retry()
 
     def answered(self, renewed: calls.Renewed, asked: float, margin_s: float) -> None:
         """

@@ -2,65 +2,117 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from kvstore.background import start_thread
 from kvstore.calls import SegmentInfo
+from kvstore.client import forks
 from kvstore.client.leases import Mounted
 from kvstore.client.steps import Transfer
-from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError, SegmentGoneError
+from kvstore.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    KVStoreError,
+    NodeUnreachableError,
+    SegmentGoneError,
+)
 from kvstore.transport.base import Transport
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.pieces import segment_gone
 from kvstore.transport.shm import ShmTransport
+from kvstore.transport.stopping import Stop
 from kvstore.transport.tcp import TcpTransport
+from kvstore.transport.tcp_client import STALL_S
+
+log = logging.getLogger("kvstore.client")
+
+SWEEP_S = 1.0
+"""How often the client drops mappings and connections whose segments are gone."""
 
 SEGMENTS_AT_ONCE = 8
-"""Nodes that one batch is exchanged with at the same time."""
+"""Nodes with which one batch exchanges bytes in parallel."""
 
 
 class Movers:
-    """Moves the bytes of transfers. Any thread."""
+    """Moves the bytes of transfers. Threads: any."""
 
     def __init__(
-        self, names: Sequence[str], engine: Callable[[], MooncakeTransport] | None = None
+        self,
+        names: Sequence[str],
+        engine: Callable[[], MooncakeTransport] | None = None,
+        client_number: int = 0,
+        *,
+        stall_s: float = STALL_S,
     ) -> None:
         """
         Args:
             engine: makes the transport "mooncake"; None: it does not count.
+            client_number: as ``Context.client_number``.
+            stall_s: the longest that a transfer over tcp may move no byte.
 
         Raises:
             TransferEngineError: there is no engine, and no other transport.
         """
-        self._engine = engine() if engine is not None and "mooncake" in names else None
+        self._names = names
+        self._new_engine = engine if "mooncake" in names else None
+        self._stall_s = stall_s
+        self._make(client_number)
+        if self._engine is not None and len(self._transports) == 1:
+            self._engine.start()
+
+    def _make(self, client_number: int) -> None:
+        self._engine = None if self._new_engine is None else self._new_engine()
         kinds: dict[str, Callable[[], Transport | None]] = {
             "shm": ShmTransport,
             "mooncake": lambda: self._engine,
-            "tcp": TcpTransport,
+            "tcp": lambda: TcpTransport(client_number, stall_s=self._stall_s),
         }
-        made = (kinds[name]() for name in names)
+        made = (kinds[name]() for name in self._names)
         self._transports: list[Transport] = [each for each in made if each is not None]
-        if self._engine is not None and len(self._transports) == 1:
-            self._engine.start()
+        self.moved: dict[str, int] = {}
+        """Number of transfers, by transport."""
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._sweeping: threading.Thread | None = None
 
-    def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
-        """Carry all of them out, those of several nodes at the same time; one result each."""
+    def move(
+        self, transfers: Sequence[Transfer], deadline: float, stop: Stop | None = None
+    ) -> list[KVStoreError | None]:
+        """Carries out all transfers, those of different nodes in parallel; one result each.
+
+        However it ends, the caller's memory is not touched afterwards.
+
+        Args:
+            stop: cuts them short.
+        """
         if len(transfers) == 1:
-            return [self._move_one(transfers[0], deadline)]
+            if stop is None:
+                return [self._move_one(transfers[0], deadline)]
+            return [self._move_stoppable(transfers[0], deadline, stop)]
         pool = self._threads()
+        stop = stop or Stop()
+        under_way: list[Future[KVStoreError | None]] = []
         try:
-            under_way: list[Future[KVStoreError | None]] = [
-                pool.submit(self._move_one, transfer, deadline) for transfer in transfers
-            ]
-        except RuntimeError:  # shut down
-            raise ClosedError("the client is closed") from None
-        return [future.result() for future in under_way]
+            for transfer in transfers:  # what has begun when one cannot is in the list
+                move = _submit(pool, self._move_stoppable, transfer, deadline, stop)
+                under_way.append(move)
+            return [future.result() for future in under_way]
+        except BaseException:
+            stop.set()
+            for future in under_way:
+                future.cancel()
+            _wait_for(under_way)
+            raise
 
     def maps(self, segment: SegmentInfo) -> bool:
         """Whether the segment is in this address space."""
+        if self._sweeping is None:
+            self._start_sweeping()
         return any(transport.maps and transport.reaches(segment) for transport in self._transports)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
@@ -112,38 +164,104 @@ class Movers:
         if self._engine is not None:
             self._engine.unregister(buffer)
 
+    def begin_anew(self, client_number: int) -> None:
+        """As ``Forked._begin_anew``. An engine is made when it is needed."""
+        for transport in self._transports:
+            transport.abandon()
+        forks.keep((self._engine, self._pool))
+        self._make(client_number)
+
     def close(self) -> None:
+        with self._lock:
+            self._closing.set()
+        if self._sweeping is not None:
+            self._sweeping.join()
         for transport in self._transports:
             transport.close()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
     def _move_one(self, transfer: Transfer, deadline: float) -> KVStoreError | None:
-        if transfer.deadline is not None:
-            deadline = min(deadline, transfer.deadline)
+        is_final = True
+        if transfer.deadline is not None and transfer.deadline < deadline:
+            deadline, is_final = transfer.deadline, False
         segment = transfer.segment
+        if self._sweeping is None:
+            self._start_sweeping()
         try:
             for transport in self._transports:
                 if transport.reaches(segment):
-                    if transfer.in_one_go(transport, deadline):
-                        return None
-                    move = transport.write if transfer.write else transport.read
-                    move(segment, transfer.moves, deadline)
+                    self.moved[transport.name] = self.moved.get(transport.name, 0) + 1
+                    if not transfer.in_one_go(transport, deadline):
+                        transfer.move_by_move(transport, deadline)
                     return None
         except KVStoreError as error:
-            for transport in self._transports:
-                transport.forget(segment)
-            return error
+            # A caller's deadline says nothing of the segment, which other calls are using.
+            if isinstance(error, SegmentGoneError | NodeUnreachableError):
+                for transport in self._transports:
+                    transport.forget(segment)
+            if isinstance(error, DeadlineExceededError) and is_final:
+                error.fields["final"] = 1  # no time is left to go elsewhere
+            # Frames of the transport refer to the segment's memory, which is unmapped when nothing
+            # does; whoever keeps the error, or is in a cycle with it, would keep that.
+            error.__context__ = error.__cause__ = None
+            return error.with_traceback(None)
         names = ", ".join(transport.name for transport in self._transports)
         return NodeUnreachableError(
-            f"none of the transports ({names}) reaches node {segment.node}",
-            advice="Allow tcp among the transports, or run on the node's host.",
+            f"none of the transports ({names}) reaches node {segment.node} "
+            f"({segment.address or segment.host})",
+            advice="Add tcp to the transports, or run on the node's host.",
             node=segment.node,
+            address=segment.address,
+            tried=0,
             settled=1,
         )
+
+    def _start_sweeping(self) -> None:
+        with self._lock:
+            if self._sweeping is None and not self._closing.is_set():
+                self._sweeping = start_thread("kvstore-sweep", self._sweep_forever)
+
+    def _sweep_forever(self) -> None:
+        """Drops old mappings regularly. Memory of a restarted node stays allocated as long as a
+        client maps it, and a client may make no call for hours."""
+        while not self._closing.wait(SWEEP_S):
+            for transport in self._transports:
+                try:
+                    transport.sweep()
+                except Exception:  # a bug of ours: the next round goes on
+                    log.exception("sweep_broken transport=%s", transport.name)
+
+    def _move_stoppable(
+        self, transfer: Transfer, deadline: float, stop: Stop
+    ) -> KVStoreError | None:
+        with stop.here():
+            if stop.is_set:
+                return ClosedError("the call was cancelled", settled=1)
+            return self._move_one(transfer, deadline)
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(SEGMENTS_AT_ONCE, "kvstore-move")
             return self._pool
+
+
+def _submit(
+    pool: ThreadPoolExecutor,
+    move: Callable[[Transfer, float, Stop], KVStoreError | None],
+    transfer: Transfer,
+    deadline: float,
+    stop: Stop,
+) -> Future[KVStoreError | None]:
+    try:
+        return pool.submit(move, transfer, deadline, stop)
+    except RuntimeError:  # shut down
+        raise ClosedError("the client is closed") from None
+
+
+def _wait_for(under_way: Sequence[Future[KVStoreError | None]]) -> None:
+    """Waits until all transfers, which were cut short, have ended, even if a signal raises."""
+    while not all(future.done() for future in under_way):
+        with contextlib.suppress(KeyboardInterrupt):
+            wait(under_way)

@@ -1,10 +1,11 @@
-"""Moving what a draining node holds: the flow of ``move_some``.
+"""Copying objects from node to node: the flows of ``move_some`` and ``repair_some``.
 
     start_moves ──► read header and payload ──► right header, right checksum? ──► write ──► put_end
                                                      │ no: left where it is, given back
 
-An object arrives under a new version. ``put_end`` refuses it when it was removed or replaced while
-it was copied; so it is enough to check what was read, and nothing needs a lease.
+An object of a draining node gets a new version at its new place; an additional replica keeps the
+version. ``put_end`` refuses both if the object was removed or replaced during the copy. So it is
+enough to verify the bytes that were read, and the copy needs no lease.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.objects import ObjectWrites
 from kvstore.client.putting import revoke
 from kvstore.client.steps import Context, Flow, Transfer, ask, describe, unreachable
+from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Hasher, Move
@@ -28,14 +30,18 @@ from kvstore.transport.base import Hasher, Move
 log = logging.getLogger("kvstore.client")
 
 OBJECTS_MAX = 128
-"""Moved by one call: room for each is found, and made, on its own; some 10 ms of the master."""
+"""Objects moved by one call. The master finds, and makes, room for each one: some 10 ms."""
 
 BYTES_MAX = 64 << 20
-"""Moved by one call, unless one object is larger: they are held in memory meanwhile."""
+"""Bytes moved by one call, unless one object is larger: the client holds them in memory."""
+
+REPAIRED_BYTES_MAX = 16 << 20
+"""The same of one call of ``repair_some``: the memory of a node's process may be limited to little
+more than its segment."""
 
 
 class Moved(NamedTuple):
-    """What one step of a pass over a node's objects came to."""
+    """The result of one step of a pass over a node's objects."""
 
     next_cursor: int
     """Where the next step begins; 0: the pass is over."""
@@ -43,25 +49,27 @@ class Moved(NamedTuple):
     size: int
     """Payload bytes of those."""
     failed: int
-    """Could not be moved now: being replaced, removed, or a node did not answer."""
+    """Objects that could not be moved now: being replaced, removed, or a node did not answer."""
     left: int
-    """For which there is no room elsewhere that is not used more recently."""
+    """Objects for which other nodes have no space, except that of more recently used objects."""
     left_size: int
     evicted: int
-    """Objects elsewhere that were used longer ago, and had to make room."""
+    """Less recently used objects on other nodes that were evicted to make room."""
     corrupt: int
-    """Whose bytes are not what they were; they stay where they are."""
+    """Objects whose bytes do not match their checksum; they stay where they are."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """One object on its way."""
+    """One object that is being copied."""
 
     namespace: Namespace
     key: Key
     size: int
     version: tuple[int, int]
-    """That it has now."""
+    """The object's present version."""
+    new_version: tuple[int, int]
+    """The version of the copy."""
     token: int
     source: tuple[int, int]
     """Segment and offset."""
@@ -70,18 +78,38 @@ class _Copy:
     data: bytearray
     hasher: Hasher
     header: Header | None = None
-    """Once it was read, and is right."""
+    """The header, once it has been read and verified."""
 
 
 def move_some(context: Context, node: str, cursor: int) -> Flow[Moved]:
-    """Move some of what lies on a draining node.
+    """Moves some objects of a draining node.
 
     Raises:
         InvalidArgumentError: there is no such node, or it is not being drained.
         BusyError, MasterUnreachableError, DeadlineExceededError
     """
+    request = calls.StartMoves(
+        node, cursor, OBJECTS_MAX, BYTES_MAX, context.segments.avoid(), context.client_number
+    )
+    return (yield from _copy(context, request))
+
+
+def repair_some(context: Context, node: str) -> Flow[Moved]:
+    """Copies some objects of this node to other nodes, if the master wants more replicas.
+
+    Raises:
+        InvalidArgumentError: there is no such node, or the master does not repair.
+        BusyError, MasterUnreachableError, DeadlineExceededError
+    """
+    avoid = context.segments.avoid()
+    request = calls.StartMoves(
+        node, 0, OBJECTS_MAX, REPAIRED_BYTES_MAX, avoid, context.client_number, repair=True
+    )
+    return (yield from _copy(context, request))
+
+
+def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
     started = context.clock()
-    request = calls.StartMoves(node, cursor, OBJECTS_MAX, BYTES_MAX)
     reply = yield from ask(request, calls.MovesStarted)
     grants = reply.grants
     deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
@@ -92,7 +120,7 @@ def move_some(context: Context, node: str, cursor: int) -> Flow[Moved]:
     ready = [copy for copy in copies if copy.header is not None]
     unread = [copy.token for copy in copies if copy.header is None]
     if unread:
-        yield from revoke(grants.epoch, unread, settled=True)
+        yield from revoke(grants.epoch, unread)
     moved = yield from _write(context, ready, segments, grants.epoch, deadline)
     for copy in copies:
         context.placements.forget(copy.namespace, copy.key)
@@ -117,12 +145,14 @@ def _copies(reply: calls.MovesStarted) -> list[_Copy]:
         places = slice(row * width, (row + 1) * width)
         targets = zip(grants.segments[places], grants.offsets[places], strict=True)
         size = sources.sizes[row]
+        version = sources.epochs[row], sources.counters[row]
         copies.append(
             _Copy(
                 namespace=reply.namespaces[row],
                 key=reply.keys[row],
                 size=size,
-                version=(sources.epochs[row], sources.counters[row]),
+                version=version,
+                new_version=version if reply.keeps_version else (grants.epoch, token),
                 token=token,
                 source=(sources.segments[at], sources.offsets[at]),
                 targets=list(targets),
@@ -184,7 +214,7 @@ def _write(
     epoch: int,
     deadline: float,
 ) -> Flow[list[_Copy]]:
-    """Write and end them; returns those that are where they were to go."""
+    """Writes the copies and ends their puts; returns the copies that succeeded."""
     transfers: dict[tuple[int, Namespace], ObjectWrites] = {}
     for copy in copies:
         assert copy.header is not None
@@ -197,14 +227,14 @@ def _write(
                     segment = segments[segment_id]
                     transfers[place] = ObjectWrites(segment, copy.namespace, deadline)
                 transfers[place].rows.append((
-                    offset, copy.size, epoch, copy.token, copy.key, views, parent, descriptor,
+                    offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor,
                 ))  # fmt: skip
     errors = (yield list(transfers.values())) if transfers else []
     assert isinstance(errors, list)
-    lost: dict[int, bool] = {}  # segments that failed; whether their moves are settled
+    lost: dict[int, list[KVStoreError]] = {}  # by segment
     for ((segment_id, _), transfer), error in zip(transfers.items(), errors, strict=True):
         if error is not None:
-            lost[segment_id] = bool(error.fields.get("settled")) and lost.get(segment_id, True)
+            lost.setdefault(segment_id, []).append(error)
             yield from unreachable(context, transfer.segment, error)
     written = []
     for copy in copies:
@@ -212,8 +242,8 @@ def _write(
         if on <= segments.keys() and not on & lost.keys():
             written.append(copy)
         else:
-            settled = all(lost.get(segment_id, True) for segment_id in on)
-            yield from revoke(epoch, [copy.token], settled=settled)
+            why = [error for segment_id in on for error in lost.get(segment_id, ())]
+            yield from revoke(epoch, [copy.token], why)
     if not written:
         return []
     ended = yield from ask(calls.PutEnd(epoch, [copy.token for copy in written]), calls.PutEnded)

@@ -1,8 +1,8 @@
 """Whole objects of one segment, read or written together: header, payload, checksum.
 
-What is to be done stands in *rows*, which a transport that can (shared memory, compiled) carries
-out in one go. Any other moves the same bytes move by move, and looks at what came afterwards. Both
-give the same outcomes, and ``tests/conformance/test_objects.py`` holds them to it.
+A table of *rows* describes the work. A transport with compiled steps executes all rows in one call;
+any other moves the same bytes move by move and verifies them afterwards. Both give the same
+outcomes, which ``tests/conformance/test_objects.py`` checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvstore.memory.header import (
 from kvstore.native import fast
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.transport.base import Hasher, Move, Transport
-from kvstore.transport.pieces import batch_ended, feed
+from kvstore.transport.pieces import batch_ended, check_moves, feed
 
 _WIPE = memoryview(WIPE)
 
@@ -38,20 +38,20 @@ Outcome = bytes | int
 
 
 class _Reading(NamedTuple):
-    """What a read that goes move by move leaves behind."""
+    """The state of a read that goes move by move."""
 
     head: bytearray
     hasher: Hasher | None
 
 
 class ObjectReads(Transfer):
-    """Objects to read from one segment. Flows ``add`` rows, and ask for ``outcomes`` once the
+    """Objects to read from one segment. Flows ``add`` rows, and read ``outcomes`` after the
     transfer has succeeded."""
 
     __slots__ = ("_reading", "done", "namespace", "rows", "verify")
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
-        """``verify``: payloads, too, and not only headers."""
+        """``verify``: check payloads as well as headers."""
         super().__init__(segment, [], write=False)
         self._moves = None
         self._reading: list[_Reading] = []
@@ -72,6 +72,26 @@ class ObjectReads(Transfer):
         )
         return self.done is not None
 
+    def move_by_move(self, transport: Transport, deadline: float) -> None:
+        """As ``Transfer.move_by_move``. The caller's memory for a row stays as it is where another
+        object lies by now, unless the transport reads headers and payloads in one batch."""
+        if transport.reads_in_one_batch:
+            super().move_by_move(transport, deadline)
+            return
+        self._reading = [self._new_reading() for _ in self.rows]
+        pairs = list(zip(self.rows, self._reading, strict=True))
+        payloads = [_payload(*pair) for pair in pairs]
+        check_moves(self.segment, [move for moves in payloads for move in moves])
+        transport.read(self.segment, [_head(*pair) for pair in pairs], deadline)
+        there = [
+            move
+            for pair, moves in zip(pairs, payloads, strict=True)
+            if self._header(*pair) is not None
+            for move in moves
+        ]
+        if there:
+            transport.read(self.segment, there, deadline)
+
     def outcomes(self) -> list[Outcome]:
         """One per row."""
         if self.done is None:
@@ -81,28 +101,46 @@ class ObjectReads(Transfer):
 
     def _made(self) -> list[Move]:
         moves: list[Move] = []
-        for offset, _, _, _, _, views in self.rows:
-            reading = _Reading(bytearray(HEADER_BYTES), xxh3_64() if self.verify else None)
+        for row in self.rows:
+            reading = self._new_reading()
             self._reading.append(reading)
-            moves.append(Move(offset, memoryview(reading.head)))
-            at = offset + HEADER_BYTES
-            for view in views or ():
-                moves.append(Move(at, view, reading.hasher))
-                at += len(view)
+            moves.append(_head(row, reading))
+            moves += _payload(row, reading)
         return moves
 
-    def _outcome(self, row: ReadRow, reading: _Reading) -> Outcome:
+    def _new_reading(self) -> _Reading:
+        return _Reading(bytearray(HEADER_BYTES), xxh3_64() if self.verify else None)
+
+    def _header(self, row: ReadRow, reading: _Reading) -> Header | None:
+        """None: of another object, or of none."""
         header = unpack(reading.head, self.segment.seed, row[0])
-        if header is None or not is_of(header, self.namespace, row):
+        return header if header is not None and is_of(header, self.namespace, row) else None
+
+    def _outcome(self, row: ReadRow, reading: _Reading) -> Outcome:
+        header = self._header(row, reading)
+        if header is None:
             return STALE
         if reading.hasher is not None and reading.hasher.intdigest() != header.payload_checksum:
             return CORRUPT
         return header.descriptor
 
 
+def _head(row: ReadRow, reading: _Reading) -> Move:
+    return Move(row[0], memoryview(reading.head))
+
+
+def _payload(row: ReadRow, reading: _Reading) -> list[Move]:
+    moves: list[Move] = []
+    at = row[0] + HEADER_BYTES
+    for view in row[5] or ():
+        moves.append(Move(at, view, reading.hasher))
+        at += len(view)
+    return moves
+
+
 class ObjectWrites(Transfer):
-    """Objects to write to one segment: each wiped, then its payload, then its header, so that
-    whoever finds the header finds a whole payload behind it."""
+    """Objects to write to one segment. For each, the old header is wiped, then the payload and last
+    the header are written, so that a valid header has a complete payload behind it."""
 
     __slots__ = ("namespace", "rows")
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
@@ -63,13 +64,16 @@ if TYPE_CHECKING:
     import torch
 
 AnyKey = str | bytes
+TIMEOUT_MS_MAX = 3_600_000
+"""Of one call, as of all of them (``ClientConfig.timeout_ms``)."""
+
 View = Value | memoryview
 """What ``copy=False`` returns: bytes come as a read-only memoryview."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
 
 
 class Operations:
-    """Builds flows; holds what they share with the views. Any thread."""
+    """Builds the flows, and holds the state that they share with the views. Threads: any."""
 
     def __init__(
         self, config: ClientConfig, context: Context, movers: Movers, views: Views
@@ -90,10 +94,13 @@ class Operations:
         replicas: int | None,
         overwrite: bool,
         wait_ms: int | None,
+        timeout_ms: int | None = None,
     ) -> Flow[PutOutcome]:
         items = Items([check_key(key)], *encode_all([value]))
         options = self._options(namespace, parent, False, replicas, overwrite)
         parts = items.parts[0]
+        if len(parts) > 1 and self.views.allocated:
+            self._refuse_lost(items)
         lease = self.views.allocation(parts[0]) if len(parts) == 1 else None
         if lease is not None:
             named, until = yield from self._settle_commit(lease)
@@ -101,7 +108,8 @@ class Operations:
                 return (yield from self._commit(lease, items, options, until))
             if (named.namespace, named.key) == (options.namespace, items.keys[0]):
                 return PutOutcome.STORED
-        outcomes = yield from putting.put(self.context, items, options, self._wait(wait_ms))
+        wait_ms = self._wait(wait_ms, timeout_ms)
+        outcomes = yield from putting.put(self.context, items, options, wait_ms)
         return outcomes[0]
 
     def put_many(
@@ -113,12 +121,16 @@ class Operations:
         replicas: int | None,
         overwrite: bool,
         wait_ms: int | None,
+        timeout_ms: int | None = None,
     ) -> Flow[list[PutOutcome]]:
         pairs = list(items)
         keys = check_keys([key for key, _ in pairs], distinct=True)
         options = self._options(namespace, parent, chain, replicas, overwrite)
         encoded = Items(keys, *encode_all([value for _, value in pairs]))
-        return (yield from putting.put(self.context, encoded, options, self._wait(wait_ms)))
+        if self.views.allocated:
+            self._refuse_lost(encoded)
+        wait_ms = self._wait(wait_ms, timeout_ms)
+        return (yield from putting.put(self.context, encoded, options, wait_ms))
 
     def put_chain(
         self,
@@ -128,11 +140,14 @@ class Operations:
         parent: AnyKey | None,
         replicas: int | None,
         wait_ms: int | None,
+        timeout_ms: int | None = None,
     ) -> Flow[list[PutOutcome]]:
         if len(keys) != len(values):
-            raise InvalidArgumentError(f"a chain of {len(keys)} keys and {len(values)} values")
+            raise InvalidArgumentError(
+                f"a chain needs one value per key: {len(keys)} keys, {len(values)} values"
+            )
         pairs = zip(keys, values, strict=True)
-        return self.put_many(pairs, namespace, parent, True, replicas, False, wait_ms)
+        return self.put_many(pairs, namespace, parent, True, replicas, False, wait_ms, timeout_ms)
 
     def allocate(
         self,
@@ -140,24 +155,33 @@ class Operations:
         dtype: DType,
         kind: Literal["torch", "numpy"],
         wait_ms: int | None,
+        timeout_ms: int | None = None,
     ) -> Flow[Value]:
         described, size = described_as(shape, dtype, kind)
         grants, replica, until = yield from putting.allocate(
-            self.context, size, self._wait(wait_ms)
+            self.context, size, self._wait(wait_ms, timeout_ms)
         )
         segment, offset = replica
         memory = self.movers.view(segment, offset + HEADER_BYTES, size)
         if memory is None:
-            yield from putting.revoke(grants.epoch, grants.tokens, settled=True)
+            yield from putting.revoke(grants.epoch, grants.tokens)
             raise NodeUnreachableError(
-                "no segment on this host has room, and remote memory cannot be computed into",
+                "no node on this host has free space, and an allocation must be on this host",
                 advice="Start a kvstore-node here, or pass memory= to the client.",
                 node=segment.node,
             )
         array = _array(memory)
         granted = Granted(grants.epoch, grants.tokens[0], segment, offset, size)
-        self.views.add(array, granted, until, self.movers.watch(segment))
-        return decode(described, array)
+        value = decode(described, array)
+        self.views.add(array, granted, until, self.movers.watch(segment), value=value)
+        return value
+
+    def _refuse_lost(self, items: Items) -> None:
+        """Raises ReservationLostError if an item is an allocation that this client has lost."""
+        for part in itertools.chain.from_iterable(items.parts):
+            lease = self.views.allocation(part)
+            if lease is not None and not lease.held:
+                raise _lost()
 
     def _settle_commit(self, lease: Lease) -> Flow[tuple[Named | None, float]]:
         """What an allocation has become, if a commit of it had no answer; None: it is one still,
@@ -220,14 +244,19 @@ class Operations:
     # --- getting ------------------------------------------------------------------------------
 
     def get_many(
-        self, keys: Sequence[AnyKey], namespace: str | None, copy: bool, kind: Kind | None
+        self,
+        keys: Sequence[AnyKey],
+        namespace: str | None,
+        copy: bool,
+        kind: Kind | None,
+        timeout_ms: int | None = None,
     ) -> Flow[list[View | None]]:
         checked = check_keys(keys, distinct=False)
         space = self._namespace(namespace)
         if not copy:
-            return (yield from self._view_many(checked, space, kind))
+            return (yield from self._view_many(checked, space, kind, timeout_ms))
         targets = [Target(key) for key in checked]
-        yield from getting.get(self.context, space, targets)
+        yield from getting.get(self.context, space, targets, timeout_ms)
         return [
             None
             if target.descriptor is None or target.data is None
@@ -240,6 +269,7 @@ class Operations:
         keys: Sequence[AnyKey] | AnyKey,
         buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
         namespace: str | None,
+        timeout_ms: int | None = None,
     ) -> Flow[list[bool]]:
         if isinstance(keys, str | bytes):
             one = cast("Buffer | Sequence[Buffer]", buffers)
@@ -254,11 +284,15 @@ class Operations:
                 )
             pairs = zip(checked, several, strict=True)
             targets = [Target(key, *writable(each)) for key, each in pairs]
-        yield from getting.get(self.context, self._namespace(namespace), targets)
+        yield from getting.get(self.context, self._namespace(namespace), targets, timeout_ms)
         return [target.descriptor is not None for target in targets]
 
     def _view_many(
-        self, keys: Sequence[Key], namespace: Namespace, kind: Kind | None
+        self,
+        keys: Sequence[Key],
+        namespace: Namespace,
+        kind: Kind | None,
+        timeout_ms: int | None,
     ) -> Flow[list[View | None]]:
         """Values over the pool's own memory, leased; copies of what is not mapped here."""
         views: list[View | None] = [None] * len(keys)
@@ -305,7 +339,7 @@ class Operations:
             yield from getting.report_corrupt(self.context, namespace, known_bad)
         if copied:
             values = yield from self.get_many(
-                [keys[index] for index in copied], namespace, True, kind
+                [keys[index] for index in copied], namespace, True, kind, timeout_ms
             )
             for index, value in zip(copied, values, strict=True):
                 views[index] = value
@@ -357,16 +391,17 @@ class Operations:
             array = array_over(
                 descriptor, kind, memory if wanted == "torch" else read_only, at, size
             )
+            tensor: Value | None = None
             if wanted == "numpy":
                 views[index] = array
             elif wanted == "bytes":
                 views[index] = memoryview(array)  # type: ignore[arg-type]
             else:
-                views[index] = decode(descriptor, cast("Bytes1D", array), kind)
+                views[index] = tensor = decode(descriptor, cast("Bytes1D", array), kind)
             if size:
                 named = Named(namespace, Key(key), epoch, counter)
                 place = Place(segment.uuid, offset)
-                held.append((array, base + at, named, placed.until, place))
+                held.append((array, base + at, named, placed.until, place, tensor))
         self.views.add_many(held, mounted)
         return stale
 
@@ -376,7 +411,7 @@ class Operations:
         self, keys: Sequence[AnyKey], namespaces: Sequence[str | None]
     ) -> Flow[list[Match]]:
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
-            raise InvalidArgumentError(f"match_prefix asks 1 to {NAMESPACES_MAX} namespaces")
+            raise InvalidArgumentError(f"match_prefix takes 1 to {NAMESPACES_MAX} namespaces")
         spaces = [self._namespace(each) for each in namespaces]
         return (yield from asking.match_prefix(spaces, packed_keys(keys, MATCH_KEYS_MAX)))
 
@@ -395,15 +430,21 @@ class Operations:
         return asking.stat(self.context, self._namespace(namespace), check_key(key))
 
     def status(self) -> Flow[calls.ClusterStatus]:
-        return ask(calls.Status(), calls.ClusterStatus)
+        status = yield from ask(calls.Status(), calls.ClusterStatus)
+        while status.next_cursor:
+            page = yield from ask(calls.Status(status.next_cursor), calls.ClusterStatus)
+            status = status.with_page(page)
+        return status
 
     def drain(self, node: str, undo: bool, leave: bool) -> Flow[calls.Drained]:
         if undo and leave:
-            raise InvalidArgumentError("a node leaves, or its draining is undone, not both")
+            raise InvalidArgumentError("leave and undo exclude each other")
         step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
         return ask(calls.Drain(node, step), calls.Drained)
 
-    def move_some(self, node: str, cursor: int) -> Flow[Moved]:
+    def move_some(self, node: str, cursor: int, repair: bool) -> Flow[Moved]:
+        if repair:
+            return moving.repair_some(self.context, node)
         return moving.move_some(self.context, node, cursor)
 
     def list_page(self, namespace: str, prefix: bytes, cursor: int) -> Flow[calls.Listed]:
@@ -415,10 +456,11 @@ class Operations:
     def _namespace(self, namespace: str | None) -> Namespace:
         return check_namespace(self.config.namespace if namespace is None else namespace)
 
-    def _wait(self, wait_ms: int | None) -> int:
+    def _wait(self, wait_ms: int | None, timeout_ms: int | None) -> int:
         wanted = self.config.put_wait_ms if wait_ms is None else wait_ms
-        # The answer must come before our own patience ends, so that it can say what is missing.
-        return max(0, min(wanted, self.config.timeout_ms * 9 // 10))
+        longest = self.config.timeout_ms if timeout_ms is None else timeout_ms
+        # The master must answer before the call's own time-out, so that its error can say why.
+        return max(0, min(wanted, longest * 9 // 10))
 
     def _options(
         self,
@@ -443,8 +485,15 @@ class Operations:
 LIST_PAGE = 1_000
 
 
+def seconds(timeout_ms: int) -> float:
+    """Of one call. Raises InvalidArgumentError."""
+    if not 1 <= timeout_ms <= TIMEOUT_MS_MAX:
+        raise InvalidArgumentError(f"timeout_ms is 1 to {TIMEOUT_MS_MAX}, not {timeout_ms}")
+    return timeout_ms / 1000
+
+
 class _Looks(NamedTuple):
-    """Headers to look at in one segment, and whose they are."""
+    """Headers to check in one segment, and their objects."""
 
     segment: SegmentInfo
     rows: list[ReadRow]
@@ -453,8 +502,9 @@ class _Looks(NamedTuple):
 
 def _lost() -> ReservationLostError:
     return ReservationLostError(
-        "the memory of this allocation is no longer ours: its deadline passed unrenewed",
-        advice="Stop writing to it; allocate again. Was the master away?",
+        "this allocation is lost: its deadline passed before it could be renewed",
+        advice="Stop writing to it and allocate again; kvstore status says whether the "
+        "master answers.",
     )
 
 

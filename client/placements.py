@@ -1,23 +1,35 @@
-"""What a client remembers: segments it has met, and where leased objects are.
+"""A client's cache: known segments, and the places of leased objects.
 
-While an object's lease lives its extents keep their bytes, so the next get of it asks nobody. A
-lease is counted from the moment before the question was asked, on this process's monotonic clock,
-less a margin: no two clocks are ever compared, and a promise never looks longer than it is.
+During an object's lease its extents keep their bytes, so the next get of it needs no call to the
+master. The client counts a lease from before its request, on this host's own clock
+(``kvstore.clocks``), less a margin. So it never compares two clocks, and never takes a lease for
+longer than it is.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
 from kvstore.calls import Placements, SegmentInfo
-from kvstore.limits import Key, Namespace
+from kvstore.clocks import uptime
+from kvstore.errors import KVStoreError
+from kvstore.limits import AVOID_MAX, Key, Namespace
 
-AVOID_SECONDS = 1.0
-"""A node that just failed is tried last for so long; by then the master knows, too."""
+AVOID_FIRST_S = 2.0
+"""How long a node that did not answer is avoided: longer than the time-out that shows it. Doubles
+each time that the node does not answer soon after."""
+
+AVOID_QUICK_S = 0.25
+"""The same for a node that failed at once: another attempt is cheap, and it may have restarted."""
+
+AVOID_LONGEST_S = 10.0
+
+FAILED_MAX = 1_024
+"""Failed segments that are remembered."""
 
 
 class Replica(NamedTuple):
@@ -27,7 +39,7 @@ class Replica(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a complete object is, and how long that is promised."""
+    """Where a complete object is, and until when its lease lasts."""
 
     size: int
     """Payload bytes."""
@@ -35,7 +47,7 @@ class Placed(NamedTuple):
     counter: int
     replicas: tuple[Replica, ...]
     until: float
-    """``time.monotonic()`` at which the promise ends for us."""
+    """``uptime()`` at which the lease ends for this client."""
 
 
 _REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
@@ -46,10 +58,10 @@ _PLACED: Callable[[Iterable[object]], Placed] = partial(tuple.__new__, Placed)
 class PlacementCache:
     """Leased placements by namespace and key; bounded; any thread (each step is one dict call)."""
 
-    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, capacity: int, clock: Callable[[], float] = uptime) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._placed: dict[tuple[Namespace, Key], Placed] = {}
+        self._placed: OrderedDict[tuple[Namespace, Key], Placed] = OrderedDict()
 
     def get(self, namespace: Namespace, key: Key) -> Placed | None:
         placed = self._placed.get((namespace, key))
@@ -62,13 +74,13 @@ class PlacementCache:
         if not self._capacity:
             return
         known = self._placed
-        # Out and in again, so that the order of the dict is the order of lease ends.
+        # Out and in again, so that the order is that of lease ends.
         known.pop((namespace, key), None)
         known[namespace, key] = placed
         while len(known) > self._capacity:
             try:
-                known.pop(next(iter(known)), None)
-            except (StopIteration, RuntimeError):  # another thread is at it
+                known.popitem(last=False)
+            except KeyError:  # another thread is at it
                 return
 
     def forget(self, namespace: Namespace, key: Key) -> None:
@@ -81,20 +93,41 @@ class PlacementCache:
         return len(self._placed)
 
 
+def is_silent(error: KVStoreError) -> bool:
+    """Whether the node did not answer at all, which took a while to find out."""
+    return bool(error.fields.get("silent_ms"))
+
+
+class Failed(NamedTuple):
+    """A segment that could not be read or written."""
+
+    segment: SegmentInfo
+    error: KVStoreError
+    at: float
+    until: float
+    """When it is tried again."""
+    pause_s: float
+
+    @property
+    def is_silent(self) -> bool:
+        return is_silent(self.error)
+
+
 class SegmentTable:
     """Segments by epoch and id: a number of one epoch may name another segment in the next.
 
     One epoch is remembered, the last that was asked for. Any thread.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self._clock = clock
         self._of: tuple[int, dict[int, SegmentInfo]] = 0, {}
-        self._failed: dict[bytes, float] = {}  # uuid -> until when to avoid it
+        self._failed: dict[bytes, Failed] = {}
+        """By uuid."""
 
     def of(self, epoch: int) -> dict[int, SegmentInfo]:
-        """What is known of this epoch's segments, by id; add to it what is learnt. It stays of that
-        epoch, also when another thread meets the next one."""
+        """The known segments of this epoch, by id; callers add new ones. The dictionary keeps its
+        epoch, even if another thread begins the next one."""
         known_epoch, known = self._of
         if known_epoch != epoch:
             known = {}
@@ -102,25 +135,76 @@ class SegmentTable:
         return known
 
     def forget(self, segment: SegmentInfo) -> bool:
-        """Ask about it anew; whether it was of the epoch that is remembered."""
+        """Drops the segment, so that it is looked up again; returns whether it was of the epoch
+        that is remembered."""
         _, known = self._of
         if known.get(segment.segment_id) is not segment:
             return False
         known.pop(segment.segment_id, None)
         return True
 
-    def failed(self, segment: SegmentInfo) -> None:
-        """Reads or writes there failed: avoid it for a while."""
-        self._failed[segment.uuid] = self._clock() + AVOID_SECONDS
+    @property
+    def failing(self) -> bool:
+        """Whether any segment failed lately; otherwise there is no segment to avoid."""
+        return bool(self._failed)
+
+    def failed(self, segment: SegmentInfo, error: KVStoreError) -> None:
+        """Called when reads or writes on the segment failed: avoids it for a while."""
+        now, before = self._clock(), self._failed.get(segment.uuid)
+        silent = is_silent(error)
+        pause_s = AVOID_FIRST_S if silent else AVOID_QUICK_S
+        if before is not None:
+            if now < before.until:
+                return  # calls that began before it was avoided
+            if silent and before.is_silent and now < before.until + before.pause_s:
+                pause_s = min(2 * before.pause_s, AVOID_LONGEST_S)
+        while len(self._failed) >= FAILED_MAX:
+            self._failed.pop(next(iter(self._failed), b""), None)
+        self._failed.pop(segment.uuid, None)
+        self._failed[segment.uuid] = Failed(segment, error, now, now + pause_s, pause_s)
 
     def avoided(self, segment: SegmentInfo) -> bool:
-        until = self._failed.get(segment.uuid)
-        if until is None:
-            return False
-        if until <= self._clock():
+        failed = self._failed.get(segment.uuid)
+        return failed is not None and self._clock() < failed.until
+
+    def failures(self) -> list[Failed]:
+        """The segments that are avoided now, the latest first; forgets those of long ago."""
+        now = self._clock()
+        failures = []
+        for uuid, failed in list(self._failed.items()):
+            if now < failed.until:
+                failures.append(failed)
+            elif now >= failed.until + failed.pause_s:
+                self._failed.pop(uuid, None)
+        return failures[::-1]
+
+    def avoid(self) -> Sequence[bytes]:
+        """Segments (uuids) that new objects avoid: those that did not answer a moment ago. Segments
+        that failed at once are not among them: another attempt is cheap."""
+        if not self._failed:
+            return ()
+        silent = [failed for failed in self.failures() if failed.is_silent]
+        return tuple(failed.segment.uuid for failed in silent[:AVOID_MAX])
+
+    def met(self, segment: SegmentInfo) -> None:
+        """Called when the master has described the segment: forgets failures of earlier mounts."""
+        failed = self._failed.get(segment.uuid)
+        if failed is not None and failed.segment.generation != segment.generation:
             self._failed.pop(segment.uuid, None)
-            return False
-        return True
+
+    def reachable(self, replicas: Sequence[Replica]) -> Sequence[Replica]:
+        """The replicas without those that did not answer a moment ago, which would be slow to fail
+        again; those that failed in another way come last."""
+        now = self._clock()
+        good: list[Replica] = []
+        last: list[Replica] = []
+        for replica in replicas:
+            failed = self._failed.get(replica.segment.uuid)
+            if failed is None or now >= failed.until:
+                good.append(replica)
+            elif not failed.is_silent:
+                last.append(replica)
+        return good + last
 
     def rows(
         self, known: Mapping[int, SegmentInfo], placements: Placements, until: float

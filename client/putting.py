@@ -1,7 +1,7 @@
-"""Writing objects: the flows of ``put``, ``allocate`` and what becomes of an allocation.
+"""Writing objects: the flows of ``put`` and ``allocate``, and of the end of an allocation.
 
-put_start ──► wipe, payload, header of each replica, in that order ──► put_end. A grant that comes
-to nothing (a node died, a master came or went) is revoked and asked for again.
+put_start ──► wipe, payload, header of each replica, in that order ──► put_end. A grant that
+fails (a node died, the master changed) is revoked, and the flow asks for another.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
+from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.objects import ObjectWrites
-from kvstore.client.placements import Replica
+from kvstore.client.placements import Replica, is_silent
 from kvstore.client.steps import Context, Flow, Pause, Transfer, ask, describe, unreachable
-from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError, UnavailableError
-from kvstore.limits import Key, Namespace
+from kvstore.errors import (
+    DeadlineExceededError,
+    KVStoreError,
+    NoSpaceError,
+    PutRefusedError,
+    UnavailableError,
+)
+from kvstore.limits import AVOID_MAX, PUT_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
 from kvstore.native.kinds import WriteRow
 from kvstore.transport.base import Move
@@ -29,9 +35,8 @@ log = logging.getLogger("kvstore.client")
 ATTEMPTS = 4
 """Grants of one put before it is refused."""
 
-PUT_KEYS_MAX = 512
-"""Objects granted in one call. A larger batch is granted in pieces, which it is not worth noticing:
-each holds the loop of the master for 1 to 2 ms, and calls of all others are served between."""
+SHOWN_MAX = 3
+"""Nodes that the error of a put names."""
 
 OUTCOMES = {int(each): each for each in PutOutcome}
 """By number: calling the enum takes 20 times as long."""
@@ -40,8 +45,8 @@ _WIPE = memoryview(WIPE)
 
 
 class Items(NamedTuple):
-    """Objects to write, column by column: a Python object for each would cost more than all that is
-    done with it."""
+    """Objects to write, column by column: a Python object for each would cost more than the work on
+    it."""
 
     keys: Sequence[Key]
     sizes: Sequence[int]
@@ -51,7 +56,7 @@ class Items(NamedTuple):
     descriptors: Sequence[bytes]
 
     def of(self, rows: Sequence[int]) -> Items:
-        """Some of them."""
+        """The items with these indexes."""
         keys, sizes, parts, descriptors = self
         return Items(
             [keys[row] for row in rows],
@@ -59,6 +64,13 @@ class Items(NamedTuple):
             [parts[row] for row in rows],
             [descriptors[row] for row in rows],
         )
+
+
+class _Failure(NamedTuple):
+    """A transfer of a put that failed."""
+
+    segment: SegmentInfo
+    error: KVStoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,41 +85,102 @@ class PutOptions:
 def put(
     context: Context, items: Items, options: PutOptions, wait_ms: int
 ) -> Flow[list[PutOutcome]]:
-    """Store every item that is not there; one outcome (STORED, FOUND, BEING_WRITTEN) each.
+    """Stores every item that is missing; one outcome (STORED, FOUND, BEING_WRITTEN) each.
 
     Room is granted for all of ``PUT_KEYS_MAX`` items or for none; an error may come after some
     such pieces were stored.
 
     Raises:
-        PutRefusedError: ATTEMPTS grants came to nothing.
+        PutRefusedError: ATTEMPTS grants failed, or all nodes that could take the objects did; names
+            those nodes.
         NoSpaceError, ValueTooLargeError, BusyError, MasterUnreachableError, DeadlineExceededError
     """
     keys = items.keys
     if not keys:
         return []
     outcomes = [PutOutcome.REFUSED] * len(keys)
-    for attempt in range(ATTEMPTS):
-        for run in _runs(outcomes, options.chain):
-            first = run[0]
-            parent = keys[first - 1] if options.chain and first else options.parent
-            some = items if len(run) == len(keys) else items.of(run)
-            ended = yield from _put_once(context, some, parent, options, wait_ms)
-            for index, outcome in zip(run, ended, strict=True):
-                outcomes[index] = outcome
-        if PutOutcome.REFUSED not in outcomes:
-            return outcomes
-        yield Pause(0.02 * 4**attempt)
+    failures: list[_Failure] = []
+    quick: set[bytes] = set()  # segments that failed at once, and may soon work again
+    attempts = 0
+    error: KVStoreError | None = None
+    try:
+        while attempts < ATTEMPTS:
+            attempts += 1
+            before = len(failures)
+            avoid = (*context.segments.avoid(), *quick)[:AVOID_MAX]
+            try:
+                for run in _runs(outcomes, options.chain):
+                    first = run[0]
+                    parent = keys[first - 1] if options.chain and first else options.parent
+                    some = items if len(run) == len(keys) else items.of(run)
+                    ended = yield from _put_once(
+                        context, some, parent, options, wait_ms, avoid, failures
+                    )
+                    for index, outcome in zip(run, ended, strict=True):
+                        outcomes[index] = outcome
+            except NoSpaceError as full:
+                if full.fields.get("cause") != "avoided":
+                    raise
+                if len(failures) == before:
+                    attempts -= 1
+                if not quick:
+                    error = full
+                    break
+                quick.clear()
+            if PutOutcome.REFUSED not in outcomes:
+                return outcomes
+            new = failures[before:]
+            quick.update(each.segment.uuid for each in new if not is_silent(each.error))
+            if not any(is_silent(each.error) for each in new):
+                yield Pause(0.02 * 4 ** max(0, attempts - 1))  # otherwise a second has passed
+    except DeadlineExceededError as late:
+        if not failures:
+            raise
+        error = late
+    if not failures:
+        known = context.segments.failures()
+        failures = [_Failure(each.segment, each.error) for each in known if each.is_silent]
+    kind = DeadlineExceededError if isinstance(error, DeadlineExceededError) else PutRefusedError
+    raise _not_stored(context, kind, outcomes, failures, attempts) from error
+
+
+def _not_stored(
+    context: Context,
+    kind: type[KVStoreError],
+    outcomes: Sequence[PutOutcome],
+    failures: Sequence[_Failure],
+    attempts: int,
+) -> KVStoreError:
+    """The error of a put: the nodes that failed, and when they are tried again."""
     refused = outcomes.count(PutOutcome.REFUSED)
-    raise PutRefusedError(
-        f"{refused} of {len(keys)} objects were not stored: {ATTEMPTS} grants came to nothing",
-        advice="Nodes or masters come and go; try again, or look at: kvstore status",
+    what = f"put: {refused} of {len(outcomes)} objects not stored"
+    last = {segment.node: error for segment, error in failures}
+    if not last:
+        return kind(
+            f"{what}: nodes or masters joined or left during {attempts} attempts",
+            advice="Try again, or look at: kvstore status",
+            refused=refused,
+            attempts=attempts,
+        )
+    shown = "; ".join(each.message for each in [*last.values()][:SHOWN_MAX])
+    more = len(last) - SHOWN_MAX
+    others = f"; and {more} more nodes" if more > 0 else ""
+    avoided = [each.until for each in context.segments.failures()]
+    again = max(0.0, min(avoided) - context.clock()) if avoided else 0.0
+    tries = f", {attempts} attempts" if attempts else f"; tried again in {again:.1f} s"
+    return kind(
+        f"{what}: {shown}{others}{tries}",
+        advice=next((each.advice for each in last.values() if each.advice), "")
+        or "kvstore status lists the nodes; kvstore doctor tests the path to them.",
         refused=refused,
+        attempts=attempts,
+        nodes=",".join(last),
     )
 
 
 def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
-    """The refused items, to be asked for together, ``PUT_KEYS_MAX`` at a time; of a chain, each
-    unbroken piece."""
+    """The refused items in groups to request together, of at most ``PUT_KEYS_MAX``; in a chain,
+    each contiguous piece is a group."""
     if len(outcomes) <= PUT_KEYS_MAX and outcomes.count(PutOutcome.REFUSED) == len(outcomes):
         return [list(range(len(outcomes)))]
     runs: list[list[int]] = []
@@ -127,7 +200,10 @@ def _put_once(
     parent: Key | None,
     options: PutOptions,
     wait_ms: int,
+    avoid: Sequence[bytes],
+    failures: list[_Failure],
 ) -> Flow[list[PutOutcome]]:
+    """One grant and its transfers; returns the outcomes. Adds to ``failures``."""
     started = context.clock()
     grants = yield from ask(
         calls.PutStart(
@@ -140,6 +216,9 @@ def _put_once(
             options.overwrite,
             wait_ms,
             context.host,
+            avoid,
+            context.here_only,
+            context.client_number,
         ),
         calls.Grants,
     )
@@ -168,10 +247,11 @@ def _put_once(
                 writes[segment_id].rows.append(row)
     errors = (yield list(writes.values())) if writes else []
     assert isinstance(errors, list)
-    lost: dict[int, bool] = {}  # segments that failed; whether their moves are settled
+    lost: dict[int, KVStoreError] = {}  # segments that failed
     for (segment_id, transfer), error in zip(writes.items(), errors, strict=True):
         if error is not None:
-            lost[segment_id] = bool(error.fields.get("settled"))
+            lost[segment_id] = error
+            failures.append(_Failure(transfer.segment, error))
             if isinstance(error, DeadlineExceededError) and context.clock() >= deadline:
                 context.count("put_deadlines_passed")
             yield from unreachable(context, transfer.segment, error)
@@ -182,8 +262,8 @@ def _put_once(
         failed = [each for each in its_segments if each in lost or each not in writes]
         if failed:
             outcomes[granted[number]] = PutOutcome.REFUSED
-            settled = all(lost.get(segment_id, True) for segment_id in failed)
-            yield from revoke(grants.epoch, [grants.tokens[number]], settled=settled)
+            why = [lost[segment_id] for segment_id in failed if segment_id in lost]
+            yield from revoke(grants.epoch, [grants.tokens[number]], why)
         else:
             written.append(number)
     if not written:
@@ -195,9 +275,9 @@ def _put_once(
             ended = yield from ask(calls.PutEnd(grants.epoch, tokens), calls.PutEnded)
             break
         except UnavailableError as error:
-            # Nobody knows whether it is complete. If it is not, asking once more completes it; if
-            # it is, or the master is another, that is refused, and then asking for a new grant
-            # finds the object, or writes it again.
+            # The put may or may not be complete. If it is not, another put_end completes it. If it
+            # is, or the master has changed, the put_end is refused, and then a new put_start finds
+            # the object, or the flow writes it again.
             log.debug("put_end_unanswered tokens=%d error=%s", len(tokens), str(error))
     for number, outcome in zip(written, ended.outcomes, strict=True):
         outcomes[granted[number]] = OUTCOMES[outcome]
@@ -228,10 +308,18 @@ def _rows(
     return list(zip(*columns, strict=True))
 
 
-def revoke(epoch: int, tokens: Sequence[int], *, settled: bool) -> Flow[None]:
-    """Give grants up. Not answered is no harm: their deadline gives them up, too."""
+def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) -> Flow[None]:
+    """Gives grants up. A missing answer does no harm: the grants also end at their deadline.
+
+    ``why``: errors of their transfers, which say what may still land, and on which connections.
+    """
+    unsettled = [error for error in why if not error.fields.get("settled")]
+    connections = tuple(int(error.fields.get("connection", 0)) for error in unsettled)
+    if 0 in connections:
+        connections = ()  # any of ours
+    request = calls.PutRevoke(epoch, tokens, not unsettled, connections)
     try:
-        yield from ask(calls.PutRevoke(epoch, tokens, settled), calls.Revoked)
+        yield from ask(request, calls.Revoked)
     except KVStoreError as error:
         log.debug("revoke_failed tokens=%d error=%s", len(tokens), str(error))
 
@@ -239,24 +327,28 @@ def revoke(epoch: int, tokens: Sequence[int], *, settled: bool) -> Flow[None]:
 def allocate(
     context: Context, size: int, wait_ms: int
 ) -> Flow[tuple[calls.Grants, Replica, float]]:
-    """Room for ``size`` payload bytes, and until when it is ours.
+    """Allocates space for ``size`` payload bytes; returns it, and until when the client has it.
 
     Raises:
         As ``put``.
     """
     started = context.clock()
-    grants = yield from ask(calls.Allocate(size, wait_ms, context.host), calls.Grants)
+    request = calls.Allocate(
+        size, wait_ms, context.host, context.segments.avoid(), context.here_only,
+        context.client_number,
+    )  # fmt: skip
+    grants = yield from ask(request, calls.Grants)
     segments = yield from describe(context, grants.epoch, grants.segments)
     segment = segments.get(grants.segments[0])
     if segment is None:
-        yield from revoke(grants.epoch, grants.tokens, settled=True)
+        yield from revoke(grants.epoch, grants.tokens)
         raise PutRefusedError("the segment went away while it was asked for")
     until = started + grants.deadline_ms / 1000 - context.lease_margin_s
     offset = grants.offsets[0]
     errors = yield [Transfer(segment, [Move(offset, _WIPE)], True, until)]
     assert isinstance(errors, list)
     if errors[0] is not None:
-        yield from revoke(grants.epoch, grants.tokens, settled=False)
+        yield from revoke(grants.epoch, grants.tokens, errors)
         raise errors[0]
     return grants, Replica(segment, offset), until
 
@@ -269,7 +361,7 @@ def commit(
     deadline: float,
     written: bytearray,
 ) -> Flow[PutOutcome]:
-    """Name an allocation whose payload stands in its place already; no payload byte moves.
+    """Gives an allocation its key. Its payload is in place already, so no payload byte moves.
 
     Args:
         item: one, in one part.

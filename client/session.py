@@ -1,19 +1,21 @@
-"""What ``Client`` and ``AsyncClient`` have in common: everything but the way they wait."""
+"""The common base of ``Client`` and ``AsyncClient``, which differ only in how they wait."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvstore.children import Child, start_node
+from kvstore.client import forks
 from kvstore.client.movers import Movers
 from kvstore.client.operations import Operations
 from kvstore.client.placements import PlacementCache, SegmentTable
 from kvstore.client.steps import Context
 from kvstore.client.views import Ask, Views
+from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load
 from kvstore.host import address_towards, host_id
 from kvstore.transport.mooncake.engine import EngineSettings
@@ -21,7 +23,7 @@ from kvstore.transport.mooncake.transport import MooncakeTransport
 
 
 class ClientStats(NamedTuple):
-    """What a client did since it was made."""
+    """What a client has done since its creation."""
 
     counters: Mapping[str, int]
     """Events by name: ``stale_reads``, ``checksum_mismatches``, ``failed_transfers`` and so on."""
@@ -30,7 +32,9 @@ class ClientStats(NamedTuple):
     views: int
     """Views and allocations alive."""
     epoch: int
-    """Of the master that was last joined; 0 before."""
+    """The epoch of the master that was last joined; 0 before."""
+    transports: Mapping[str, int]
+    """Transfers (of a batch of objects, from or to one segment) by transport."""
 
 
 def read_config(
@@ -46,29 +50,63 @@ def read_config(
 
 
 class Session:
-    """One client's memory: what it knows, which transports it has, what it holds."""
+    """The state of one client: placements, transports, views and leases."""
 
-    def __init__(self, config: ClientConfig, ask: Ask) -> None:
-        """``ask`` puts the questions of the thread that renews leases."""
+    def __init__(
+        self, config: ClientConfig, ask: Ask, connect: Callable[[], object] = lambda: None
+    ) -> None:
+        """
+        Args:
+            ask: makes the calls of the thread that renews leases.
+            connect: the preparation that the first ``ask`` would otherwise have to do.
+        """
         self.config = config
         self.host = host_id()
-        self.name = config.name or f"{socket.gethostname()}-{os.getpid()}"
-        self.movers = Movers(config.transports, self._engine if config.protocol else None)
+        self.name = self._new_name()
+        client_number = _new_number()
+        self.movers = Movers(
+            config.transports,
+            self._engine if config.protocol else None,
+            client_number,
+            stall_s=config.progress_timeout_ms / 1000,
+        )
         margin_s = config.lease_margin_ms / 1000
-        self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch)
+        self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch, connect=connect)
         self.context = Context(
-            clock=time.monotonic,
+            clock=uptime,
             host=self.host,
+            client_number=client_number,
             segments=SegmentTable(),
             placements=PlacementCache(config.placements_max),
             lease_margin_s=margin_s,
             verify_payload=config.verify != "header",
             verify_views=config.verify == "all",
             counters={},
+            client=self.name,
+            here_only=set(config.transports) <= {"shm"},
             failover_s=config.timeout_ms / 3000,
         )
         self.operations = Operations(config, self.context, self.movers, self.views)
         self.children: list[Child] = []
+
+    def begin_anew(self) -> None:
+        """As ``Forked._begin_anew``. The children are the parent's, too."""
+        for child in self.children:
+            child.abandon()
+        forks.keep(self.children)
+        self.children = []
+        self.name = self._new_name()
+        context = self.context
+        context.client = self.name
+        context.client_number = _new_number()
+        context.segments = SegmentTable()
+        context.placements = PlacementCache(self.config.placements_max)
+        context.counters = {}
+        self.views.begin_anew()
+        self.movers.begin_anew(context.client_number)
+
+    def _new_name(self) -> str:
+        return self.config.name or f"{socket.gethostname()}-{os.getpid()}"
 
     def _engine(self) -> MooncakeTransport:
         config = self.config
@@ -85,10 +123,11 @@ class Session:
         any memory is taken.
         """
         if self.config.memory:
-            join(time.monotonic() + self.config.timeout_ms / 1000)
+            join(uptime() + self.config.timeout_ms / 1000)
             master = self.config.master
             node = start_node(
                 master=master,
+                cluster=self.config.cluster,
                 memory=self.config.memory,
                 host=address_towards(master),
                 protocol=self.config.protocol,
@@ -99,10 +138,20 @@ class Session:
 
     def stats(self, epoch: int) -> ClientStats:
         context = self.context
-        return ClientStats(dict(context.counters), len(context.placements), len(self.views), epoch)
+        return ClientStats(
+            dict(context.counters),
+            len(context.placements),
+            len(self.views),
+            epoch,
+            dict(self.movers.moved),
+        )
 
     def close(self) -> None:
         """After the stub is closed. Blocks until threads and children have ended."""
         self.movers.close()
         for child in self.children:
             child.stop()
+
+
+def _new_number() -> int:
+    return 1 + secrets.randbits(63)

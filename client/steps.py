@@ -22,6 +22,7 @@ from kvstore.errors import (
     DeadlineExceededError,
     InvalidRangeError,
     KVStoreError,
+    PermissionDeniedError,
     SegmentGoneError,
     UnavailableError,
 )
@@ -31,7 +32,7 @@ log = logging.getLogger("kvstore.client")
 
 
 class Ask(NamedTuple):
-    """Ask the master; the result is its reply."""
+    """Step: call the master; the result is its reply."""
 
     request: calls.Request
 
@@ -39,7 +40,7 @@ class Ask(NamedTuple):
 class Transfer:
     """Bytes to move on one segment; the result of a list of these is a list of errors or None.
 
-    Whole objects are moved by its kinds in ``kvstore.client.objects``.
+    The subclasses in ``kvstore.client.objects`` move whole objects.
     """
 
     __slots__ = ("_moves", "deadline", "segment", "write")
@@ -47,7 +48,7 @@ class Transfer:
     def __init__(
         self, segment: SegmentInfo, moves: list[Move], write: bool, deadline: float | None = None
     ) -> None:
-        """``deadline``: ``time.monotonic()`` by which it must have stopped; None: the call's."""
+        """``deadline``: ``uptime()`` by which it must have stopped; None: the call's."""
         self.segment = segment
         self.write = write
         self.deadline = deadline
@@ -72,6 +73,15 @@ class Transfer:
         del transport, deadline
         return False
 
+    def move_by_move(self, transport: Transport, deadline: float) -> None:
+        """Have ``transport`` carry it out move by move, if it cannot do so ``in_one_go``.
+
+        Raises:
+            As ``Transport.read`` and ``write``.
+        """
+        move = transport.write if self.write else transport.read
+        move(self.segment, self.moves, deadline)
+
 
 class Pause(NamedTuple):
     seconds: float
@@ -84,20 +94,26 @@ Flow = Generator[Step, object, ResultT]
 
 @dataclass(slots=True, kw_only=True)
 class Context:
-    """What the flows of one client share. Any thread."""
+    """State that the flows of one client share. Threads: any."""
 
     clock: Callable[[], float]
-    """Monotonic seconds."""
+    """``kvstore.clocks.uptime``."""
     host: str
+    client_number: int = 0
+    """Identifies this client's connections to data servers and to the master."""
     segments: SegmentTable
     placements: PlacementCache
     lease_margin_s: float
     verify_payload: bool
-    """Whether what is copied is compared with its checksum."""
+    """Whether copied payloads are compared with their checksum."""
     verify_views: bool = False
-    """Whether what is not copied is, too, before it is handed out."""
+    """Whether views are compared with their checksum, before they are returned."""
     counters: dict[str, int]
     """Events by name; see ``count``."""
+    client: str = ""
+    """Its name, for reports."""
+    here_only: bool = False
+    """Whether none of this client's transports reaches another host."""
     failover_s: float = 3.0
     """How long the first replica may take where there is a second one."""
 
@@ -126,6 +142,9 @@ def describe(
             context.count("changed_epochs")
             return {}
         known.update((segment.segment_id, segment) for segment in described.segments)
+        if context.segments.failing:
+            for segment in described.segments:
+                context.segments.met(segment)
     return known
 
 
@@ -138,12 +157,13 @@ def learn(
 
 
 def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> Flow[None]:
-    """Moves on a segment failed: go on elsewhere, and say so where the master may not know.
+    """Called when moves on a segment failed: avoids the segment, and reports the failure if the
+    master may not know it.
 
     Raises:
         KVStoreError: ``error`` itself, when going elsewhere cannot help.
     """
-    if not isinstance(error, UnavailableError | InvalidRangeError):
+    if not isinstance(error, UnavailableError | InvalidRangeError | PermissionDeniedError):
         raise error
     of_this_epoch = context.segments.forget(segment)
     context.count("failed_transfers")
@@ -153,12 +173,25 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
         log.warning(
             "node_failed node=%s address=%s error=%s", segment.node, segment.address, str(error)
         )
-    context.segments.failed(segment)
+    context.segments.failed(segment, error)
     # A deadline that passed says as much of the deadline as of the node, whose silence the master
-    # hears for itself; and another master's numbers name other segments.
-    if isinstance(error, DeadlineExceededError) or not of_this_epoch:
+    # hears for itself; what no transport of ours reaches was not tried; and another master's
+    # numbers name other segments.
+    tried = error.fields.get("tried", 1)
+    if isinstance(error, DeadlineExceededError) or not tried or not of_this_epoch:
         return
+    report = calls.ReportFailure(
+        [segment.segment_id], context.client, context.host, _one_line(error.message)
+    )
     try:
-        yield from ask(calls.ReportFailure([segment.segment_id]), calls.Reported)
+        yield from ask(report, calls.Reported)
     except KVStoreError as unreported:
         log.debug("failure_not_reported node=%s error=%s", segment.node, unreported)
+
+
+def _one_line(text: str) -> str:
+    return "".join(each if each.isprintable() else " " for each in text)[:REASON_MAX]
+
+
+REASON_MAX = 200
+"""Characters of what the master is told."""

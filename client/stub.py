@@ -1,4 +1,4 @@
-"""The master, for callers that block: ``MasterStub``."""
+"""``MasterStub``: blocking calls to the master."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import grpc
 
 from kvstore.addresses import join_address, split_address
 from kvstore.calls import Join, Joined, Reply, Request
+from kvstore.client import forks
 from kvstore.client.channels import Channels
 from kvstore.client.stub_flow import (
     LANE_CONNECT_S,
@@ -39,9 +40,10 @@ from kvstore.client.stub_flow import (
     late,
     silent,
 )
+from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NotLeaderError, PermissionDeniedError, ProtocolError
 from kvstore.etcd.finding import find_leader
-from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
+from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.native import fast
 from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED, Fast
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
@@ -59,10 +61,10 @@ _CONNECT_PAUSE_S = 0.005
 
 
 class MasterStub:
-    """Asks a master. Calls from several threads at once are allowed.
+    """Calls a master. Several threads may call at once.
 
     The first call joins. After that calls of clients take the lane, a pool of connections with one
-    call at a time each, or gRPC where the lane cannot be reached. Not to be used after a fork.
+    call at a time each, or gRPC if the lane cannot be reached. After a fork, use ``abandon``.
     """
 
     def __init__(
@@ -73,25 +75,27 @@ class MasterStub:
         name: str,
         spin_us: int = 300,
         lane: bool = True,
+        cluster: str = "",
         on_join: Callable[[Joined], None] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """
         Args:
             address: ``host:port`` of the master, or of several, separated by commas.
-            host: where we run (``kvstore.host.host_id()``).
-            name: who we are, for the master's log.
+            host: this host (``kvstore.host.host_id()``).
+            name: name of the caller, for the master's log.
             spin_us: how long a call polls for its reply before it sleeps.
             lane: whether to use the lane at all.
-            on_join: told of every join, before any call goes on under it; by whichever thread
-                joined. It must not call the stub.
+            cluster: name of the cluster that is meant; empty: any.
+            on_join: called after every join, before any call uses it, in the thread that joined.
+                It must not call the stub.
             rng: source of the backoff's jitter.
 
         Raises:
             InvalidArgumentError: ``address`` is none.
         """
         self._link = Link(address, lane=lane, rng=rng)
-        self._join = Join(name, host, PROTOCOL_VERSION)
+        self._join = Join(name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster)
         self._spin_s = spin_us / 1e6
         self._on_join = on_join
         self._joining = threading.Lock()
@@ -103,16 +107,16 @@ class MasterStub:
 
     @property
     def joined(self) -> Joined | None:
-        """What the master said at the last join; None before the first."""
+        """The master's answer to the last join; None before the first."""
         return self._link.joined
 
     @property
     def epoch(self) -> int:
-        """Of the master that we last joined; 0 before."""
+        """The epoch of the master that was last joined; 0 before."""
         return self._link.joined.epoch if self._link.joined is not None else 0
 
     def join(self, deadline: float) -> Joined:
-        """Joins now if that is still to be done, as any other call would.
+        """Joins now if the stub has not joined, as any other call would.
 
         Raises:
             As ``call``.
@@ -120,7 +124,7 @@ class MasterStub:
         if self._closed.is_set():
             raise ClosedError("the client is closed")
         if not self._link.current:
-            flow = call_flow(self._link, None, deadline, time.monotonic)
+            flow = call_flow(self._link, None, deadline, uptime)
             self._run(flow, None, b"", deadline, math.inf)
         joined = self._link.joined
         assert joined is not None
@@ -130,7 +134,7 @@ class MasterStub:
         """The master's reply.
 
         Args:
-            deadline: a ``time.monotonic()`` value, by which this returns or raises.
+            deadline: a ``uptime()`` value, by which this returns or raises.
 
         Raises:
             MasterUnreachableError: no master was found until the deadline, or (``fields["sent"]``
@@ -154,11 +158,20 @@ class MasterStub:
                 pass
             except (CarrierBrokenError, NotLeaderError) as error:
                 broken = error
-        flow = call_flow(self._link, call, deadline, time.monotonic, broken)
+        flow = call_flow(self._link, call, deadline, uptime, broken)
         reply = decode_reply(call, self._run(flow, call, payload, deadline, silence_s))
         if isinstance(reply, Joined):
             self._accept(reply, self._link.address)
         return reply
+
+    def abandon(self) -> None:
+        """Called in the child of a fork: refuses calls, and closes the child's descriptors of the
+        parent's connections. Takes no lock."""
+        self._closed = threading.Event()
+        self._closed.set()
+        for connection in self._connections:
+            connection.close()
+        forks.keep(self._channels)  # gRPC's threads and locks were the parent's
 
     def close(self) -> None:
         """Ends calls under way with ``ClosedError``. Idempotent."""
@@ -212,13 +225,13 @@ class MasterStub:
                 raise ClosedError("the client was closed during the call")
             return None
         if isinstance(step, Locate):
-            return find_leader(step.place, time.monotonic() + step.timeout_s)
+            return find_leader(step.place, uptime() + step.timeout_s)
         assert call is not None
         if isinstance(step, OnLane):
             connection = self._take() or self._connect(deadline)
             if connection is not None:
                 return self._on_lane(connection, call, payload, deadline, silence_s)
-        until = min(deadline, time.monotonic() + silence_s)
+        until = min(deadline, uptime() + silence_s)
         address = step.address if isinstance(step, OnGrpc) else self._link.address
         reply = self._on_grpc(address, call, payload, until, last=until == deadline)
         if isinstance(step, OnLane):
@@ -229,13 +242,13 @@ class MasterStub:
         return reply
 
     def _join_at(self, step: JoinAt, deadline: float) -> None:
-        if not self._joining.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+        if not self._joining.acquire(timeout=max(deadline - uptime(), 0.0)):
             raise late(self._link, "Join")
         try:
             if self._link.generation == step.generation:
-                until = min(deadline, time.monotonic() + step.timeout_s)
+                until = min(deadline, uptime() + step.timeout_s)
                 call = CALLS[Join]
-                payload = encode_request(self._join)
+                payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
                 data = self._on_grpc(step.address, call, payload, until, last=until == deadline)
                 self._accept(cast(Joined, decode_reply(call, data)), step.address)
         finally:
@@ -255,7 +268,7 @@ class MasterStub:
         *,
         last: bool = True,
     ) -> bytes:
-        left_s = deadline - time.monotonic()
+        left_s = deadline - uptime()
         if left_s <= 0:
             raise late(self._link, call.name)
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
@@ -275,7 +288,7 @@ class MasterStub:
     # --- the lane ------------------------------------------------------------------------------
 
     def _take(self) -> _LaneConnection | None:
-        """A connection that nobody uses and whose other end is there, if there is one."""
+        """An idle connection whose other end is still open, if there is one."""
         while True:
             try:
                 connection = self._idle.pop()
@@ -299,7 +312,7 @@ class MasterStub:
         """The reply's bytes. The connection goes back to the pool, or is closed."""
         # Threads that poll take turns at the interpreter's lock: one of them may, several lose.
         alone = len(self._connections) - len(self._idle) <= 1
-        until = min(deadline, time.monotonic() + silence_s) if silence_s < math.inf else deadline
+        until = min(deadline, uptime() + silence_s) if silence_s < math.inf else deadline
         try:
             _, kind, _, data = connection.exchange(call.wire_name, payload, until, spin=alone)
         except TimeoutError:
@@ -329,7 +342,7 @@ class MasterStub:
                 raise ClosedError("the client is closed")
             if len(self._connections) >= LANE_CONNECTIONS_MAX:
                 return None
-        now = time.monotonic()
+        now = uptime()
         until = now + min(LANE_CONNECT_S, (deadline - now) / 2)
         if until <= now:
             raise late(self._link, "lane")
@@ -340,7 +353,7 @@ class MasterStub:
         try:
             if self._closed.is_set():
                 raise ClosedError("the client is closed")
-            connection.greet(joined.lane_token, until)
+            connection.greet(joined, until)
         except BaseException:
             self._drop(connection)
             raise
@@ -355,11 +368,11 @@ class MasterStub:
 
 
 class _EndedBeforeError(CarrierBrokenError):
-    """The other end is not there any more, or says what nobody asked; nothing was sent."""
+    """The other end has closed, or has sent bytes without a call; nothing was sent."""
 
 
 class _LaneConnection:
-    """One connection, one call at a time. Threads: whoever holds it; ``interrupt``: any."""
+    """One connection, one call at a time. Threads: the one that took it; ``interrupt``: any."""
 
     def __init__(self, sock: socket.socket, spin_s: float, generation: int) -> None:
         self.generation = generation
@@ -372,16 +385,16 @@ class _LaneConnection:
         self._call_id = 0
 
     def is_quiet(self) -> bool:
-        """Whether nothing has come unasked: an end of the stream, or the reply to a dead call."""
+        """Whether nothing has arrived: no end of the stream, and no reply to an abandoned call."""
         return not self._readable.poll(0)
 
-    def greet(self, token: bytes, until: float) -> None:
+    def greet(self, joined: Joined, until: float) -> None:
         """
         Raises:
             TokenRefusedError, LaneUnreachableError
         """
         try:
-            self._send(hello(token), until)
+            self._send(hello(joined.lane_token, joined.protocol), until)
             _, kind, _, data = self._receive(until, spin=False)
         except (TimeoutError, CarrierBrokenError) as error:
             raise LaneUnreachableError(f"no greeting: {error}", silent=True) from None
@@ -408,7 +421,7 @@ class _LaneConnection:
         if received[0] != call_id or received[1] not in (REPLY, ERROR):
             if received[1] == ERROR:
                 raise CarrierBrokenError(decode_error(received[3]).message, sent=True)
-            raise ProtocolError("the lane answered another call")
+            raise ProtocolError("the master's reply on the lane belongs to another call")
         return received
 
     def _exchange_fast(
@@ -438,7 +451,9 @@ class _LaneConnection:
             raise CarrierBrokenError("the master closed the connection", sent=True)
         if kind == ERROR and data is not None:
             raise CarrierBrokenError(decode_error(data).message, sent=True)
-        raise ProtocolError("the lane answered another call, or no frame")
+        raise ProtocolError(
+            "the master's reply on the lane belongs to another call, or is not a frame"
+        )
 
     def interrupt(self) -> None:
         """Makes a call under way fail."""
@@ -498,7 +513,7 @@ class _LaneConnection:
 
     @staticmethod
     def _wait(poll: select.poll, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
+        left_s = deadline - uptime()
         if left_s <= 0:
             raise TimeoutError("no answer in time")
         poll.poll(left_s * 1000 + 1)  # it rounds down
@@ -515,10 +530,12 @@ def _open(
     sock = _connect_unix(joined.lane_unix, until) if joined.lane_unix else None
     if sock is None:
         if not joined.lane_port:
-            raise LaneUnreachableError("its Unix socket cannot be reached, and it has no TCP port")
+            raise LaneUnreachableError(
+                "the lane's Unix socket cannot be reached, and the master has no TCP port for it"
+            )
         address = join_address(host, joined.lane_port)
         try:
-            left_s = max(until - time.monotonic(), 0.001)
+            left_s = max(until - uptime(), 0.001)
             sock = socket.create_connection((host, joined.lane_port), timeout=left_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
@@ -535,7 +552,7 @@ def _connect_unix(name: str, until: float) -> socket.socket | None:
             sock.connect(b"\0" + name.encode())
             return sock
         except BlockingIOError:  # its backlog is full
-            if time.monotonic() < until:
+            if uptime() < until:
                 time.sleep(_CONNECT_PAUSE_S)
                 continue
         except OSError:

@@ -1,17 +1,17 @@
-"""When a call is sent, sent again, or given up: the one place that decides, without a socket.
+"""Decides when a call is sent, sent again, or given up. Pure: it uses no socket.
 
-``call_flow`` is a generator: it yields what to do next (a ``Step``), and is sent the outcome or
-thrown what went wrong. ``kvstore.client.stub`` drives it with blocking calls, ``aio_stub`` with
-awaited ones, tests with a list. Its rules:
+``call_flow`` is a generator: it yields the next ``Step``, and is sent its outcome or thrown its
+error. ``kvstore.client.stub`` drives it with blocking calls, ``aio_stub`` with awaited ones, tests
+with a list. Its rules:
 
-* Calls of clients need a join. One that finds its carrier broken joins anew, and then learns from
-  the epoch whether the master is still the same.
-* What was certainly not sent may be sent again; what was, if it is idempotent or if the master
-  that may have done it is gone (a new epoch), and so is what it knew.
-* Where several masters may lead, or an etcd says who does, whoever is silent, gone or stands by is
-  left for the one that leads, as often as need be.
-* The lane is preferred. Where it cannot be reached gRPC carries everything for a while.
-* In between it waits: exponentially longer, randomly less, never beyond the deadline.
+* Calls of clients need a join. A call whose carrier breaks joins anew, and learns from the epoch
+  whether the master is still the same.
+* A call that was certainly not sent may be sent again. One that was sent may be sent again if it is
+  idempotent, or if the master that may have executed it is gone with its state (a new epoch).
+* If there are several masters or an etcd, the call leaves a master that is silent, gone or stands
+  by, and goes to the leader, as often as necessary.
+* The lane is preferred. If it cannot be reached, gRPC carries all calls for a while.
+* Between attempts the call waits: exponentially longer, with jitter, never beyond the deadline.
 """
 
 from __future__ import annotations
@@ -57,23 +57,24 @@ LANE_CONNECT_S: Final = 1.0
 that drops packets answers never."""
 
 REFUSALS_MAX: Final = 2
-"""Refused tokens in one call; after so many fresh ones it is somebody else who refuses them."""
+"""Refused tokens in one call; if this many fresh ones are refused, another process refuses them."""
 
 JOIN_S: Final = 2.0
 """How long one of several masters may take to answer a join before the next one is asked."""
 
 LOCATE_S: Final = 2.0
-"""How long etcd may take to say who leads, before it is asked again."""
+"""How long etcd may take to name the leader, before it is asked again."""
 
 SILENCE_S: Final = 2.0
 """How long one of several masters may be silent, beyond what the call itself may have to wait,
 before another one is asked: one that was stopped keeps its connections open."""
 
 WIPES_S: Final = 8.0
-"""What calls may have to wait that end objects: for nodes that wipe, or count as dead."""
+"""How long calls that remove or replace objects may have to wait: for nodes to wipe, or to count as
+dead."""
 
 HOPS_MAX: Final = 3
-"""How often one call goes straight to whom it was sent, before it pauses in between."""
+"""Redirections in a row that one call follows without a pause."""
 
 BACKOFF_FIRST_S: Final = 0.02
 BACKOFF_MAX_S: Final = 1.0
@@ -127,18 +128,18 @@ class LaneUnreachableError(Exception):
 
 
 class TokenRefusedError(Exception):
-    """The peer did not give out our token: the master that we joined is gone. Nothing was done."""
+    """The peer does not know the token: the joined master is gone. The call was not executed."""
 
 
 class Locate(NamedTuple):
-    """Ask the etcd who leads. Answer: its address; empty when nobody does."""
+    """Ask the etcd for the leader. Answer: its address; empty if no master leads."""
 
     place: EtcdPlace
     timeout_s: float
 
 
 class JoinAt(NamedTuple):
-    """Join the master at ``address``, unless somebody has joined since ``generation``. Answer:
+    """Join the master at ``address``, unless another call has joined since ``generation``. Answer:
     anything."""
 
     address: str
@@ -183,25 +184,25 @@ def parse_addresses(address: str) -> tuple[str, ...]:
 
 
 class Link:
-    """What a stub knows of its master. One per stub; touched by whoever runs a flow."""
+    """What a stub knows of its master. One per stub; all its flows use it."""
 
     def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
         self.addresses = parse_addresses(address)
-        """Of all that may lead; empty where etcd says who does."""
+        """The masters that may lead; empty if etcd names the leader."""
         self.etcd = parse_etcd(address) if address.startswith(ETCD_SCHEME) else None
         self.alone = len(self.addresses) == 1
-        """There is no other master to go to."""
+        """Whether there is only one master."""
         self.shown = shown_place(address)
-        """For messages."""
+        """The address as shown in messages."""
         self.joined: Joined | None = None
-        """What the master said at the last join."""
+        """The master's answer to the last join."""
         self.current = False
-        """Whether that is believed to hold."""
+        """Whether ``joined`` is believed to be valid."""
         self.generation = 0
         """Changes whenever ``current`` does; connections of another one are closed."""
         self._turn = 0
         self._leader = ""
-        """Whom we were sent to: by etcd, or by a master that stands by."""
+        """The leader as named by etcd, or by a master that stands by."""
         self._lane = lane
         self._lane_retry_at = 0.0
         self._lane_problem = ""
@@ -210,17 +211,17 @@ class Link:
 
     @property
     def address(self) -> str:
-        """The master that we use, or try next; empty: etcd must be asked."""
+        """The master in use, or to try next; empty: etcd must be asked."""
         return self._leader or (self.addresses[self._turn] if self.addresses else "")
 
     @property
     def epoch(self) -> int:
-        """Of the master that was last joined; 0 before."""
+        """The epoch of the master that was last joined; 0 before."""
         return self.joined.epoch if self.joined is not None else 0
 
     def accept(self, joined: Joined, address: str) -> None:
-        """The master at ``address`` let us in: that one is used, wherever another call has turned
-        meanwhile."""
+        """Called after a join at ``address``: that master is used from now on, even if another call
+        has chosen a different one meanwhile."""
         if address != self.address:
             self._leader = address
         before = self.joined
@@ -237,8 +238,8 @@ class Link:
             self.generation += 1
 
     def next_address(self, failed: str) -> None:
-        """``failed`` is of no use; nothing changes where another call has found that out, or has
-        joined somebody since: after ``lost``."""
+        """Called after ``lost`` when ``failed`` cannot be used: goes on to the next address, unless
+        another call has done so or has joined a master since."""
         if self.current or self.address != failed:
             return
         if self._leader:
@@ -247,7 +248,7 @@ class Link:
             self._turn = (self._turn + 1) % len(self.addresses)
 
     def follow(self, leader: str) -> None:
-        """Somebody who knows says that it leads; after ``lost``."""
+        """Called after ``lost`` when etcd or a standby names ``leader``."""
         if not self.current:
             self._leader = leader
 
@@ -338,12 +339,11 @@ def call_flow(
                 raise error
             if not address:
                 joining = True
-                yield from _locate(link, deadline - clock())
-                address = link.address
+                address = yield from _locate(link, deadline - clock())
                 joining = False
             if (call is None or call.lane) and not link.current:
                 joining = True
-                yield _join(link, deadline - clock())
+                yield _join(link, address, deadline - clock())
                 joining = False
                 generation = link.generation
             if call is None:
@@ -395,7 +395,9 @@ def call_flow(
         except UnavailableError as refusal:
             # A master that is there and lets nobody in: it stands by, or stops.
             if not joining or isinstance(refusal, DeadlineExceededError):
-                if joining and reasons:  # the last of several attempts ran into the deadline
+                harmless = joining or call is None or call.idempotent
+                if reasons and harmless and isinstance(refusal, DeadlineExceededError):
+                    # The last of several attempts ran into the deadline.
                     raise _unreachable(link, reasons, failures, clock() - started) from None
                 raise
             failures += 1
@@ -410,18 +412,23 @@ def call_flow(
             yield Pause(min(pause_s, left_s / 2))
 
 
-def _locate(link: Link, left_s: float) -> Generator[Step, Any, None]:
-    """Raises NotLeaderError: nobody leads."""
+def _locate(link: Link, left_s: float) -> Generator[Step, Any, str]:
+    """The address of the leader, which another call may find to be of no use meanwhile.
+
+    Raises:
+        NotLeaderError: no master leads.
+    """
     assert link.etcd is not None, "where there are addresses, there is an address"
     leader = yield Locate(link.etcd, min(left_s, LOCATE_S))
     if not leader:
-        raise NotLeaderError("nobody leads now", leader="")
+        raise NotLeaderError("no master leads now", leader="")
     link.follow(leader)
+    return link.address or leader
 
 
-def _join(link: Link, left_s: float) -> JoinAt:
+def _join(link: Link, address: str, left_s: float) -> JoinAt:
     timeout_s = left_s if link.alone else min(left_s, JOIN_S)
-    return JoinAt(link.address, timeout_s, link.generation)
+    return JoinAt(address, timeout_s, link.generation)
 
 
 def _in_doubt(
@@ -429,7 +436,8 @@ def _in_doubt(
 ) -> MasterUnreachableError:
     return MasterUnreachableError(
         f"the connection to the master at {address} broke during {call.name} "
-        f"({next(iter(reasons.values()), 'no reason given')}); it may have been done",
+        f"({next(iter(reasons.values()), 'no reason given')}); the master may have "
+        f"executed the call",
         advice="Repeat the whole operation.",
         address=address,
         sent=1,

@@ -1,9 +1,8 @@
-"""``Client``: what a program uses. Blocking; any thread may call."""
+"""``Client``: the blocking client. Any thread may call it."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -11,14 +10,16 @@ from typing import Any, Literal, Self, TypeVar
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
+from kvstore.client import forks
 from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
 from kvstore.client.moving import Moved
-from kvstore.client.operations import AnyKey, DType, View
+from kvstore.client.operations import AnyKey, DType, View, seconds
 from kvstore.client.session import ClientStats, Session, read_config
 from kvstore.client.steps import Ask, Flow, Pause
 from kvstore.client.stub import MasterStub
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
+from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
 
@@ -34,8 +35,9 @@ class Client:
 
     Keys are ``bytes`` or ``str`` of 1 to 256 bytes. Every method that takes a ``namespace`` uses
     the configured one where it is None. Nothing is connected before the first call, and no call
-    takes longer than ``timeout_ms`` (10 s): a master that cannot be reached is tried again until
-    then. All methods may be called from any thread.
+    takes longer than ``timeout_ms``, which each may be given (None: the configured 10 s): a master
+    that cannot be reached is tried again until then. ``list_objects`` and ``clear`` have so long
+    for each page or slice. All methods may be called from any thread.
 
     All methods may raise, besides what they name:
         MasterUnreachableError: no master was found in time; ``fields`` say where we looked.
@@ -43,6 +45,12 @@ class Client:
         InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
         ClosedError: after ``close``.
     A failed call leaves the client as it was; nothing needs to be cleaned up.
+
+    After ``os.fork`` (also by ``multiprocessing``) the client can be used in both processes: in
+    the child it begins anew by itself, with connections of its own. Views and allocations that the
+    child has inherited are the parent's: ``lease`` says that they are not held, an allocation
+    cannot be put there, and dropping one gives nothing back. Their bytes can be read for as long
+    as the parent holds them. A node or master that the parent contributes is ended by the parent.
     """
 
     def __init__(
@@ -70,20 +78,40 @@ class Client:
         self.config = read_config(master, memory, config, settings)
         self._timeout_s = self.config.timeout_ms / 1000
         self._session = Session(self.config, self._ask_within)
-        self._stub = MasterStub(
-            self.config.master,
-            host=self._session.host,
-            name=self._session.name,
-            spin_us=self.config.spin_us,
-            lane=self.config.lane,
-        )
+        self._stub = self._new_stub()
         self._operations = self._session.operations
         self._closed = threading.Event()
+        forks.watch(self)
         try:
             self._session.contribute(self._stub.join)
         except BaseException:
             self.close()
             raise
+
+    def _new_stub(self) -> MasterStub:
+        return MasterStub(
+            self.config.master,
+            host=self._session.host,
+            name=self._session.name,
+            spin_us=self.config.spin_us,
+            lane=self.config.lane,
+            cluster=self.config.cluster,
+        )
+
+    def _begin_anew(self) -> None:
+        """Called automatically in the child of a fork; see the class."""
+        is_closed = self._closed.is_set()
+        self._stub.abandon()
+        self._session.begin_anew()
+        self._stub = self._new_stub()
+        self._closed = threading.Event()
+        if is_closed:
+            self._closed.set()
+
+    def _give_up(self) -> None:
+        """Refuse all calls, without closing anything."""
+        self._closed = threading.Event()
+        self._closed.set()
 
     @classmethod
     def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
@@ -120,6 +148,7 @@ class Client:
         replicas: int | None = None,
         overwrite: bool = False,
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> PutOutcome:
         """Store a torch tensor, a numpy array or bytes under a key.
 
@@ -147,7 +176,10 @@ class Client:
             ReservationLostError: the memory from ``allocate`` is not ours any more.
         """
         return self._run(
-            self._operations.put(key, value, namespace, parent, replicas, overwrite, wait_ms)
+            self._operations.put(
+                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms
+            ),
+            timeout_ms,
         )
 
     def put_many(
@@ -159,6 +191,7 @@ class Client:
         replicas: int | None = None,
         overwrite: bool = False,
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """``put`` of several, in one exchange: room is found for all of them or for none.
 
@@ -166,7 +199,10 @@ class Client:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
         """
         return self._run(
-            self._operations.put_many(items, namespace, parent, False, replicas, overwrite, wait_ms)
+            self._operations.put_many(
+                items, namespace, parent, False, replicas, overwrite, wait_ms, timeout_ms
+            ),
+            timeout_ms,
         )
 
     def put_chain(
@@ -178,6 +214,7 @@ class Client:
         parent: AnyKey | None = None,
         replicas: int | None = None,
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """Store the blocks of one prefix: each key's parent is the key before it.
 
@@ -189,7 +226,10 @@ class Client:
             As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
         """
         return self._run(
-            self._operations.put_chain(keys, values, namespace, parent, replicas, wait_ms)
+            self._operations.put_chain(
+                keys, values, namespace, parent, replicas, wait_ms, timeout_ms
+            ),
+            timeout_ms,
         )
 
     def allocate(
@@ -199,6 +239,7 @@ class Client:
         *,
         kind: Literal["torch", "numpy"] = "torch",
         wait_ms: int | None = None,
+        timeout_ms: int | None = None,
     ) -> Value:
         """A tensor inside the pool to compute into; putting it moves no byte.
 
@@ -210,7 +251,9 @@ class Client:
         Raises:
             NodeUnreachableError: there is no segment on this host. Otherwise as ``put``.
         """
-        return self._run(self._operations.allocate(shape, dtype, kind, wait_ms))
+        return self._run(
+            self._operations.allocate(shape, dtype, kind, wait_ms, timeout_ms), timeout_ms
+        )
 
     # --- getting ------------------------------------------------------------------------------
 
@@ -221,6 +264,7 @@ class Client:
         namespace: str | None = None,
         copy: bool = True,
         kind: Kind | None = None,
+        timeout_ms: int | None = None,
     ) -> View | None:
         """The value of a key, dtype and shape as they were put; None on a miss.
 
@@ -235,7 +279,9 @@ class Client:
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
         """
-        return self._run(self._operations.get_many([key], namespace, copy, kind))[0]
+        return self._run(
+            self._operations.get_many([key], namespace, copy, kind, timeout_ms), timeout_ms
+        )[0]
 
     def get_many(
         self,
@@ -244,9 +290,12 @@ class Client:
         namespace: str | None = None,
         copy: bool = True,
         kind: Kind | None = None,
+        timeout_ms: int | None = None,
     ) -> list[View | None]:
         """``get`` of several, in one exchange with the master and one with each node."""
-        return self._run(self._operations.get_many(keys, namespace, copy, kind))
+        return self._run(
+            self._operations.get_many(keys, namespace, copy, kind, timeout_ms), timeout_ms
+        )
 
     def get_into(
         self,
@@ -254,6 +303,7 @@ class Client:
         buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
         *,
         namespace: str | None = None,
+        timeout_ms: int | None = None,
     ) -> list[bool]:
         """Read values into the caller's memory; per key, whether it was there.
 
@@ -261,13 +311,17 @@ class Client:
             keys: a sequence, or a single key with a single buffer.
             buffers: per key a contiguous, writable tensor, array, bytearray or memoryview in CPU
                 memory, or a list of them that are filled one after the other. Memory beyond the
-                value's size is left as it is. Buffers of ``uint8`` take any dtype's bytes.
+                value's size is left as it is, unless a longer value is replaced while it is being
+                read (by the transfer engine: during the call). Then it may hold bytes of that one.
+                Buffers of ``uint8`` take any dtype's bytes.
 
         Raises:
             BufferMismatchError: too small (nothing was read for that key), or of another dtype
                 (the buffer's contents are undefined). Other buffers of the batch may be filled.
         """
-        return self._run(self._operations.get_into(keys, buffers, namespace))
+        return self._run(
+            self._operations.get_into(keys, buffers, namespace, timeout_ms), timeout_ms
+        )
 
     def register(self, buffer: Buffer) -> None:
         """Let the transfer engine move bytes from and into this memory as it is, where it moves
@@ -293,40 +347,55 @@ class Client:
 
     # --- asking -------------------------------------------------------------------------------
 
-    def match_prefix(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> int:
+    def match_prefix(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> int:
         """How many leading keys of a chain are there; those are leased.
 
         Takes O(log n) steps at the master for a chain that was put with ``put_chain``. More than
         16,384 keys are asked for in several calls, as far as all of a call's keys are there.
         """
-        return self._run(self._operations.match_prefix(keys, [namespace]))[0].matched
+        return self._run(self._operations.match_prefix(keys, [namespace]), timeout_ms)[0].matched
 
-    def match_prefixes(self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]) -> list[int]:
+    def match_prefixes(
+        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
+    ) -> list[int]:
         """``match_prefix`` in several namespaces at once: an engine's ranks and cache groups."""
-        return [match.matched for match in self.matches(keys, namespaces=namespaces)]
+        return [
+            match.matched
+            for match in self.matches(keys, namespaces=namespaces, timeout_ms=timeout_ms)
+        ]
 
-    def matches(self, keys: Sequence[AnyKey], *, namespaces: Sequence[str]) -> list[Match]:
+    def matches(
+        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
+    ) -> list[Match]:
         """``match_prefixes``, and how many keys after those are being written at this moment."""
-        return self._run(self._operations.match_prefix(keys, namespaces))
+        return self._run(self._operations.match_prefix(keys, namespaces), timeout_ms)
 
-    def exists(self, key: AnyKey, *, namespace: str | None = None) -> bool:
+    def exists(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> bool:
         """Whether a complete object is there now. Promises nothing for the next moment."""
-        return self._run(self._operations.exists([key], namespace))[0]
+        return self._run(self._operations.exists([key], namespace), timeout_ms)[0]
 
-    def exists_many(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> list[bool]:
+    def exists_many(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> list[bool]:
         """``exists`` of several."""
-        return self._run(self._operations.exists(keys, namespace))
+        return self._run(self._operations.exists(keys, namespace), timeout_ms)
 
-    def stat(self, key: AnyKey, *, namespace: str | None = None) -> ObjectStat | None:
+    def stat(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> ObjectStat | None:
         """All that is known of one object, or None."""
-        return self._run(self._operations.stat(key, namespace))
+        return self._run(self._operations.stat(key, namespace), timeout_ms)
 
-    def status(self) -> calls.ClusterStatus:
+    def status(self, *, timeout_ms: int | None = None) -> calls.ClusterStatus:
         """The cluster at a glance."""
-        return self._run(self._operations.status())
+        return self._run(self._operations.status(), timeout_ms)
 
     def list_objects(
-        self, *, namespace: str = "", prefix: bytes = b""
+        self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> Iterator[calls.ObjectRow]:
         """All objects of a namespace ("": of every one) whose keys start with ``prefix``.
 
@@ -334,43 +403,47 @@ class Client:
         """
         cursor = 0
         while True:
-            page = self._run(self._operations.list_page(namespace, prefix, cursor))
+            page = self._run(self._operations.list_page(namespace, prefix, cursor), timeout_ms)
             yield from page.objects
             cursor = page.next_cursor
             if not cursor:
                 return
 
     def stats(self) -> ClientStats:
-        """What this client did. Asks nobody."""
+        """What this client has done. Makes no call."""
         return self._session.stats(self._stub.epoch)
 
     # --- removing -----------------------------------------------------------------------------
 
-    def remove(self, key: AnyKey, *, namespace: str | None = None) -> bool:
-        """Remove an object; whether there was one. When this returns nobody finds it any more,
-        also not after a restart. Views of it keep their bytes until their lease ends, which is not
-        renewed any more: ask ``lease(view).held``."""
-        return self._run(self._operations.remove([key], namespace))[0]
+    def remove(
+        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> bool:
+        """Remove an object; returns whether there was one. After this call no client finds the
+        object, even after a restart. Views of it keep their bytes until their lease ends, which is
+        no longer renewed: ask ``lease(view).held``."""
+        return self._run(self._operations.remove([key], namespace), timeout_ms)[0]
 
-    def remove_many(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> list[bool]:
+    def remove_many(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> list[bool]:
         """``remove`` of several."""
-        return self._run(self._operations.remove(keys, namespace))
+        return self._run(self._operations.remove(keys, namespace), timeout_ms)
 
     def clear(
         self,
         namespace: str | None = None,
         *,
         progress: Callable[[int, int], None] | None = None,
+        timeout_ms: int | None = None,
     ) -> int:
         """Remove every object of a namespace, or of all of them (None); how many.
 
         Args:
-            progress: called after each slice with the numbers removed and remaining; each slice
-                has the whole of ``timeout_ms``.
+            progress: called after each slice with the numbers removed and remaining.
         """
         removed = 0
         while True:
-            cleared = self._run(self._operations.clear_some(namespace))
+            cleared = self._run(self._operations.clear_some(namespace), timeout_ms)
             removed += cleared.removed
             if progress is not None:
                 progress(removed, cleared.remaining)
@@ -379,7 +452,9 @@ class Client:
 
     # --- draining -----------------------------------------------------------------------------
 
-    def drain(self, node: str, *, undo: bool = False, leave: bool = False) -> calls.Drained:
+    def drain(
+        self, node: str, *, undo: bool = False, leave: bool = False, timeout_ms: int | None = None
+    ) -> calls.Drained:
         """Let a node be given nothing new; what it holds is still read. ``kvstore drain`` does
         the whole of it: this, ``move_some`` until nothing is left, and ``leave``.
 
@@ -390,19 +465,28 @@ class Client:
         Raises:
             InvalidArgumentError: there is no such node, or it is to leave and is not drained.
         """
-        return self._run(self._operations.drain(node, undo, leave))
+        return self._run(self._operations.drain(node, undo, leave), timeout_ms)
 
-    def move_some(self, node: str, cursor: int = 0) -> Moved:
+    def move_some(
+        self,
+        node: str,
+        cursor: int = 0,
+        *,
+        repair: bool = False,
+        timeout_ms: int | None = None,
+    ) -> Moved:
         """Copy some of what a draining node holds to others, through this process.
 
         Args:
             cursor: 0 begins a pass over all objects; then ``next_cursor`` of the step before, until
                 that is 0 again.
+            repair: of any node; objects with fewer replicas than they were put with get one more,
+                where the master finds room. Nodes do this by themselves.
 
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
         """
-        return self._run(self._operations.move_some(node, cursor))
+        return self._run(self._operations.move_some(node, cursor, repair), timeout_ms)
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -414,8 +498,9 @@ class Client:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._session.views.close()
+        self._session.views.stop_renewing()
         self._stub.close()
+        self._session.views.close()
         self._session.close()
 
     def __enter__(self) -> Self:
@@ -434,11 +519,12 @@ class Client:
 
     # --- driving flows ------------------------------------------------------------------------
 
-    def _run(self, flow: Flow[ResultT]) -> ResultT:
-        """Do what the flow says, step by step, until it returns or the time is over."""
+    def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
+        """Carries out the flow's steps until it returns or the time is over."""
         if self._closed.is_set():
             raise ClosedError("the client is closed")
-        deadline = time.monotonic() + self._timeout_s
+        timeout_s = self._timeout_s if timeout_ms is None else seconds(timeout_ms)
+        deadline = uptime() + timeout_s
         call, move = self._stub.call, self._session.movers.move
         try:
             step = next(flow)
@@ -449,7 +535,7 @@ class Client:
                         outcome = call(step.request, deadline)
                     elif isinstance(step, Pause):
                         outcome = None
-                        self._pause(step.seconds, deadline)
+                        self._pause(step.seconds, deadline, timeout_s)
                     else:
                         outcome = move(step, deadline)  # type: ignore[arg-type]
                 except KVStoreError as error:
@@ -460,12 +546,12 @@ class Client:
             result: ResultT = done.value
             return result
 
-    def _pause(self, seconds: float, deadline: float) -> None:
-        left = deadline - time.monotonic()
+    def _pause(self, seconds: float, deadline: float, timeout_s: float) -> None:
+        left = deadline - uptime()
         if left <= seconds:
-            raise DeadlineExceededError(f"{self._timeout_s:.1f} s were not enough")
+            raise DeadlineExceededError(f"the call timed out after {timeout_s:.1f} s")
         if self._closed.wait(seconds):
             raise ClosedError("the client is closed")
 
     def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
-        return self._stub.call(request, time.monotonic() + seconds)
+        return self._stub.call(request, uptime() + seconds)

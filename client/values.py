@@ -304,7 +304,7 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
         return data.view(dtype).reshape(described.shape)
     except (ValueError, RuntimeError) as error:
         raise CorruptObjectError(
-            f"{data.size} bytes are no {described.dtype} of shape {described.shape}: {error}"
+            f"{data.size} bytes do not make a {described.dtype} of shape {described.shape}: {error}"
         ) from error
 
 
@@ -324,7 +324,7 @@ def array_over(
             return np.empty(0, np.uint8)
         return np.frombuffer(memory, np.uint8, size, offset)
     if expected != size:
-        raise CorruptObjectError(f"{size} bytes are no {dtype} of shape {shape}")
+        raise CorruptObjectError(f"{size} bytes do not make a {dtype} of shape {shape}")
     return np.ndarray(shape, dtype, memory, offset) if size else np.empty(shape, dtype)
 
 
@@ -353,7 +353,7 @@ def described_as(
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
     if min(sizes, default=0) < 0:
-        raise InvalidArgumentError(f"a shape has no negative sizes: {sizes}")
+        raise InvalidArgumentError(f"the sizes of a shape must not be negative: {sizes}")
     if kind == "torch":
         module = _import_torch()
         found = dtype if isinstance(dtype, module.dtype) else getattr(module, str(dtype), None)
@@ -411,7 +411,7 @@ def _import_torch() -> ModuleType:
     except ImportError:
         raise UnsupportedValueError(
             "this needs torch, which is not installed here",
-            advice='Install kvstore[torch], or ask for kind="numpy" or kind="bytes".',
+            advice='pip install torch; or ask for kind="numpy" or kind="bytes".',
         ) from None
     return torch
 

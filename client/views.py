@@ -1,27 +1,32 @@
-"""Memory of the pool in the caller's hands: leased views, and allocations to compute into.
+"""Pool memory that the caller uses directly: leased views, and allocations to compute into.
 
-Both are numpy arrays over the mapped segment (or torch tensors over such an array). What they
-promise (``kvstore.client.leases``) follows the memory and not one Python object: slices, reshapes
-and tensors made of it all keep the first array alive, and its finalizer ends the promise. One
-background thread, started with the first view, renews what lives in good time.
+Both are numpy arrays over the mapped segment (or torch tensors over such an array). The lease
+(``kvstore.client.leases``) belongs to the first array over the memory: slices, reshapes and tensors
+of it keep that array alive, and its finalizer ends the lease. One background thread, started with
+the first view, renews leases before they end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import calls
+from kvstore.background import start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
+from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:
@@ -29,21 +34,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvstore.client")
 
+BROKEN_PAUSE_S: Final = 0.2
+"""Before the renewing thread goes on after an exception that is a bug."""
+
 Ask = Callable[[calls.Request, float], calls.Reply]
 """The request and the seconds it may take; raises KVStoreError."""
 
 
-Watched = tuple[NDArray[np.generic], int, Named | Granted, float, Place | None]
-"""An array to watch, with the address of its first byte, and the rest of ``Views.add``."""
+Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, Place | None, object]
+"""An array to watch, with the address of its first byte, the rest of ``Views.add``, and the value
+that was made of it."""
 
 
 class _Watch(weakref.ref["NDArray[np.generic]"]):
-    """Tells when an array's memory is let go; a sixth of what ``weakref.finalize`` costs."""
+    """Tells when an array is gone, at a sixth of the cost of ``weakref.finalize``."""
 
-    __slots__ = ("address", "lease")
+    __slots__ = ("address", "allocated", "array", "lease", "storage")
 
     address: int
+    allocated: bool
+    """Whether it came from ``allocate``."""
+    array: int
+    """``id`` of the array, its own for as long as this reference is alive."""
     lease: Lease
+    storage: int
+    """Of the tensor over it; 0: there is none."""
 
     __hash__ = object.__hash__  # its own, and not the array's, which has none
 
@@ -51,8 +66,135 @@ class _Watch(weakref.ref["NDArray[np.generic]"]):
         return self is other
 
 
+class Watches:
+    """Which arrays were handed out, and the lease of each.
+
+    A lease belongs to the first array over its memory. All that is made of it leads back to it:
+    arrays by their ``base``, memoryviews by their ``obj``, tensors by their storage. Where that
+    trace is lost (a tensor made of an array by the program, DLPack), the address tells; if the
+    memory was leased more than once, the promise that holds least is the answer.
+
+    ``let_go`` may be called anywhere, also by a finalizer. Reads from any thread, one at a time
+    may do the rest.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = uptime,
+    ) -> None:
+        self.leases = LeaseTable(clock)
+        self.allocated = 0
+        """Arrays alive that came from ``allocate``."""
+        self.closed = False
+        self.wake: Callable[[], None] = _nothing
+        """Called by finalizers when there is something to revoke, or always once ``closed``. Waits
+        for no lock."""
+        self._arrays: dict[int, _Watch] = {}
+        self._storages: dict[int, _Watch] = {}
+        self._let_go: deque[weakref.ref[NDArray[np.generic]]] = deque()
+
+    def add(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]:
+        """As ``Views.add_many``."""
+        leases: list[Lease] = []
+        add, watches, let_go = self.leases.add, self._arrays, self.let_go
+        for array, address, held, until, place, value in arrays:
+            lease = add(address, array.nbytes, held, until, mounted, place)
+            watch = _Watch(array, let_go)
+            watch.address, watch.lease = address, lease
+            watch.array, watch.storage = id(array), 0
+            watch.allocated = type(held) is Granted
+            self.allocated += watch.allocated
+            watches[id(array)] = watch
+            if value is not array and (storage := _storage(value)):
+                watch.storage = storage
+                self._storages[storage] = watch
+            leases.append(lease)
+        return leases
+
+    def let_go(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
+        """Notes that the array is gone. As a finalizer it may run between any two steps of any
+        thread, whatever locks that thread holds. So it takes none, and leaves the rest to
+        ``settle``."""
+        self._let_go.append(watch)
+        assert isinstance(watch, _Watch)
+        if self.closed or type(watch.lease.what) is Granted:
+            self.wake()
+
+    @property
+    def unsettled(self) -> bool:
+        return bool(self._let_go)
+
+    def settle(self) -> list[Granted]:
+        """Removes arrays that are gone; returns the allocations that can no longer be put."""
+        dropped: list[Granted] = []
+        while True:
+            try:
+                watch = self._let_go.popleft()
+            except IndexError:
+                break
+            assert isinstance(watch, _Watch)
+            if self._arrays.get(watch.array) is watch:  # else another array has its id by now
+                del self._arrays[watch.array]
+            if watch.storage and self._storages.get(watch.storage) is watch:
+                del self._storages[watch.storage]
+            self.allocated -= watch.allocated
+            granted = self.leases.let_go(watch.address, watch.lease)
+            if granted is not None:
+                dropped.append(granted)
+        return dropped
+
+    def of(self, value: object) -> Lease | None:
+        """As ``Views.of``."""
+        watch = self._watch(value)
+        if watch is not None:
+            return watch.lease
+        there = [lease for _, lease in self.leases.around(_address(value))]
+        return next((lease for lease in there if not lease.held), there[0] if there else None)
+
+    def allocation(self, data: memoryview) -> Lease | None:
+        """As ``Views.allocation``."""
+        if not self.allocated or not data.nbytes:
+            return None
+        watch, address = self._watch(data), _address(data)
+        if watch is not None:
+            lease = watch.lease
+            is_it = watch.address == address and isinstance(lease.what, Granted)
+            return lease if is_it else None
+        if not self.leases.starts_at(address):
+            return None
+        there = self.leases.around(address)
+        granted = [
+            lease for start, lease in there if start == address and isinstance(lease.what, Granted)
+        ]
+        if len(there) == 1 and granted:
+            return granted[0]
+        # Whose memory it is cannot be told. What was lost must not be put; the rest is copied.
+        return next((lease for lease in granted if not lease.held), None)
+
+    def end(self) -> None:
+        """Ends every lease; see ``Lease.end``."""
+        for watch in list(self._arrays.values()):
+            watch.lease.end()
+
+    def _watch(self, value: object) -> _Watch | None:
+        """Of the array that ``value`` was made of."""
+        while True:
+            if isinstance(value, np.ndarray):
+                watch = self._arrays.get(id(value))
+                if watch is not None and watch() is value:
+                    return watch
+                value = value.base
+            elif isinstance(value, memoryview):
+                value = value.obj
+            elif storage := _storage(value):
+                watch = self._storages.get(storage)
+                return watch if watch is not None and watch() is not None else None
+            else:
+                return None
+
+
 class Views:
-    """All views and allocations of one client, by the address of their memory."""
+    """All views and allocations of one client."""
 
     def __init__(
         self,
@@ -60,17 +202,28 @@ class Views:
         *,
         lease_margin_s: float,
         watch: Callable[[SegmentInfo], Mounted] | None = None,
+        connect: Callable[[], object] = lambda: None,
     ) -> None:
-        """``watch``: of ``Movers``, to go on with objects whose segments were mounted anew."""
+        """
+        Args:
+            watch: of ``Movers``, to go on with objects whose segments were mounted anew.
+            connect: what ``ask`` would have to do first the first time; may raise KVStoreError.
+        """
         self._ask = ask
         self._watch = watch
+        self._connect = connect
         self._margin_s = lease_margin_s
-        # Reentrant: a finalizer may run in a thread that holds it.
+        self._watches = Watches()
+        self._begin()
+
+    def _begin(self) -> None:
+        # Reentrant: the collector may run a program's own finalizer here, which calls the client.
         self._lock = threading.RLock()
-        self._leases = LeaseTable()
-        self._watches: set[_Watch] = set()
+        # Its ``put`` takes no lock and may interrupt another one: made for finalizers.
+        self._woken: SimpleQueue[None] = SimpleQueue()
+        self._settling = threading.Lock()
+        self._watches.wake = partial(self._woken.put, None)
         self._dropped: list[Granted] = []  # allocations that died unput, to be revoked
-        self._changed = threading.Event()
         self._wake_at = math.inf
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -82,6 +235,7 @@ class Views:
         until: float,
         mounted: Mounted,
         place: Place | None = None,
+        value: object = None,
     ) -> Lease:
         """Watch ``array``, the first array over some payload, until its memory is let go.
 
@@ -91,8 +245,9 @@ class Views:
             until: when the promise ends.
             mounted: whether the segment under it is mounted as it was.
             place: of the object; then it is found again when its segment was mounted anew.
+            value: a tensor over the array, where that is what is handed out.
         """
-        (lease,) = self.add_many([(array, array.ctypes.data, held, until, place)], mounted)
+        (lease,) = self.add_many([(array, array.ctypes.data, held, until, place, value)], mounted)
         return lease
 
     def add_many(
@@ -101,59 +256,75 @@ class Views:
         mounted: Mounted,
     ) -> list[Lease]:
         """``add`` of several on one segment."""
-        leases: list[Lease] = []
-        add, watches, let_go = self._leases.add, self._watches, self._let_go
         with self._lock:
-            for array, address, held, until, place in arrays:
-                lease = add(address, array.nbytes, held, until, mounted, place)
-                watch = _Watch(array, let_go)
-                watch.address, watch.lease = address, lease
-                watches.add(watch)
-                leases.append(lease)
+            self._settle()
+            leases = self._watches.add(arrays, mounted)
             if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(
-                    target=self._renew_forever, name="kvstore-renew", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread("kvstore-renew", self._renew_forever)
             if leases and min(lease.renew_at for lease in leases) < self._wake_at:
-                self._changed.set()
+                self._woken.put(None)
         return leases
 
     def of(self, value: Value | memoryview) -> Lease | None:
-        """The lease under the memory that ``value`` starts in, None: it is not of this pool."""
-        return self._leases.around(_address(value))
+        """The lease of the view or allocation that ``value`` is or was made of; None: it is not of
+        this pool."""
+        return self._watches.of(value)
 
     def allocation(self, data: memoryview) -> Lease | None:
         """The allocation whose memory starts with ``data``, if it is one that was not put yet."""
-        lease = self._leases.at(_address(data)) if self._leases and data.nbytes else None
-        return lease if lease is not None and isinstance(lease.what, Granted) else None
+        return self._watches.allocation(data)
+
+    @property
+    def allocated(self) -> int:
+        """Arrays alive that came from ``allocate``."""
+        return self._watches.allocated
+
+    def stop_renewing(self) -> None:
+        """Stops renewals. A call to the master may still be under way; closing its stub ends it."""
+        self._closing.set()
+        self._woken.put(None)
 
     def close(self) -> None:
-        """Renew no more. Views stay readable; their promise runs out."""
-        self._closing.set()
-        self._changed.set()
+        """Stops renewals. Views stay readable; their leases run out."""
+        self.stop_renewing()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        self._watches.wake = self._settle_closed
+        self._watches.closed = True
+        self._settle_closed()
+
+    def begin_anew(self) -> None:
+        """As ``Forked._begin_anew``: the promises are the parent's, who renews and revokes them."""
+        self._watches.end()
+        closed = self._closing.is_set()
+        self._begin()
+        if closed:
+            self._closing.set()
+            self._watches.wake = self._settle_closed
 
     def __len__(self) -> int:
-        return len(self._leases)
-
-    def _let_go(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
-        assert isinstance(watch, _Watch)
         with self._lock:
-            self._watches.discard(watch)
-            dropped = self._leases.let_go(watch.address, watch.lease)
-        if dropped is not None:
-            self._dropped.append(dropped)
-            self._changed.set()
+            self._settle()
+            return len(self._watches.leases)
+
+    def _settle_closed(self) -> None:
+        """Settles without the thread: finalizers call it, one at a time, and do not wait."""
+        while self._watches.unsettled and self._settling.acquire(blocking=False):
+            try:
+                self._watches.settle()
+            finally:
+                self._settling.release()
+
+    def _settle(self) -> None:
+        self._dropped += self._watches.settle()
 
     def _follow(self, moved: list[Lease]) -> None:
-        """Ask for objects whose segments were mounted anew, one by one, until nobody answers."""
+        """Asks for objects whose segments were mounted anew, one by one, until a call fails."""
         for lease in moved:
             lease.plan_renewal()
         for lease in moved:
-            what, asked = lease.what, time.monotonic()
+            what, asked = lease.what, uptime()
             if not isinstance(what, Named) or self._watch is None or not lease.held:
                 continue
             try:
@@ -164,7 +335,11 @@ class Views:
                 described = self._ask(segments, patience_s)
                 assert isinstance(described, calls.Segments)
             except KVStoreError as error:
+                if self._closing.is_set():
+                    return
                 log.warning("lease_renewal_failed leases=%d error=%s", len(moved), str(error))
+                for each in moved:
+                    each.plan_retry()
                 return
             segment = found_at(lease, found, described)
             if segment is not None:
@@ -172,28 +347,48 @@ class Views:
                 lease.mounted_again(self._watch(segment), until)
 
     def _renew_forever(self) -> None:
+        with contextlib.suppress(KVStoreError):  # the first renewal sees it, too
+            self._connect()
         while not self._closing.is_set():
-            with self._lock:  # whoever adds one that is due sooner sees the time, and wakes us
-                self._wake_at = self._leases.wake_at()
-            pause = min(self._wake_at - time.monotonic(), threading.TIMEOUT_MAX)
-            if pause > 0:
-                self._changed.wait(pause)
-            self._changed.clear()
-            if self._closing.is_set():
-                return
-            self._revoke_dropped()
-            with self._lock:
-                due, moved = self._leases.due(), self._leases.moved()
-            self._follow(moved)
-            for renewal in due:
-                asked = time.monotonic()
-                try:
-                    renewed = self._ask(renewal.request, renewal.patience_s)
-                except KVStoreError as error:
-                    renewal.failed(error)
-                else:
-                    assert isinstance(renewed, calls.Renewed)
-                    renewal.answered(renewed, asked, self._margin_s)
+            try:
+                self._wait()
+                if not self._closing.is_set():
+                    self._revoke_dropped()
+                    self._renew()
+            except Exception:
+                # A bug of ours. What it kept from being renewed is tried again; all else goes on.
+                log.exception("lease_renewal_broken views=%d", len(self._watches.leases))
+                self._closing.wait(BROKEN_PAUSE_S)
+
+    def _wait(self) -> None:
+        """Waits until a renewal is due, or there is an allocation to revoke."""
+        with self._lock:  # who adds one that is due sooner sees the time, and wakes us
+            self._settle()
+            self._wake_at = self._watches.leases.wake_at()
+        pause = min(self._wake_at - uptime(), threading.TIMEOUT_MAX)
+        if pause > 0 and not self._dropped:
+            with contextlib.suppress(Empty):
+                self._woken.get(timeout=pause)
+        with contextlib.suppress(Empty):
+            while True:
+                self._woken.get_nowait()
+
+    def _renew(self) -> None:
+        with self._lock:
+            self._settle()
+            due, moved = self._watches.leases.due(), self._watches.leases.moved()
+        self._follow(moved)
+        for renewal in due:
+            asked = uptime()
+            try:
+                renewed = self._ask(renewal.request, renewal.patience_s)
+            except KVStoreError as error:
+                if self._closing.is_set():
+                    return
+                renewal.failed(error)
+            else:
+                assert isinstance(renewed, calls.Renewed)
+                renewal.answered(renewed, asked, self._margin_s)
 
     def _revoke_dropped(self) -> None:
         while self._dropped:
@@ -204,7 +399,22 @@ class Views:
                 log.debug("revoke_failed token=%d error=%s", lost.token, str(error))
 
 
-def _address(value: Value | memoryview) -> int:
+def _nothing() -> None:
+    pass
+
+
+def _storage(value: object) -> int:
+    """What identifies a tensor's storage while that lives; 0: it is no tensor, or has none."""
+    storage = getattr(value, "untyped_storage", None)  # without importing torch
+    if storage is None:
+        return 0
+    try:
+        return int(storage()._cdata)
+    except (AttributeError, RuntimeError):  # sparse, or without memory
+        return 0
+
+
+def _address(value: object) -> int:
     data_ptr = getattr(value, "data_ptr", None)  # a torch tensor, without importing torch
     if data_ptr is not None:
         return int(data_ptr())

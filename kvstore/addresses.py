@@ -34,7 +34,7 @@ def split_address(address: str, *, default_port: int | None = None) -> tuple[str
     if valid and not colon and default_port is not None:
         return host, default_port
     if not valid or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise InvalidArgumentError(f"{address!r} is no address", advice=advice)
+        raise InvalidArgumentError(f"{address!r} is not an address", advice=advice)
     return host, int(port)
 
 
@@ -66,6 +66,11 @@ class EtcdPlace(NamedTuple):
     def epoch_key(self) -> bytes:
         """Holds the epoch of the last leader."""
         return f"{self.prefix}/epoch".encode()
+
+    @property
+    def cluster_key(self) -> bytes:
+        """Holds the name of the cluster, if it has one."""
+        return f"{self.prefix}/cluster".encode()
 
     def __str__(self) -> str:
         """``parse_etcd`` backwards."""
@@ -101,7 +106,7 @@ def parse_etcd(text: str) -> EtcdPlace:
     prefix = prefix.strip("/") or ETCD_PREFIX
     if unknown or (at and not user) or not prefix.isprintable() or len(prefix) > 128:
         raise InvalidArgumentError(
-            f"{text.partition('?')[0].rpartition('@')[2]!r} is no place in an etcd",
+            f"{text.partition('?')[0].rpartition('@')[2]!r} is not an etcd address",
             advice="Write etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE&cert=FILE&key=FILE.",
         )
     place = EtcdPlace(endpoints, prefix, user=unquote(user), password=unquote(password), **files)
@@ -113,7 +118,7 @@ def checked_etcd(place: EtcdPlace) -> EtcdPlace:
     if bool(place.cert) != bool(place.key) or (place.cert and not place.ca):
         raise InvalidArgumentError(
             "a certificate for etcd needs its key, and both need the certificate of its authority",
-            advice="Give ca, cert and key; or ca alone, where etcd asks for no certificate.",
+            advice="Give ca, cert and key; or ca alone, if etcd requires no client certificate.",
         )
     return place
 

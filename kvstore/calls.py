@@ -2,8 +2,9 @@
 
 The client's flows yield these requests, the master's handlers take them and answer with these
 replies, the simulator passes them by hand, and ``kvstore.wire.messages`` is the one place that
-knows their protobuf form (``proto/kvstore/v1``). Batches are columns, one entry per key, because a
-row object per key would cost more than the call. All values are immutable by agreement: whoever
+knows their protobuf form (``proto/kvstore/v1``). An annotation says what a field may hold when it
+comes from a stranger (``kvstore.fields``). Batches are columns, one entry per key, because a row
+object per key would cost more than the call. All values are immutable by agreement: whoever
 receives a list does not change it.
 
 Times are ``*_ms`` durations, never points in time: no two clocks are compared.
@@ -13,9 +14,37 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from kvstore.limits import Key, Namespace
+from kvstore.fields import (
+    Avoided,
+    Between,
+    Epoch,
+    KeyPrefix,
+    Name,
+    NameOrEmpty,
+    NamespaceOrEmpty,
+    NumberPerKey,
+    NumberPerOffset,
+    Numbers,
+    PageRows,
+    Port,
+    Replicas,
+    Rows,
+    ShmName,
+    Size,
+    Uuid,
+    WaitMs,
+)
+from kvstore.limits import (
+    CONNECTIONS_CUT_MAX,
+    NAMESPACES_MAX,
+    NODE_SEGMENTS_MAX,
+    PUT_KEYS_MAX,
+    SIZE_BYTES_MAX,
+    Key,
+    Namespace,
+)
 
 
 class Version(NamedTuple):
@@ -54,12 +83,12 @@ class Presence(enum.IntEnum):
 class EngineAddress(NamedTuple):
     """Where a segment is registered with a transfer engine (``kvstore.transport.mooncake``)."""
 
-    name: str
+    name: Name
     """What peers open: ``host:port`` of its handshake, or its key in the metadata server."""
     base: int
     """Of the segment's first byte in the node's process; another one for each generation."""
-    protocol: str
-    metadata_server: str
+    protocol: Name
+    metadata_server: Name
 
 
 class SegmentInfo(NamedTuple):
@@ -84,6 +113,8 @@ class SegmentInfo(NamedTuple):
     """Counts mounts; a data connection or mapping of an older one is refused."""
     engine: EngineAddress | None = None
     """None: its node has no transfer engine."""
+    data_protocol: int = 2
+    """The highest version of the data protocol that the node's data server speaks."""
 
 
 class Placements(NamedTuple):
@@ -109,15 +140,22 @@ NO_PLACEMENTS = Placements((), (), (), (), (), ())
 
 
 class Join(NamedTuple):
-    client: str
+    client: Name
     """Who asks, for logs and statistics."""
-    host: str
+    host: Name
     protocol: int
+    """The highest version that the client speaks."""
+    protocol_min: int = 0
+    """The lowest one; 0: only ``protocol``."""
+    cluster: NameOrEmpty = ""
+    """Name of the cluster that the client means; empty: any."""
+    highest_epoch: Epoch = 0
+    """That it has joined; as ``NodeJoin.highest_epoch``."""
 
 
 class Joined(NamedTuple):
     epoch: int
-    lane_port: int
+    lane_port: Port
     """TCP port of the lane on the address that the client already used; 0: no lane."""
     lane_unix: str
     """Name of the lane's abstract Unix socket, for clients on the same host; may be empty."""
@@ -126,12 +164,16 @@ class Joined(NamedTuple):
     lease_ms: int
     put_deadline_ms: int
     version: str
+    protocol: int = 1
+    """The version that both speak from here on."""
+    cluster: str = ""
+    """Name of the master's cluster; empty: it has none."""
 
 
 class MatchPrefix(NamedTuple):
     """How much of the chain ``keys`` is present, in each of ``namespaces``?"""
 
-    namespaces: Sequence[Namespace]
+    namespaces: Annotated[Sequence[Namespace], Rows(NAMESPACES_MAX)]
     keys: Sequence[Key]
     placements: bool
     """Whether the answer says where the matched objects are, too."""
@@ -148,7 +190,7 @@ class PrefixMatch(NamedTuple):
 class Matched(NamedTuple):
     epoch: int
     lease_ms: int
-    matches: Sequence[PrefixMatch]
+    matches: Annotated[Sequence[PrefixMatch], Rows(NAMESPACES_MAX)]
     """One per namespace, in the order asked."""
 
 
@@ -179,20 +221,26 @@ class Existing(NamedTuple):
 
 class PutStart(NamedTuple):
     namespace: Namespace
-    keys: Sequence[Key]
-    sizes: Sequence[int]
+    keys: Annotated[Sequence[Key], Rows(PUT_KEYS_MAX, distinct=True)]
+    sizes: Annotated[Sequence[int], Rows(like="keys", value_max=SIZE_BYTES_MAX)]
     parent: Key | None
     """Parent of the first key (``chain``) or of every key (otherwise); None: a root."""
     chain: bool
     """Whether each key's parent is the key before it."""
-    replicas: int
+    replicas: Replicas
     """On so many distinct nodes, or on as many as there are."""
     overwrite: bool
     """Write a new version even where a complete one is there."""
-    wait_ms: int
+    wait_ms: WaitMs
     """How long to wait for leases to end when there is no room."""
-    host: str
+    host: NameOrEmpty
     """The putter's, for placement."""
+    avoid: Avoided = ()
+    """Segments (uuids) that the putter could not reach a moment ago, at most ``AVOID_MAX``."""
+    here_only: bool = False
+    """Only segments of ``host``: the putter has no transport that reaches another one."""
+    client_number: int = 0
+    """That the putter shows to data servers; 0: unknown."""
 
 
 class Grants(NamedTuple):
@@ -213,7 +261,7 @@ class PutEnd(NamedTuple):
     """The payloads and headers of these tokens are written."""
 
     epoch: int
-    tokens: Sequence[int]
+    tokens: Numbers
 
 
 class PutEnded(NamedTuple):
@@ -225,9 +273,12 @@ class PutRevoke(NamedTuple):
     """These puts are given up."""
 
     epoch: int
-    tokens: Sequence[int]
+    tokens: Numbers
     settled: bool
     """No write of theirs can still land, so the extents may be reused at once."""
+    connections: Annotated[Sequence[int], Rows(CONNECTIONS_CUT_MAX)] = ()
+    """Not settled: the connections to data servers that may still carry their bytes, by the numbers
+    that the client has given them. None: any connection of that client."""
 
 
 class Revoked(NamedTuple):
@@ -237,9 +288,13 @@ class Revoked(NamedTuple):
 class Allocate(NamedTuple):
     """Memory in the pool for an object whose key is not known yet (``commit`` names it)."""
 
-    size: int
-    wait_ms: int
-    host: str
+    size: Size
+    wait_ms: WaitMs
+    host: NameOrEmpty
+    avoid: Avoided = ()
+    """As in ``PutStart``; and so are the next two."""
+    here_only: bool = False
+    client_number: int = 0
 
 
 class Commit(NamedTuple):
@@ -250,13 +305,13 @@ class Commit(NamedTuple):
     namespace: Namespace
     key: Key
     parent: Key | None
-    size: int
+    size: Size
     """Payload bytes; not more than were allocated."""
     overwrite: bool
 
 
 class Committed(NamedTuple):
-    outcome: int
+    outcome: Annotated[int, Between(1, max(PutOutcome))]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
 
 
@@ -265,11 +320,11 @@ class Renew(NamedTuple):
 
     namespace: Namespace
     keys: Sequence[Key]
-    epochs: Sequence[int]
-    counters: Sequence[int]
+    epochs: NumberPerKey
+    counters: NumberPerKey
     epoch: int
     """Of the tokens."""
-    tokens: Sequence[int]
+    tokens: Numbers
 
 
 class Renewed(NamedTuple):
@@ -293,8 +348,8 @@ class Removed(NamedTuple):
 class Clear(NamedTuple):
     """Remove up to ``limit`` objects of a namespace (empty: of any); repeat until none remain."""
 
-    namespace: str
-    limit: int
+    namespace: NamespaceOrEmpty
+    limit: PageRows
 
 
 class Cleared(NamedTuple):
@@ -303,7 +358,7 @@ class Cleared(NamedTuple):
 
 
 class DescribeSegments(NamedTuple):
-    segment_ids: Sequence[int]
+    segment_ids: Numbers
 
 
 class Segments(NamedTuple):
@@ -316,7 +371,12 @@ class Segments(NamedTuple):
 class ReportFailure(NamedTuple):
     """Reads or writes of these segments fail from here."""
 
-    segment_ids: Sequence[int]
+    segment_ids: Numbers
+    client: NameOrEmpty = ""
+    """Who reports, and on which host."""
+    host: NameOrEmpty = ""
+    reason: NameOrEmpty = ""
+    """What failed: one line, for the master's log."""
 
 
 class Reported(NamedTuple):
@@ -331,10 +391,10 @@ class ReportCorrupt(NamedTuple):
 
     namespace: Namespace
     keys: Sequence[Key]
-    epochs: Sequence[int]
-    counters: Sequence[int]
+    epochs: NumberPerKey
+    counters: NumberPerKey
     """With ``epochs`` the version that was read; another one is left alone."""
-    uuids: Sequence[bytes]
+    uuids: Annotated[Sequence[bytes], Rows(like="keys")]
     """Of the segments: their numbers may be those of an earlier master."""
 
 
@@ -347,7 +407,10 @@ class Dropped(NamedTuple):
 
 
 class Status(NamedTuple):
-    """The cluster at a glance."""
+    """The cluster at a glance, a page at a time."""
+
+    cursor: int = 0
+    """0 first, then ``next_cursor`` of the answer before."""
 
 
 class SegmentStatus(NamedTuple):
@@ -377,27 +440,46 @@ class NamespaceStatus(NamedTuple):
     """Payload bytes, replicas not counted."""
 
 
+class Counter(NamedTuple):
+    name: str
+    value: int
+
+
 class ClusterStatus(NamedTuple):
     epoch: int
     version: str
     uptime_ms: int
     nodes: Sequence[NodeStatus]
     namespaces: Sequence[NamespaceStatus]
-    counters: Sequence[tuple[str, int]]
+    counters: Sequence[Counter]
     """What happened since the master started: name and number, sorted by name."""
     role: str = "single"
     """single, or leader: a master that stands by answers NotLeaderError."""
     leader: str = ""
     """Where the master says that it is; empty where it was not told."""
+    cluster: str = ""
+    """Name of the cluster; empty: it has none."""
+    next_cursor: int = 0
+    """Not 0: there are more nodes or namespaces. Counters are part of the first page only."""
+
+    def with_page(self, page: ClusterStatus) -> ClusterStatus:
+        """With the rows of the page behind it, in their order once it is the last."""
+        nodes = [*self.nodes, *page.nodes]
+        namespaces = [*self.namespaces, *page.namespaces]
+        return self._replace(
+            nodes=nodes if page.next_cursor else sorted(nodes),
+            namespaces=namespaces if page.next_cursor else sorted(namespaces),
+            next_cursor=page.next_cursor,
+        )
 
 
 class ListObjects(NamedTuple):
-    namespace: str
-    prefix: bytes
+    namespace: NamespaceOrEmpty
+    prefix: Annotated[bytes, KeyPrefix()]
     cursor: int
     """0 first, then ``next_cursor`` of the answer before. Objects that come or go between two
     pages may be missed or seen twice."""
-    limit: int
+    limit: PageRows
 
 
 class ObjectRow(NamedTuple):
@@ -446,7 +528,7 @@ class DrainStep(enum.IntEnum):
 
 
 class Drain(NamedTuple):
-    node: str
+    node: Name
     step: DrainStep
 
 
@@ -463,13 +545,20 @@ class StartMoves(NamedTuple):
     header, under the version that the token stands for, and ends it by ``PutEnd``, which is refused
     for an object that was removed or replaced meanwhile."""
 
-    node: str
+    node: Name
     cursor: int
     """0 begins a pass over all objects; then what the last reply said."""
-    limit: int
+    limit: PageRows
     """Objects granted at most."""
-    bytes_max: int
+    bytes_max: Size
     """Payload bytes granted at most, one object at least."""
+    avoid: Avoided = ()
+    """Segments (uuids) to which the caller could not write a moment ago."""
+    client_number: int = 0
+    """As in ``PutStart``."""
+    repair: bool = False
+    """Not of a draining node, and not to move: grant one more replica of what has too few. Nothing
+    is evicted for that; the reply is empty where nothing is to be copied now."""
 
 
 class MovesStarted(NamedTuple):
@@ -488,6 +577,8 @@ class MovesStarted(NamedTuple):
     keys: Sequence[Key]
     sources: Placements
     grants: Grants
+    keeps_version: bool = False
+    """The copy has the version of its source, not that of its token."""
 
 
 ClientRequest = (
@@ -541,11 +632,11 @@ NO_MARK = Version(0, 0)
 class SegmentOffer(NamedTuple):
     """A segment that a node mounts: a ``SegmentInfo`` before the master has numbered it."""
 
-    size: int
-    uuid: bytes
-    shm_name: str
-    address: str
-    token: bytes
+    size: Annotated[int, Between(1, SIZE_BYTES_MAX)]
+    uuid: Uuid
+    shm_name: ShmName
+    address: NameOrEmpty
+    token: Uuid
     seed: int
     generation: int
     fresh: bool
@@ -553,18 +644,27 @@ class SegmentOffer(NamedTuple):
     mark: Version = NO_MARK
     """The last that it was told to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
+    data_protocol: int = 2
+    """The highest version of the data protocol that the node's data server speaks."""
 
 
 class NodeJoin(NamedTuple):
     """First message of a node's stream."""
 
-    name: str
-    host: str
+    name: Name
+    host: Name
     protocol: int
     resume_epoch: int
     """The epoch to go on under after a broken stream: the master knows these segments still, or
     refuses with ``SegmentGoneError``. 0: joins anew, having fenced off every older grant."""
-    segments: Sequence[SegmentOffer]
+    segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
+    protocol_min: int = 0
+    """The lowest version that the node speaks, ``protocol`` being the highest; 0: only that."""
+    highest_epoch: Epoch = 0
+    """The highest that the node has joined, or that its memory has seen. A master of a lower one
+    begins a new term above it."""
+    cluster: NameOrEmpty = ""
+    """Name of the cluster that the node was given, or that its memory belongs to."""
 
 
 class NodeBeat(NamedTuple):
@@ -607,30 +707,41 @@ class NodeClaims(NamedTuple):
 
 class MasterAccepted(NamedTuple):
     epoch: int
-    beat_ms: int
+    beat_ms: Annotated[int, Between(1, 3_600_000)]
     """How often to send ``NodeBeat``."""
-    dead_ms: int
+    dead_ms: Annotated[int, Between(1, 86_400_000)]
     """Silence after which the node is dead; after one it must join anew."""
-    segment_ids: Sequence[int]
+    segment_ids: Annotated[Sequence[int], Rows(NODE_SEGMENTS_MAX)]
+    protocol: int = 1
+    """The version that both speak from here on."""
+    cluster: NameOrEmpty = ""
+    """Name of the master's cluster; empty: it has none."""
 
 
 class MasterBeat(NamedTuple):
     """Echo of a ``NodeBeat``."""
 
     number: int
+    repair: bool = False
+    """The node has objects with too few replicas: it is to ask what to copy (``StartMoves``)."""
 
 
 class MasterWipe(NamedTuple):
     """Wipe the headers at these offsets, each where it still has that version."""
 
     order: int
-    uuid: bytes
-    offsets: Sequence[int]
-    epochs: Sequence[int]
-    counters: Sequence[int]
+    uuid: Uuid
+    offsets: Numbers
+    epochs: NumberPerOffset
+    counters: NumberPerOffset
     mark: Version = NO_MARK
     """If there is one, to be kept in the segment. Memory whose mark is older than another's was
     away when something was removed, and is not believed by a master that does not know what."""
+    cut_clients: Numbers = ()
+    """End these data connections first, which may still carry what was given up: the client of
+    each, 0 for any."""
+    cut_connections: Annotated[Sequence[int], Rows(like="cut_clients")] = ()
+    """For each the number that its client has given it, 0 for all of that client."""
 
 
 class MasterClaimed(NamedTuple):

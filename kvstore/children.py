@@ -29,6 +29,9 @@ RESERVE_BYTES_PER_S: Final = 256 << 20
 
 STOP_TIMEOUT_S: Final = 10.0
 LINE_BYTES_MAX: Final = 1 << 16
+_MAY_BE_SECRET: Final = {"master", "metadata_server"}
+"""Settings of a node: an ``etcd://`` may hold a password."""
+
 STOP: Final = b"stop\n"
 """What a parent says before it closes its end, unless it was killed."""
 
@@ -46,11 +49,18 @@ class Child:
         """What it reported of itself: a node ``name``; a master ``port``."""
 
     @classmethod
-    def start(cls, module: str, *flags: str, timeout_s: float = START_TIMEOUT_S) -> Self:
+    def start(
+        cls,
+        module: str,
+        *flags: str,
+        environ: Mapping[str, str] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
         """Run ``python -m module`` and wait until it serves.
 
         Its standard output is dropped, what it logs goes to our standard error. Settings in the
-        environment or a file do not reach it: ``flags`` are all it gets.
+        environment or a file do not reach it: ``flags`` and ``environ`` are all it gets. What may
+        hold a password is in ``environ``, because every user of the host can read the flags.
 
         Raises:
             KVStoreError: what it could not do; DeadlineExceededError: it said nothing in time.
@@ -67,7 +77,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env=_inherited(os.environ),
+                env=_inherited(os.environ) | dict(environ or {}),
             )
         child = cls(process, ours, {})
         try:
@@ -99,14 +109,23 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    def abandon(self) -> None:
+        """In the child of a fork: it is the parent's. Our end of the link would hide that the
+        parent has ended."""
+        self._link.close()
+
     def wait(self) -> int:
         """Block until it ends; its exit status."""
         return self._process.wait()
 
-    def stop(self) -> None:
-        """Let it clean up; killed if that takes longer than ``STOP_TIMEOUT_S``. Idempotent."""
+    def stop(self, *, orphaned: bool = False) -> None:
+        """Let it clean up; killed if that takes longer than ``STOP_TIMEOUT_S``. Idempotent.
+
+        ``orphaned``: end it as if we were killed, so that it may keep its memory for our successor.
+        """
         with contextlib.suppress(OSError):
-            self._link.sendall(STOP)
+            if not orphaned:
+                self._link.sendall(STOP)
             self._link.shutdown(socket.SHUT_RDWR)
         self._link.close()
         try:
@@ -117,7 +136,7 @@ class Child:
 
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """No settings: flags are all that a child gets. But it is compiled, or not, as we are."""
+    """No settings: a child gets those that it is given. But it is compiled, or not, as we are."""
     return {
         variable: value
         for variable, value in environ.items()
@@ -130,19 +149,27 @@ def start_node(
     master: str,
     memory: int,
     host: str = "127.0.0.1",
+    port: int | None = 0,
+    advertise: str = "",
+    keep: bool = False,
     name: str = "",
+    cluster: str = "",
     keep_orphaned: bool = False,
     **settings: str,
 ) -> Child:
     """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is what it is called.
 
-    ``keep_orphaned``: it leaves its memory when we are killed. ``settings``: other fields of
-    ``NodeConfig``.
+    ``port``: None: the usual one, or a free one. ``keep_orphaned``: it is the node of a master, and
+    leaves its memory when we are killed. ``settings``: other fields of ``NodeConfig``.
     """
+    told = {"master": master} | {key: settings.pop(key) for key in _MAY_BE_SECRET & settings.keys()}
     flags = [text for key, value in settings.items() for text in (_flag(key), value)]
     return Child.start(
-        "kvstore.cli.node", "--master", master, "--memory", str(memory), "--host", host,
-        "--name", name, *(["--keep-orphaned"] if keep_orphaned else []), *flags,
+        "kvstore.cli.node", "--memory", str(memory), "--host", host,
+        "--name", name, "--cluster", cluster,
+        *([] if port is None else ["--port", str(port)]), "--advertise", advertise,
+        "--keep" if keep else "--no-keep", *(["--keep-orphaned"] if keep_orphaned else []), *flags,
+        environ={f"KVSTORE_NODE_{key.upper()}": value for key, value in told.items()},
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 

@@ -32,8 +32,10 @@
     ├── StartupError                a process cannot start
     │   ├── AddressInUseError
     │   ├── NodeNameTakenError
+    │   ├── ClusterMismatchError        a node, its memory or a client belongs to another cluster
     │   ├── LeftOverMemoryError         memory of that name was left, and is no use as it is
     │   ├── SharedMemoryTooSmallError
+    │   ├── MemoryLimitError            a control group (a container) allows less memory
     │   └── TransferEngineError         Mooncake's engine is not there, or not for what was asked
     └── InternalError               a bug of ours, reported by the peer
 
@@ -218,12 +220,22 @@ class NodeNameTakenError(StartupError):
     code = "node_name_taken"
 
 
+class ClusterMismatchError(StartupError):
+    """A peer, or memory that was left, belongs to another cluster; nothing was changed there."""
+
+    code = "cluster_mismatch"
+
+
 class LeftOverMemoryError(StartupError):
     code = "left_over_memory"
 
 
 class SharedMemoryTooSmallError(StartupError):
     code = "shared_memory_too_small"
+
+
+class MemoryLimitError(StartupError):
+    code = "memory_limit"
 
 
 class TransferEngineError(StartupError):

@@ -2,19 +2,21 @@
 
 ``host_id()`` is what a node announces and a client compares before it tries to map a segment. It is
 a hint that saves a futile attempt, not a proof: whether a segment is really there is settled by the
-uuid in its superblock (``kvstore.memory.segment.Mapping``).
+uuid in its superblock (``kvstore.memory.mapping.Mapping``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import uuid
 from functools import cache
+from ipaddress import ip_address
 
-from kvstore.addresses import ETCD_SCHEME, parse_etcd, split_address
+from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 from kvstore.errors import StartupError
-from kvstore.memory.segment import SHM_DIRECTORY
+from kvstore.memory.entries import SHM_DIRECTORY
 
 
 @cache
@@ -31,6 +33,42 @@ def host_id() -> str:
         return f"{boot}-{os.stat(SHM_DIRECTORY).st_dev:x}"
     except OSError:
         return f"unknown-{uuid.uuid4()}"
+
+
+def places_of(masters: str) -> tuple[str, ...]:
+    """The masters of ``host:port,...``, or the places in ``etcd://...``, each in a form that is
+    equal for two nodes that were told the same: what a cluster without a name is known by.
+
+    A loopback address says nothing without its host: two containers may share a ``/dev/shm``.
+    """
+    if masters.startswith(ETCD_SCHEME):
+        place = parse_etcd(masters)
+        return tuple(f"{ETCD_SCHEME}{_placed(each)}/{place.prefix}" for each in place.endpoints)
+    return tuple(_placed(each) for each in masters.split(","))
+
+
+def _placed(address: str) -> str:
+    host, port = split_address(address)
+    host = host.lower()
+    if is_loopback(host):
+        return f"{socket.gethostname()}/{join_address('127.0.0.1', port)}"
+    return join_address(host, port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host finds something there."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def own_address() -> str:
+    """Of this host, as most others see it: that on the way to anywhere; loopback without one."""
+    for somewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):  # of documentation: nobody is there
+        with contextlib.suppress(StartupError):
+            return address_towards(somewhere)
+    return "127.0.0.1"
 
 
 def address_towards(masters: str) -> str:
@@ -51,7 +89,7 @@ def address_towards(masters: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StartupError(
-            f"there is no way from here to the master at {host}: {error}",
+            f"this host has no route to the master at {host}: {error}",
             advice="Check its address, and this host's routes and name service.",
             master=masters,
         ) from error

@@ -11,9 +11,11 @@ from typing import NewType, cast
 
 from kvstore.errors import (
     BatchTooLargeError,
+    ClusterMismatchError,
     DuplicateKeyError,
     InvalidArgumentError,
     InvalidKeyError,
+    ProtocolError,
 )
 
 Key = NewType("Key", bytes)
@@ -31,8 +33,12 @@ DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384
 """Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``. To
-ask of so many holds the master's loop for a few milliseconds; to put them would for several times
-as long, so clients put at most ``kvstore.client.putting.PUT_KEYS_MAX`` at once."""
+ask of so many holds the master's loop for a few milliseconds."""
+
+PUT_KEYS_MAX = 512
+"""Objects that one call asks space for: that holds the master's loop for 1 to 2 ms, and cannot be
+cut, because all of them are granted or none. Clients split larger batches, calls of all others are
+served between."""
 
 MATCH_KEYS_MAX = 1 << 20
 """Keys in one ``Client.match_prefix``, which asks in several calls where it must: 16 million tokens
@@ -43,16 +49,84 @@ NAMESPACES_MAX = 256
 
 REPLICAS_MAX = 8
 
+CONNECTIONS_CUT_MAX = 64
+"""Connections to data servers that one revocation names: each transfer has one."""
+
+AVOID_MAX = 64
+"""Segments that a client may ask placement to avoid: those that it tried and could not reach a
+moment ago."""
+
 CLAIMS_PER_MESSAGE_MAX = 1_024
 """Objects in one message of a node's inventory: 0.6 MiB with the longest keys."""
 
 CLAIMS_UNANSWERED_MAX = 8
 """Messages of an inventory that may be on their way: the master need not hold more."""
 
+NODE_SEGMENTS_MAX = 1_024
+"""Segments that one node offers."""
+
+SIZE_BYTES_MAX = 1 << 48
+"""256 TiB: what no object, segment or sum of them has in earnest."""
+
+WAIT_MS_MAX = 3_600_000
+"""The longest a call may ask the master to hold its reply."""
+
 FRAME_BYTES_MAX = 16 << 20
 """One control message on either carrier."""
 
+EPOCH_MAX = 1 << 62
+"""Of a master. Epochs are near Unix time in milliseconds, which has 41 bits: a larger number in a
+message or in memory is damage, and must not leave the next masters without room above it."""
+
 PROTOCOL_VERSION = 1
+"""The highest version of the control protocol that this release speaks."""
+
+PROTOCOL_MIN = 1
+"""The lowest one: that of the release before (docs/compatibility.md)."""
+
+
+def agreed_protocol(lowest: int, highest: int, who: str) -> int:
+    """The version of the control protocol to speak with a peer of these versions.
+
+    Args:
+        lowest: 0: the peer speaks ``highest`` only, and says so in the manner of the first release.
+        who: what the peer is, for the error: "the node".
+
+    Raises:
+        ProtocolError: no version that both speak.
+    """
+    version = min(highest, PROTOCOL_VERSION)
+    if version < max(lowest or highest, PROTOCOL_MIN):
+        ours = _versions(PROTOCOL_MIN, PROTOCOL_VERSION)
+        raise ProtocolError(
+            f"{who} speaks protocol {_versions(lowest or highest, highest)}, this master {ours}",
+            advice="A release works with the one before it and the one after it. Install releases "
+            "of kvstore that are adjacent (kvstore version, or --version, shows them).",
+            protocol=PROTOCOL_VERSION,
+            protocol_min=PROTOCOL_MIN,
+        )
+    return version
+
+
+def check_cluster(ours: str, theirs: str, who: str) -> None:
+    """Whether a peer means the cluster that this master serves. Empty: a cluster without a name;
+    a peer that names none means any.
+
+    Raises:
+        ClusterMismatchError: it means another one.
+    """
+    if theirs and theirs != ours:
+        serves = f"serves the cluster {ours}" if ours else "serves a cluster without a name"
+        raise ClusterMismatchError(
+            f"{who} belongs to the cluster {theirs}, and this master {serves}",
+            advice="Give the --master of the right cluster, or the same --cluster to both.",
+            cluster=ours,
+            wanted=theirs,
+        )
+
+
+def _versions(lowest: int, highest: int) -> str:
+    return str(highest) if lowest == highest else f"{lowest} to {highest}"
 
 
 def check_key(key: object) -> Key:
@@ -77,6 +151,19 @@ def check_key(key: object) -> Key:
     return Key(key)
 
 
+def check_count(count: int, most: int, what: str = "") -> None:
+    """Raises BatchTooLargeError: more than ``most`` in one call; of keys, or of ``what``."""
+    if count > most:
+        raise BatchTooLargeError(
+            f"{what}: {count} in one call, at most {most} are allowed"
+            if what
+            else f"{count} keys in one call, at most {most} are allowed",
+            advice="Split the batch.",
+            keys=count,
+            keys_max=most,
+        )
+
+
 def check_keys(
     keys: Sequence[object], *, distinct: bool, keys_max: int = BATCH_KEYS_MAX
 ) -> list[Key]:
@@ -86,13 +173,7 @@ def check_keys(
         BatchTooLargeError: more than ``keys_max``.
         DuplicateKeyError: a key occurs twice; ``fields["key"]`` is its hex form.
     """
-    if len(keys) > keys_max:
-        raise BatchTooLargeError(
-            f"{len(keys)} keys in one call, at most {keys_max} are allowed",
-            advice="Split the batch.",
-            keys=len(keys),
-            keys_max=keys_max,
-        )
+    check_count(len(keys), keys_max)
     checked = _whole_keys(keys) or [check_key(key) for key in keys]
     if distinct and len(set(checked)) != len(checked):
         seen: set[bytes] = set()
@@ -128,7 +209,7 @@ def check_namespace(namespace: str) -> Namespace:
     try:
         size = len(namespace.encode())
     except UnicodeEncodeError as error:
-        raise InvalidArgumentError(f"a namespace is valid Unicode: {error.reason}") from error
+        raise InvalidArgumentError(f"a namespace must be valid Unicode: {error.reason}") from error
     if not 0 < size <= NAMESPACE_BYTES_MAX:
         raise InvalidArgumentError(
             f"a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes, this one has {size}",

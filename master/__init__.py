@@ -1,1 +1,1 @@
-"""The master: pure decisions in ``state``, the shell around them, its carriers, the process."""
+"""The master: pure decisions in ``state``, the shell around them, the carriers, the process."""

@@ -8,19 +8,21 @@ import gc
 import logging
 import math
 import re
+import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+from kvstore import background, descriptors
 from kvstore._version import __version__
 from kvstore.addresses import EtcdPlace, join_address, split_address
+from kvstore.background import EXIT_BROKEN, start_task
 from kvstore.children import Child, ParentLink, start_node
 from kvstore.config import MasterConfig
-from kvstore.errors import KVStoreError, StartupError
+from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
-from kvstore.host import address_towards
+from kvstore.host import address_towards, is_loopback, own_address
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
@@ -28,11 +30,12 @@ from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.spin import new_event_loop
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.repairing import RepairRules
 
 log = logging.getLogger("kvstore.master")
 
 GC_S: Final = 1.0
-"""How often the survivors of the young generations are moved out of the collector's sight."""
+"""How often survivors of the young generations are frozen, so that the collector skips them."""
 
 _MIDDLE: Final = 2
 """Collections of the young between two of the middle generation, which takes 5 ms after 10 of
@@ -40,19 +43,29 @@ them."""
 
 _NEVER: Final = 1 << 30
 
+EPOCH_STEP_MAX: Final = 1 << 20
+"""The next epoch is above the one that a node knows by a random number up to this. Another node may
+have joined a later epoch, from a start that this node does not know; that epoch must not recur."""
+
+FULL_LOOK_S: Final = 1.0
+"""How often the master checks whether gRPC's port is full."""
+
 STOP_GRACE_S: Final = 1.0
-"""What calls under way get when the process is asked to stop."""
+"""Time that calls under way get when the process is asked to stop."""
+
+_NO_RECEIVER: Final = "ExecuteBatchError"
 
 EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
 def run(config: MasterConfig, parent_fd: int | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, or until the parent is gone; returns the exit status.
+    """Serves until SIGTERM or SIGINT, or until the parent is gone. Returns the exit status:
+    ``EXIT_BROKEN`` if a background task died that the master needs.
 
     ``parent_fd``: the child's end of a ``kvstore.children`` pair; told where we listen.
 
     Raises:
-        AddressInUseError, StartupError: it could not start; nothing is left behind.
+        AddressInUseError, StartupError: the master could not start; nothing is left behind.
     """
     parent = ParentLink(parent_fd)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
@@ -69,47 +82,60 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC logs a traceback when a client cancels a call that is just ending."""
-    return record.exc_info is None or record.exc_info[0] is not asyncio.CancelledError
+    """gRPC logs a traceback when a client cancels a call that is just ending, and when it is gone
+    by the time of the answer (an ``ExecuteBatchError``, which is private to gRPC)."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is not asyncio.CancelledError and getattr(kind, "__name__", "") != _NO_RECEIVER
 
 
 async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
+    background.watch_loop(loop)
+    background.watch_threads()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
     place = config.etcd_place
     etcd = None if place is None else Etcd(place)
-    master = _Master(config)
+    broken = background.End()
+    master = _Master(config, broken)
     await master.bind()
     endpoints = master.endpoints
     election: Election | None = None
-    tasks = [loop.create_task(_keep_collector_out())]
+    tasks: list[asyncio.Task[None]] = [start_task("collector", _keep_collector_out(), died=broken)]
     stopping = loop.create_task(stopped.wait())
+    breaking = loop.create_task(broken.wait())
     child: Child | None = None
     try:
         if etcd is None:
-            # Wall-clock milliseconds: grows from one start to the next, with nothing kept between.
-            master.begin(time.time_ns() // 1_000_000, math.inf)
+            # Grows from one start to the next, with nothing kept between, unless a clock is put
+            # back: then the nodes say so.
+            master.begin(wall_clock_ms(), math.inf)
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
-            election = Election(etcd, address, config.etcd_lease_ms, master)
-            master.lead_as(address, election.counters)
-            tasks.append(loop.create_task(election.run()))
+            election = Election(etcd, address, config.etcd_lease_ms, master, cluster=config.cluster)
+            master.lead_as(address, election)
+            tasks.append(
+                start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
+            )
         await master.carriers.start()
+        tasks.append(start_task("connections", master.watch_grpc(), died=broken))
         _greet(config, endpoints)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
-            await asyncio.wait((stopping, known), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
             known.cancel()
-        if config.memory and not stopped.is_set():
-            child = await asyncio.to_thread(_start_node, config, endpoints)
-            tasks.append(loop.create_task(_watch(child)))
+        if config.memory and not stopped.is_set() and broken.error is None:
+            is_own = parent.fd is None
+            child = await asyncio.to_thread(_start_node, config, endpoints, is_own=is_own)
+            tasks.append(start_task("child", _watch(child), expected=StartupError))
         parent.tell(port=endpoints.port)
-        await asyncio.wait((stopping, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, breaking, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        if broken.error is not None:
+            return EXIT_BROKEN
         for task in tasks:
             if task.done() and not stopped.is_set():
                 task.result()  # raises: none of them ends by itself
@@ -119,11 +145,11 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         if parent.fd is not None:
             loop.remove_reader(parent.fd)
         if child is not None:
-            await asyncio.to_thread(child.stop)
-        stopping.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(stopping, *tasks, return_exceptions=True)
+            await asyncio.to_thread(child.stop, orphaned=broken.error is not None)
+        waits: list[asyncio.Task[Any]] = [stopping, breaking, *tasks]
+        for each in waits:
+            each.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
         if election is not None:
             await election.resign()
         if etcd is not None:
@@ -134,9 +160,11 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
 class _Master:
     """The carriers of this process, and behind them a service while it leads: ``Terms``."""
 
-    def __init__(self, config: MasterConfig) -> None:
+    def __init__(self, config: MasterConfig, died: background.Died) -> None:
+        """``died``: called when the process cannot go on serving."""
+        self._died = died
         self.epoch = 0
-        """Of the present or the last term."""
+        """The epoch of the present or the last term."""
         self._config = config
         self._rules = MasterRules(
             lease_ms=config.lease_ms,
@@ -148,34 +176,52 @@ class _Master:
             waiting_puts_max=config.waiting_puts_max,
             beat_ms=config.beat_ms,
             liveness=LivenessRules(suspect_ms=config.suspect_ms, dead_ms=config.dead_ms),
+            repair=RepairRules(
+                after_ms=config.repair_after_ms,
+                copies_max=config.repair_copies_max,
+                bytes_max=config.repair_bytes_max,
+                bytes_per_s=config.repair_bytes_per_s,
+            ),
         )
         self._standby = Standby()
-        settings = LaneSettings(connections_max=config.connections_max)
-        self.carriers = Carriers(self._standby, lane_settings=settings)
+        each = _connections_each(config.connections_max)
+        self.carriers = Carriers(
+            self._standby,
+            lane_settings=LaneSettings(connections_max=each),
+            grpc_connections_max=each,
+        )
+        self._grpc_max = each
+        self._grpc_connections = 0
         self.endpoints: Endpoints
         self._service: MasterService | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._address = ""
-        self._election_counters: Callable[[], dict[str, int]] = dict
+        self._election: Election | None = None
 
     async def bind(self) -> None:
         config = self._config
         self.endpoints = await self.carriers.bind(config.host, config.port, config.lane_port_wanted)
 
-    def lead_as(self, address: str, counters: Callable[[], dict[str, int]]) -> None:
-        """One of several: where we are when we lead, and what the election counts."""
-        self._address, self._election_counters = address, counters
+    def lead_as(self, address: str, election: Election) -> None:
+        """Makes this one of several masters: ``address`` is its own, ``election`` decides who
+        leads."""
+        self._address, self._election = address, election
 
     def begin(self, epoch: int, until: float) -> None:
         self.epoch = epoch
         state = MasterState(
-            epoch=epoch, version=__version__, rules=self._rules, started_ms=clock_ms()
+            epoch=epoch,
+            version=__version__,
+            cluster=self._election.cluster if self._election else self._config.cluster,
+            rules=self._rules,
+            started_ms=clock_ms(),
         )
-        service = self._service = MasterService(state)
+        service = self._service = MasterService(state, died=self._died)
         service.leads_until = until
         if self._address:
             service.role, service.address = "leader", self._address
         service.counters_elsewhere = self._counters
+        service.outrun = self._outrun
         self.endpoints = service.endpoints = self.carriers.serve(service, self.endpoints)
         service.start()
 
@@ -192,9 +238,25 @@ class _Master:
         if service is not None:
             service.cease()
             self.endpoints = self.carriers.serve(self._standby, self.endpoints)
-            task = asyncio.get_running_loop().create_task(service.stop())
+            task = start_task("end of term", service.stop(), died=self._died)
             self._stopping.add(task)
             task.add_done_callback(self._stopping.discard)
+
+    def _outrun(self, epoch: int) -> None:
+        """Called when a client or node has joined a master of a later epoch: a clock was set back.
+        The next term begins above that epoch."""
+        asyncio.get_running_loop().call_soon(self._end_below, epoch)
+
+    def _end_below(self, epoch: int) -> None:
+        if self._service is None or self.epoch > epoch:
+            return  # several nodes say so at once
+        log.warning("epoch_outrun epoch=%d joined_before=%d", self.epoch, epoch)
+        if self._election is not None:
+            self._election.outrun(epoch)
+            return
+        self.end("")
+        self.begin(max(epoch + 1 + secrets.randbelow(EPOCH_STEP_MAX), wall_clock_ms()), math.inf)
+        log.info("master_started epoch=%d version=%s", self.epoch, __version__)
 
     async def stop(self) -> None:
         await asyncio.gather(*self._stopping)
@@ -202,8 +264,49 @@ class _Master:
             await self._service.stop()
         await self.carriers.stop(STOP_GRACE_S)
 
+    async def watch_grpc(self) -> None:
+        """Logs when gRPC's port is full: gRPC closes further connections without a message."""
+        others = descriptors.open_now() - self.carriers.lane_connections
+        is_full = False
+        while True:
+            await asyncio.sleep(FULL_LOOK_S)
+            taken = descriptors.open_now() - self.carriers.lane_connections - others
+            self._grpc_connections = max(0, taken)
+            if taken >= self._grpc_max and not is_full:
+                is_full = True
+                log.warning(
+                    "grpc_port_full connections=%d max=%d: further clients and nodes are refused; "
+                    "idle ones are cut within a minute, or raise connections_max",
+                    taken,
+                    self._grpc_max,
+                )
+            elif taken < self._grpc_max * 9 // 10 and is_full:
+                is_full = False
+                log.info("grpc_port_free connections=%d max=%d", taken, self._grpc_max)
+
     def _counters(self) -> dict[str, int]:
-        return {**self.carriers.counters(), **self._election_counters()}
+        elections = {} if self._election is None else self._election.counters()
+        own = {"grpc_connections": self._grpc_connections}
+        return {**self.carriers.counters(), **own, **elections}
+
+
+def wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _connections_each(wanted: int) -> int:
+    """The connections that the lane and gRPC's port may each have, given the open-files limit."""
+    limit = descriptors.allow(2 * wanted + descriptors.RESERVE)
+    fits = max(1, (limit - descriptors.RESERVE) // 2)
+    if fits < wanted:
+        log.warning(
+            "connections_bounded max=%d wanted=%d open_files=%d: raise the hard limit (ulimit -Hn, "
+            "LimitNOFILE)",
+            fits,
+            wanted,
+            limit,
+        )
+    return min(wanted, fits)
 
 
 def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
@@ -216,7 +319,23 @@ def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
     return join_address(host, port)
 
 
-def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
+def _node_advertised(config: MasterConfig) -> str:
+    """Where clients find this master's own memory, if different from where it is served."""
+    if config.advertise:
+        return split_address(config.advertise, default_port=0)[0]
+    if config.host not in EVERY_INTERFACE:
+        return ""
+    host = address_towards(str(config.etcd_place)) if config.etcd_place else own_address()
+    if is_loopback(host):
+        log.warning(
+            "memory_on_loopback: clients on other hosts cannot reach the memory of this master; "
+            "give --host or --advertise an address of this host"
+        )
+    return host
+
+
+def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool) -> Child:
+    """``is_own``: the master is a user's own, which is started again after it ends."""
     host = config.host if config.host not in EVERY_INTERFACE else "127.0.0.1"
     # Its name, for the memory to be found again when we were killed and are started again.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
@@ -224,15 +343,19 @@ def _start_node(config: MasterConfig, endpoints: Endpoints) -> Child:
         master=str(config.etcd_place or join_address(host, endpoints.port)),
         memory=config.memory,
         host=config.host,
+        port=None if is_own else 0,
+        advertise=_node_advertised(config),
         name=f"{base or 'master'}-{endpoints.port}",
-        keep_orphaned=True,
+        cluster=config.cluster,
+        keep=config.keep,
+        keep_orphaned=is_own,
     )
     print(f"kvstore-master owns {config.memory >> 20} MiB as node {child.said['name']}", flush=True)
     return child
 
 
 async def _watch(child: Child) -> None:
-    """Raises StartupError: when it has ended."""
+    """Waits for the end of the node process. Raises StartupError then."""
     status = await asyncio.to_thread(child.wait)
     raise StartupError(
         f"the node process of this master ended with status {status}",
@@ -254,12 +377,13 @@ def _greet(config: MasterConfig, endpoints: Endpoints) -> None:
 
 
 async def _keep_collector_out() -> None:
-    """Records are in no reference cycles, so looking at them is wasted: with a million of them a
-    full collection stops the loop for half a second (measured). So every second the young are
-    collected and what survives is frozen, and there is no full collection in between: under many
-    puts there would be several, of 10 ms each. What leaks are cycles that die after that: those of
-    connections and of calls that waited are broken by hand (tests/unit/master/test_cycles.py); the
-    only others that were found are of gRPC's calls, which are short."""
+    """Keeps records out of the garbage collector's work. Records are in no reference cycles, and
+    with a million of them a full collection stops the loop for half a second (measured). So every
+    second the young objects are collected and the survivors are frozen, and there is no full
+    collection in between: under many puts there would be several, of 10 ms each. Cycles that die
+    after they were frozen leak: those of connections and of calls that waited are broken by hand
+    (tests/unit/master/test_cycles.py); the only others that were found belong to gRPC's calls,
+    which are short."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(gc.get_threshold()[0], _MIDDLE, _NEVER)

@@ -1,8 +1,8 @@
-"""What both carriers share: the service they are skins over, and the one wrapper around it.
+"""The common part of both carriers: the service, and the one wrapper around it.
 
 A carrier decodes nothing and decides nothing. It hands a call's name and bytes to the
-``Dispatcher``, which decodes, calls the service, encodes, times, counts, and turns whatever goes
-wrong into a ``KVStoreError``; the carrier sends the bytes or the error in its own form.
+``Dispatcher``, which decodes, calls the service, encodes, times, counts, and turns every
+exception into a ``KVStoreError``; the carrier sends the bytes or the error in its own form.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 
 
 class Service(Protocol):
-    """What answers. Both carriers call it in the loop's thread, one call at a time."""
+    """Answers calls. Both carriers call it in the loop's thread, one call at a time."""
 
     def call(self, request: Request) -> Reply | Awaitable[Reply]:
-        """The reply to ``request``, or what to await for it when it must wait.
+        """The reply to ``request``, or an awaitable of it if the call must wait.
 
-        An awaitable is cancelled when its caller is gone.
+        The carrier cancels the awaitable when its caller is gone.
 
         Raises:
-            KVStoreError: is sent to the caller.
+            KVStoreError: the error to send to the caller.
         """
         ...
 
@@ -52,12 +52,12 @@ class Service(Protocol):
 
 @dataclass(slots=True)
 class CallStats:
-    """What happened to one call since the master started."""
+    """Counts and times of one call since the master's start."""
 
     count: int = 0
     errors: int = 0
     total_us: float = 0.0
-    """Decoding, answering and encoding, and for replies that waited the wait too."""
+    """Time of decoding, answering and encoding, including the wait of replies that waited."""
 
 
 class Dispatcher:
@@ -65,14 +65,14 @@ class Dispatcher:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        """Who answers; may be changed between two calls."""
+        """Answers the calls; may be replaced between two calls."""
         self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
 
     def dispatch(self, call: Call[Any, Any], data: bytes) -> bytes | asyncio.Task[bytes]:
         """The encoded reply, or the task that waits for it. Cancelling it cancels the service's.
 
         Raises:
-            KVStoreError: and nothing else, now or out of the task (but for cancellation).
+            KVStoreError: the only exception, now or from the task (except cancellation).
         """
         stats = self.stats[call.name]
         stats.count += 1
@@ -108,8 +108,8 @@ class Dispatcher:
             raise _mapped(call, stats, error) from None
         finally:
             stats.total_us += (time.perf_counter() - started) * 1e6
-            # Its error's traceback leads here: a cycle, and one that has waited for a second is
-            # out of the collector's sight.
+            # The error's traceback refers to this frame: a cycle. If the call has waited for a
+            # second, the cycle is frozen and the collector does not see it.
             del waiting
         return encoded
 
@@ -130,7 +130,7 @@ def _encoded(call: Call[Any, Any], reply: Reply) -> bytes:
     encoded = encode_reply(call, reply)
     if len(encoded) > REPLY_BYTES_MAX:
         raise BatchTooLargeError(
-            f"{call.name}: the reply has {len(encoded)} bytes, at most {REPLY_BYTES_MAX} are sent",
+            f"{call.name}: the reply has {len(encoded)} bytes, the limit is {REPLY_BYTES_MAX}",
             advice="Ask for fewer keys or namespaces at once.",
             reply_bytes=len(encoded),
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvstore.addresses import join_address
 from kvstore.errors import StartupError
 from kvstore.master.carrier_base import CallStats, Dispatcher, Service
-from kvstore.master.grpc_server import CALLS_MAX, GrpcServer, startup_error
+from kvstore.master.grpc_server import CALLS_MAX, CONNECTIONS_MAX, GrpcServer, startup_error
 from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
 
 
@@ -24,10 +24,10 @@ class Endpoints(NamedTuple):
 
 
 class Carriers:
-    """gRPC and lane over one service.
+    """gRPC and the lane, over one service.
 
-    ``bind`` takes the ports and says which; then tell the service, and ``start`` serves. All in
-    the loop that runs the service.
+    ``bind`` takes the ports and returns them; then give them to the service, and call ``start``.
+    Use it in the loop that runs the service.
     """
 
     def __init__(
@@ -36,11 +36,14 @@ class Carriers:
         *,
         lane_settings: LaneSettings | None = None,
         calls_max: int = CALLS_MAX,
+        grpc_connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         self._dispatcher = Dispatcher(service)
         token = secrets.token_bytes(16)
         self._lane = LaneServer(self._dispatcher, token, lane_settings)
-        self._grpc = GrpcServer(self._dispatcher, token, calls_max=calls_max)
+        self._grpc = GrpcServer(
+            self._dispatcher, token, calls_max=calls_max, connections_max=grpc_connections_max
+        )
 
     async def bind(
         self, host: str, port: int, lane_port: int = 0, *, lane: bool = True, unix: bool = True
@@ -67,7 +70,7 @@ class Carriers:
         return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._lane.token)
 
     def serve(self, service: Service, endpoints: Endpoints) -> Endpoints:
-        """From now on ``service`` answers, and whoever was let in before must join again: the lane
+        """From now on ``service`` answers. Clients that had joined before must join again: the lane
         is cut, and there is a new token."""
         token = secrets.token_bytes(16)
         self._lane.token = self._grpc.token = token
@@ -86,8 +89,13 @@ class Carriers:
         await self._grpc.stop(grace_s)
 
     @property
+    def lane_connections(self) -> int:
+        """Number of open lane connections."""
+        return len(self._lane.connections)
+
+    @property
     def call_stats(self) -> dict[str, CallStats]:
-        """By the call's name."""
+        """Statistics by the call's name."""
         return self._dispatcher.stats
 
     @property
@@ -95,7 +103,7 @@ class Carriers:
         return self._lane.stats
 
     def counters(self) -> dict[str, int]:
-        """For the status: calls and errors by name, and what happened on the lane."""
+        """Counters for the status: calls and errors by name, and those of the lane."""
         counted = {
             "lane_connections": self.lane_stats.accepted,
             "lane_refused": self.lane_stats.refused,

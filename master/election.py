@@ -1,4 +1,4 @@
-"""One of several masters leads: does what the ``Role`` says, by etcd, in the master's loop."""
+"""Elects the leader of several masters: carries out ``Role``'s actions in etcd, in the loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import time
 from typing import Final, Protocol
 
-from kvstore.errors import KVStoreError
+from kvstore.clocks import uptime
+from kvstore.errors import ClusterMismatchError, KVStoreError
 from kvstore.etcd.client import Etcd, Leader
 from kvstore.master.role import (
     Action,
@@ -30,34 +31,39 @@ CALL_S: Final = 2.0
 """How long etcd may take to answer a master that stands by."""
 
 REVOKE_S: Final = 1.0
-"""The same for the end of a lease, which comes by itself if this does not reach etcd."""
+"""The same to end a lease, which ends by itself if the call does not reach etcd."""
 
 WATCH_S: Final = 3.0
-"""After so long of watching the key is read again, in case the way to etcd was cut meanwhile."""
+"""After watching for this long the key is read again, in case the connection was cut meanwhile."""
 
 
 class Terms(Protocol):
-    """What serves, in this process, while it leads."""
+    """Serves in this process while it leads."""
 
     def begin(self, epoch: int, until: float) -> None:
-        """Serve under ``epoch``, with nothing from before, before ``until`` only."""
+        """Begin to serve under ``epoch`` with an empty state, until ``until`` at the latest."""
 
     def extend(self, until: float) -> bool:
-        """The lease was kept: it may serve longer. False: its time had passed before, and it has
-        stopped by itself, for good."""
+        """The lease was kept: serve on until ``until``. False: the time had passed before, and the
+        term has ended by itself, for good."""
         ...
 
     def end(self, leader: str) -> None:
-        """Serve no more; ``leader`` is the one to name, if one is known. May come twice."""
+        """Stop serving; ``leader`` is the one to name, if it is known. May be called twice."""
 
 
 class Election:
-    """Takes part for as long as ``run`` does; ``resign`` leaves."""
+    """Takes part in the election while ``run`` runs; ``resign`` leaves it."""
 
-    def __init__(self, etcd: Etcd, address: str, lease_ms: int, terms: Terms) -> None:
-        """``address``: what clients and nodes are told of us when we lead."""
+    def __init__(
+        self, etcd: Etcd, address: str, lease_ms: int, terms: Terms, *, cluster: str = ""
+    ) -> None:
+        """``address``: this master's own, for clients and nodes. ``cluster``: its cluster; empty:
+        the one that etcd names."""
+        self.cluster = cluster
+        """The name in etcd, once this master has campaigned."""
         self.leader_known = asyncio.Event()
-        """Set once somebody, we or another one, was seen to lead."""
+        """Set once a leader, this master or another one, has been seen."""
         self._etcd = etcd
         self._address = address
         self._ttl_s = -(-lease_ms // 1000)
@@ -69,15 +75,21 @@ class Election:
         self._counters = {"elections_won": 0, "leads_lost": 0, "etcd_failures": 0}
 
     def counters(self) -> dict[str, int]:
-        """``elections_won``, ``leads_lost`` (steps down, but for resigning), ``etcd_failures``."""
+        """``elections_won``, ``leads_lost`` (resigning not counted), ``etcd_failures``."""
         return dict(self._counters)
 
     async def run(self) -> None:
-        """Until cancelled; then ``resign``."""
+        """Runs until it is cancelled; call ``resign`` then.
+
+        Raises:
+            ClusterMismatchError: another cluster uses this etcd prefix.
+        """
         while True:
-            action = self._role.next(time.monotonic())
+            action = self._role.next(uptime())
             try:
                 await self._do(action)
+            except ClusterMismatchError:
+                raise
             except KVStoreError as error:
                 self._failed(error)
             else:
@@ -85,8 +97,14 @@ class Election:
                     self._etcd_fails = False
                     log.info("etcd_reachable place=%s", self._etcd.place.shown)
 
+    def outrun(self, epoch: int) -> None:
+        """Called when a node has joined a master of a later epoch: steps down, and leads again only
+        above that epoch."""
+        self._role.outrun(epoch)
+        self._terms.end("")
+
     async def resign(self) -> None:
-        """Lead no more, and let another one lead at once."""
+        """Steps down for good, and lets another master lead at once."""
         self._terms.end("")
         leading, epoch = self._role.leading, self._role.epoch
         lease_id = self._role.resign()
@@ -97,25 +115,27 @@ class Election:
 
     async def _do(self, action: Action) -> None:
         role, etcd = self._role, self._etcd
-        deadline = time.monotonic() + CALL_S
+        deadline = uptime() + CALL_S
         match action:
             case Wait(until):
-                await asyncio.sleep(max(until - time.monotonic(), 0.0))
+                await asyncio.sleep(max(until - uptime(), 0.0))
             case Look():
+                await self._cluster(deadline)  # before a take-over needs us
                 sight = await etcd.look(deadline)
                 role.saw(_seen(sight.leader), sight.revision)
                 self._stand_by()
             case Watch(revision):
-                await etcd.watch_for_end(revision, time.monotonic() + WATCH_S)
+                await etcd.watch_for_end(revision, uptime() + WATCH_S)
                 role.changed()
             case Grant():
                 lease = await etcd.grant(self._ttl_s, deadline)
                 role.granted(lease.lease_id, lease.ttl_s)
             case Campaign(lease_id):
+                self.cluster = await self._cluster(deadline)
                 leader = await etcd.campaign(lease_id, self._address, deadline)
                 epoch = 0
                 if leader.lease_id == lease_id:
-                    least = max(role.epoch + 1, time.time_ns() // 1_000_000)
+                    least = max(role.epoch + 1, role.epoch_least, time.time_ns() // 1_000_000)
                     epoch = await etcd.new_epoch(leader, least, deadline)
                 role.campaigned(Seen(*leader), epoch)
                 self._stand_by()
@@ -138,8 +158,22 @@ class Election:
                 self._terms.end("")
                 log.warning("stepped_down epoch=%d why=%s", role.epoch, why)
 
+    async def _cluster(self, deadline: float) -> str:
+        named = await self._etcd.cluster_named(self.cluster, deadline)
+        if self.cluster and named != self.cluster:
+            raise ClusterMismatchError(
+                f"the masters of the cluster {named} use {self._etcd.place.shown}, and this "
+                f"one belongs to the cluster {self.cluster}",
+                advice="Give each cluster its own --etcd-prefix; or, if it is the same one, all "
+                "masters the same --cluster. The name is in the etcd, under "
+                f"{self._etcd.place.cluster_key.decode()}.",
+                cluster=named,
+                wanted=self.cluster,
+            )
+        return named
+
     def _stand_by(self) -> None:
-        """Names the leader to whoever asks us. Nobody is sent back to us, who do not lead."""
+        """Names the leader in replies, but never this master itself, which does not lead."""
         leader = self._role.leader
         if leader is None:
             return
@@ -155,11 +189,11 @@ class Election:
         if not self._etcd_fails:
             self._etcd_fails = True
             log.warning("etcd_unreachable leading=%s reason=%s", self._role.leading, error)
-        self._role.failed(time.monotonic())
+        self._role.failed(uptime())
 
     async def _revoke(self, lease_id: int) -> None:
         try:
-            await self._etcd.revoke(lease_id, time.monotonic() + REVOKE_S)
+            await self._etcd.revoke(lease_id, uptime() + REVOKE_S)
         except KVStoreError as error:
             log.debug("lease_not_revoked reason=%s", error)
 

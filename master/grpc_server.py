@@ -29,12 +29,15 @@ from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
 
 CALLS_MAX = 4096
-"""Calls and node streams at once; more are told to come back."""
+"""Calls and node streams at once; further ones are refused and may be repeated."""
+
+CONNECTIONS_MAX = 1024
+"""Connections at once: every client and every node has one."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
-    # Two masters on one port would each get some of the calls.
+    # Otherwise two masters could share a port, and each would get some of the calls.
     ("grpc.so_reuseport", 0),
     # A node's stream is silent between beats; a host that vanished must be noticed all the same.
     ("grpc.keepalive_time_ms", 10_000),
@@ -43,6 +46,9 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
     ("grpc.max_concurrent_streams", 1024),
+    # Connections without a greeting, or without a call for long: clients connect anew.
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 60_000),
 ]
 
 if TYPE_CHECKING:
@@ -53,10 +59,19 @@ if TYPE_CHECKING:
 class GrpcServer:
     """Serves gRPC between ``bind``/``start`` and ``stop``."""
 
-    def __init__(self, dispatcher: Dispatcher, token: bytes, *, calls_max: int = CALLS_MAX) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        token: bytes,
+        *,
+        calls_max: int = CALLS_MAX,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        """``connections_max``: gRPC closes further ones at once, without a notice."""
         self.token = token
         self._dispatcher = dispatcher
         self._calls_max = calls_max
+        self._connections_max = connections_max
         self._server: grpc.aio.Server | None = None
         self._started = False
         self.port = 0
@@ -67,11 +82,12 @@ class GrpcServer:
         Raises:
             AddressInUseError, StartupError: nothing is bound then.
         """
-        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=self._calls_max)
+        options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", self._connections_max)]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self._calls_max)
         server.add_generic_rpc_handlers(self._handlers())
         _add_reflection(server)
         address = join_address(host or "::", port)
-        with contextlib.suppress(RuntimeError):  # which says nothing that we do not find out
+        with contextlib.suppress(RuntimeError):  # the code below finds out why
             self.port = server.add_insecure_port(address)
             self._server = server
         if self._server is None:
@@ -83,7 +99,7 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls, and cuts those that last longer than ``grace_s``. Idempotent."""
+        """Accepts no more calls, and cuts those that last longer than ``grace_s``. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             if not self._started:  # else gRPC leaves the port bound until the process ends
@@ -118,7 +134,7 @@ class GrpcServer:
         for key, value in context.invocation_metadata() or ():
             if key == JOIN_METADATA and not self._gave_out(value):
                 raise PermissionDeniedError(
-                    "this master did not let you in; it may have been restarted",
+                    "this master does not know this client; the master may have been restarted",
                     advice="Join again.",
                     join=1,
                 )
@@ -151,7 +167,7 @@ async def _messages(context: Context) -> AsyncIterator[NodeMessage]:
 
 
 async def _abort(context: Context, error: KVStoreError) -> None:
-    """Ends the call with ``error``; raises to say so to gRPC."""
+    """Ends the call with ``error``, by raising as gRPC expects."""
     details = error.message[:256].encode(errors="replace").decode()
     metadata = ((METADATA_KEY, encode_error(error)),)
     await context.abort(grpc_code(error), details, metadata)
@@ -169,16 +185,16 @@ def why_not_bound(host: str, port: int) -> StartupError:
     except OSError as error:
         return startup_error(address, port, error)
     return AddressInUseError(
-        f"{address} could not be bound", advice="Try again, or take another port.", port=port
+        f"{address} could not be bound", advice="Try again, or choose another port.", port=port
     )
 
 
 def startup_error(address: str, port: int, error: OSError) -> StartupError:
-    """What an ``OSError`` at binding means."""
+    """The error for an ``OSError`` at binding."""
     if error.errno == errno.EADDRINUSE:
         return AddressInUseError(
             f"{address} is in use",
-            advice="Another master may be running there; stop it or take another port.",
+            advice="Another master may be running there: stop it, or choose another --port.",
             address=address,
             port=port,
         )

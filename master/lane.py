@@ -1,6 +1,6 @@
 """The lane's server: calls as frames on TCP and on an abstract Unix socket, in the master's loop.
 
-A client that misbehaves costs a bounded amount and nobody else anything: connections are counted,
+A misbehaving client costs a bounded amount, and other clients nothing: connections are counted,
 the first frame must come soon and must carry the token, calls that wait are bounded per connection
 (reading stops beyond), and a client that does not read its replies is cut.
 """
@@ -31,7 +31,7 @@ from kvstore.wire.messages import BY_WIRE_NAME
 from kvstore.wire.status import encode_error
 
 HELLO_BYTES_MAX = 256
-"""No stranger makes us hold more than this."""
+"""Bytes that the master buffers, at most, for a client without a valid token."""
 
 FRAMES_PER_TURN = 64
 """Calls of one connection answered before the others get their turn: well under a millisecond of
@@ -61,7 +61,7 @@ class LaneSettings:
 
 @dataclass(slots=True)
 class LaneStats:
-    """What happened on the lane since the master started."""
+    """Counters of the lane since the master's start."""
 
     accepted: int = 0
     refused: int = 0
@@ -130,7 +130,7 @@ class LaneServer:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One client. Threads: the loop's."""
+    """The connection of one client. Threads: the loop's."""
 
     def __init__(self, server: LaneServer, dispatcher: Dispatcher) -> None:
         self._server = server
@@ -143,7 +143,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._greeted = False
         self._congested = False
         self._held = False
-        """Whether frames lie in the reader that wait for their turn; nothing is read then."""
+        """Whether frames in the reader wait for their turn; no more bytes are read then."""
 
     # --- what asyncio calls --------------------------------------------------------------------
 
@@ -158,7 +158,8 @@ class _Connection(asyncio.BufferedProtocol):
             server.connections.add(self)
             self._refuse(
                 BusyError(
-                    f"{server.settings.connections_max} connections on the lane already",
+                    f"{server.settings.connections_max} connections are open on the "
+                    f"lane, the limit",
                     advice="Raise connections_max of the master, or use fewer clients.",
                 )
             )
@@ -244,8 +245,9 @@ class _Connection(asyncio.BufferedProtocol):
         token = frames.read_hello(received)
         if not hmac.compare_digest(token, self._server.token):
             raise PermissionDeniedError(
-                "that is not the token of this master's lane",
-                advice="Join again: the master was restarted, or it is another one.",
+                "the client's token is not valid for this master's lane",
+                advice="Join again: the master was restarted, or a different master "
+                "uses this address.",
             )
         self._greeted = True
         self._reader.length_max = FRAME_BYTES_MAX
@@ -302,13 +304,13 @@ class _Connection(asyncio.BufferedProtocol):
             self._stalled()
 
     def _hold(self) -> None:
-        """Reads and answers no more until ``_continue``."""
+        """Stops reading and answering until ``_continue``."""
         if not self._held and self._transport is not None:
             self._held = True
             self._transport.pause_reading()
 
     def _continue(self) -> None:
-        """Goes on where ``_hold`` stopped, once nothing stands against it."""
+        """Continues after ``_hold``, once no bound is exceeded."""
         if (
             not self._held
             or self._congested
@@ -327,7 +329,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._timer = None if action is None else self._loop.call_later(after_s, action)
 
     def _silent(self) -> None:
-        self._refuse(ProtocolError("no HELLO came in time"))
+        self._refuse(ProtocolError("the client sent no HELLO in time"))
 
     def _stalled(self) -> None:
         self._server.stats.stalled += 1

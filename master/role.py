@@ -1,17 +1,18 @@
-"""Whether a master leads or stands by, and what it does next: pure, time is an argument.
+"""Decides whether a master leads or stands by, and its next step: pure, time is an argument.
 
-    following ── nobody leads ──► grant a lease, campaign ── won ──► leading
+    following ── no leader ────► grant a lease, campaign ── won ──► leading
         ▲                                │ another one was faster       │ its lease was not kept in
         └────────────────────────────────┴──────────────────────────────┘ time, or is gone
 
 One rule makes a second leader impossible: a leader acts only while ``now < until``, and ``until``
 is counted from *before* the request was sent to which etcd answered that the lease lives on, less a
-margin for clocks that run at different speeds. So it has stopped before etcd lets anybody else win.
+margin for clocks that run at different speeds. So it has stopped before etcd elects another master.
 
-Each lease is campaigned with once, and each election has an epoch of its own, higher than any
-before. Whoever lost its lease, or only fears so, leads again under a new lease and epoch only.
+A lease serves one campaign, and each election has its own epoch, higher than any before. A master
+that has lost its lease, or may have, leads again only under a new lease and epoch.
 
-Times are monotonic seconds. Every ``next`` is followed by the one report that its action asks for.
+Times are seconds of ``kvstore.clocks.uptime``. Every ``next`` is followed by the one report that
+its action asks for.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 
 
 class Look(NamedTuple):
-    """Read who leads. Report: ``saw`` or ``failed``."""
+    """Read the leader's key. Report: ``saw`` or ``failed``."""
 
 
 class Watch(NamedTuple):
-    """Wait until that changes after ``revision``, but not for ever. Report: ``changed`` or
-    ``failed``."""
+    """Wait, for a limited time, until the leader's key changes after ``revision``. Report:
+    ``changed`` or ``failed``."""
 
     revision: int
 
@@ -47,22 +48,22 @@ class Grant(NamedTuple):
 
 
 class Campaign(NamedTuple):
-    """Enter ourselves as the leader, if there is none, and get an epoch. Report: ``campaigned`` or
-    ``failed``."""
+    """Write this master's address as the leader's, if there is none, and get an epoch. Report:
+    ``campaigned`` or ``failed``."""
 
     lease_id: int
 
 
 class KeepAlive(NamedTuple):
-    """Keep the lease, and see whether we are entered still; by ``deadline``. Report: ``kept`` or
-    ``failed``."""
+    """Keep the lease, and check that the leader's key still names this master; by ``deadline``.
+    Report: ``kept`` or ``failed``."""
 
     lease_id: int
     deadline: float
 
 
 class Revoke(NamedTuple):
-    """End a lease that is of no use any more, if that can be done. No report."""
+    """End a lease that is no longer needed, if possible. No report."""
 
     lease_id: int
 
@@ -80,7 +81,7 @@ class StepDown(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Do nothing until then. No report."""
+    """Do nothing until that time. No report."""
 
     until: float
 
@@ -94,41 +95,43 @@ class Seen(NamedTuple):
     address: str
     lease_id: int
     revision: int
-    """At which it was entered."""
+    """The revision at which the key was written."""
 
 
 class Role:
-    """See the module. One per process, for as long as it lives."""
+    """See the module. One per process, for its whole life."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        """Under which we lead, or last led."""
+        """The epoch of the present or last term."""
         self.until = 0.0
-        """We may act as the leader before this time only; 0: we do not lead."""
+        """This master may act as the leader only before this time; 0: it does not lead."""
+        self.epoch_least = 0
+        """The least epoch of the next term; nodes have joined a master of the epoch before it."""
         self.leader: Seen | None = None
-        """As last seen; not us."""
+        """Another master that was last seen as the leader."""
         self._leading = False
         self._why = ""
-        """Why we lead no more, until ``StepDown`` was said."""
+        """Why this master no longer leads, until ``StepDown`` is returned."""
         self._revision = 0
-        """At which nobody else is known to have been entered since; 0: look first."""
+        """The revision up to which no other leader is known; 0: ``Look`` first."""
         self._lease_id = 0
         self._stale: list[int] = []
         """Leases to revoke."""
         self._ttl_s = 0.0
         self._asked_at = 0.0
-        """When the action under way was handed out: what it sends, it sends later than that."""
+        """When the action under way was returned: its request is sent later than that."""
         self._granted_until = 0.0
         self._not_before = 0.0
         self._failures = 0
 
     @property
     def leading(self) -> bool:
-        """Whether ``Lead`` was said, and ``StepDown`` not yet."""
+        """Whether ``Lead`` has been returned, and ``StepDown`` has not."""
         return self._leading
 
     def next(self, now: float) -> Action:
-        """What to do now."""
+        """The next action."""
         self._asked_at = now
         if self._leading:
             if not self._why and now >= self.until:
@@ -200,8 +203,15 @@ class Role:
         """What serves found that its time had passed, and stopped, before ``kept`` was heard."""
         self._why = "lease_not_kept"
 
+    def outrun(self, epoch: int) -> None:
+        """At any time: a node has joined a master of that epoch before. If this master leads under
+        a lower one, it steps down; it leads again only above it."""
+        self.epoch_least = max(self.epoch_least, epoch + 1)
+        if self._leading and self.epoch <= epoch:
+            self._why = "outrun"
+
     def failed(self, now: float) -> None:
-        """After any of them: etcd did not answer. It may have done what it was asked."""
+        """After any action: etcd did not answer. It may have executed the request."""
         self._failures += 1
         if self._leading:
             self._not_before = now + self._ttl_s * RETRY_SHARE
@@ -210,13 +220,13 @@ class Role:
         self._not_before = now + BACKOFF_S[min(self._failures, len(BACKOFF_S)) - 1]
 
     def resign(self) -> int:
-        """Lead no more and never again; the lease to revoke, or 0. The caller serves nobody now."""
+        """Steps down for good; returns the lease to revoke, or 0. Call it after serving ends."""
         lease_id = self._lease_id
         self._end()
         return lease_id
 
     def _end(self) -> None:
-        """Back to following, with nothing in hand."""
+        """Returns to following, without a lease."""
         if self._lease_id:
             self._stale.append(self._lease_id)
         self._leading = False

@@ -5,40 +5,49 @@ carried out right after it; work that need not be done at once is done in slices
 
 One of several masters acts for as long as it leads: time is compared with ``leads_until`` before
 every step and every effect, and once more before a reply is handed on, so that a process that was
-stopped meanwhile refuses before it does anything. Then it is over for good: another term is another
-``MasterService``.
+stopped meanwhile refuses before it does anything. The service then ends for good: another term is
+another ``MasterService``.
+
+A transition of the state is atomic. An unexpected exception in the middle of one
+(``MasterState.changing``), in ``tick`` or in ``work`` breaks this: the service stops acting and
+``died`` ends the process. The nodes keep their objects and report them to the next master.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final
 
 from kvstore import calls
+from kvstore.background import Died, start_task
+from kvstore.clocks import uptime
 from kvstore.errors import (
     BusyError,
-    InvalidArgumentError,
+    InternalError,
     KVStoreError,
     NotLeaderError,
     ProtocolError,
+    UnavailableError,
 )
-from kvstore.limits import PROTOCOL_VERSION
+from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.carriers import Endpoints
-from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
-from kvstore.master.state.master_state import MasterState
+from kvstore.master.pieces import CUTS, Cut
+from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
+from kvstore.master.state.master_state import MasterState, outrun_by
 
 log = logging.getLogger("kvstore.master")
 
 TICK_S: Final = 0.05
-"""How often what is due is done: no promise is kept later than this, and an idle master spends
-a thousandth of a core on it."""
+"""How often due work is done: no promise is late by more than this, and an idle master spends a
+thousandth of a core on it."""
 
 JOIN_TIMEOUT_S: Final = 5.0
-"""A node's stream must say who it is by then."""
+"""A node's stream must send its join within this time."""
 
 OUTBOX_MAX: Final = 4_096
 """Messages that a node has not taken yet; one that does not read is cut off."""
@@ -74,16 +83,16 @@ def clock_ms() -> int:
 
 
 def not_leader(leader: str, what: str = "this master stands by") -> NotLeaderError:
-    """What a master that does not lead answers to everything."""
+    """The reply of a master that does not lead, to all calls."""
     return NotLeaderError(
-        f"{what}; " + (f"{leader} leads" if leader else "nobody leads now"),
-        advice="Ask the leader." if leader else "Try again: one of the masters soon will.",
+        f"{what}; " + (f"{leader} leads" if leader else "no master leads now"),
+        advice="Ask the leader." if leader else "Try again in some seconds, when a master leads.",
         leader=leader,
     )
 
 
 class Standby:
-    """What answers while another master leads. Implements ``Service``."""
+    """Answers while another master leads. Implements ``Service``."""
 
     def __init__(self, leader: str = "") -> None:
         self.leader = leader
@@ -101,32 +110,45 @@ class Standby:
 class MasterService:
     """Implements ``Service`` (``kvstore.master.carrier_base``) on one ``MasterState``."""
 
-    def __init__(self, state: MasterState, clock: Callable[[], int] = clock_ms) -> None:
+    def __init__(
+        self,
+        state: MasterState,
+        clock: Callable[[], int] = clock_ms,
+        *,
+        died: Died = lambda error: None,
+    ) -> None:
+        """``died``: called once if this service cannot go on; see the module."""
         self.state = state
+        self._died = died
+        self._broken = False
         self.endpoints: Endpoints | None = None
-        """Where the carriers listen, once they do; clients are told."""
+        """Where the carriers listen, once they do; joining clients get this."""
         self.counters_elsewhere: Callable[[], dict[str, int]] = dict
-        """What the shell around this counts (calls, refused strangers); part of the status."""
+        """Counters of the shell around this (calls, refused connections); part of the status."""
         self.role = "single"
-        """Or leader; part of the status."""
+        """``single`` or ``leader``; part of the status."""
         self.address = ""
-        """Where this master says that it is; part of the status."""
+        """The address that this master advertises; part of the status."""
         self.leads_until = math.inf
-        """A ``time.monotonic()`` value."""
+        """A ``uptime()`` value."""
+        self.outrun: Callable[[int], None] = lambda epoch: None
+        """Called with the epoch of a later master, which somebody has joined before: another term
+        is to begin above that."""
         self._longest_step_us = 0
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._next_session = 0
         self._working = False
+        self._cutting = asyncio.Lock()
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to keep time; in the running loop."""
-        self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
+        """Starts the timer; call it in the running loop."""
+        self._ticker = start_task("tick", self._tick_forever())
 
     def cease(self) -> None:
-        """Act no more: whoever waits for an answer is refused, streams of nodes end. Idempotent."""
+        """Stops acting: waiting calls are refused, streams of nodes end. Idempotent."""
         self.leads_until = -math.inf
         self.state.take_effects()
         answers, self._answers = self._answers, {}
@@ -136,13 +158,30 @@ class MasterService:
         for outbox in self._outboxes.values():
             self._put(outbox, self._over())
 
+    def _break(self, error: BaseException) -> None:
+        """Called when the state may be half changed: stops acting, and lets the process end."""
+        if not self._broken:
+            self._broken = True
+            epoch = self.state.epoch
+            log.critical("master_broken epoch=%d error=%r", epoch, error, exc_info=error)
+            self.cease()
+            self._died(error)
+
+    def _check_whole(self, error: Exception) -> None:
+        """After an exception in a step: nothing was changed, or this is the end."""
+        if not isinstance(error, KVStoreError) and self.state.changing:
+            self._break(error)
+
     @property
     def ceased(self) -> bool:
         return self.leads_until == -math.inf
 
-    @staticmethod
-    def _over() -> NotLeaderError:
-        return not_leader("", "this master leads no more")
+    def _over(self) -> KVStoreError:
+        if self._broken:
+            return UnavailableError(
+                "this master is stopping after an error", advice="Its log says why."
+            )
+        return not_leader("", "this master no longer leads")
 
     def _check_time(self, now: float) -> None:
         """Raises NotLeaderError."""
@@ -162,17 +201,25 @@ class MasterService:
     def call(self, request: calls.Request) -> calls.Reply | Awaitable[calls.Reply]:
         if isinstance(request, calls.Join):
             return self._joined(request)
-        step = _STEPS.get(type(request))
+        kind = type(request)
+        step = _STEPS.get(kind)
         if step is None:
-            raise ProtocolError(f"this master does not know {type(request).__name__}")
-        started = time.monotonic()
+            raise ProtocolError(f"this master does not know {kind.__name__}")
+        cut = CUTS.get(kind)
+        if cut is not None and cut.is_large(request):
+            return self._in_pieces(cut, request)
+        started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
+        self.state.changing = False
         try:
             result: calls.Reply | Later = step(self.state, self._clock(), request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
                 self._wait_for(result.ticket) if isinstance(result, Later) else result
             )
+        except Exception as error:
+            self._check_whole(error)
+            raise
         finally:
             self._settle()
             ended = self._took(started)
@@ -183,25 +230,39 @@ class MasterService:
             return answer._replace(counters=counters, role=self.role, leader=self.address)
         return answer
 
+    async def _in_pieces(self, cut: Cut, request: calls.Request) -> calls.Reply:
+        """One piece in each turn of the loop, whatever the number of large calls."""
+        replies: list[calls.Reply | Awaitable[calls.Reply]] = []
+        try:
+            for piece in cut.pieces(request):
+                async with self._cutting:
+                    replies.append(self.call(piece))
+                    await asyncio.sleep(0)
+            return cut.joined([each if isinstance(each, tuple) else await each for each in replies])
+        finally:
+            for each in replies:
+                if isinstance(each, asyncio.Future):
+                    each.cancel()  # where nobody waits for it any more
+
     def _took(self, started: float) -> float:
         """Notes how long the loop was held; the time now."""
-        ended = time.monotonic()
+        ended = uptime()
         self._longest_step_us = max(self._longest_step_us, int((ended - started) * 1e6))
         return ended
 
-    def _counters(self, counted: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    def _counters(self, counted: Sequence[calls.Counter]) -> list[calls.Counter]:
         """With those of the shell: ``longest_step_us`` is for how long the loop served one call or
         slice of work and nobody else, at most, since the start."""
         own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
-        return sorted([*counted, *own.items()])
+        return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
 
     def _joined(self, request: calls.Join) -> calls.Joined:
-        if request.protocol != PROTOCOL_VERSION:
-            raise InvalidArgumentError(
-                f"this master speaks protocol {PROTOCOL_VERSION}, the client {request.protocol}",
-                advice="Run the same release of kvstore on both.",
-            )
-        self._check_time(time.monotonic())
+        protocol = agreed_protocol(request.protocol_min, request.protocol, "the client")
+        check_cluster(self.state.cluster, request.cluster, "the client")
+        self._check_time(uptime())
+        if request.highest_epoch > self.state.epoch:
+            self.outrun(request.highest_epoch)
+            raise outrun_by(f"client {request.client}", request.highest_epoch, self.state.epoch)
         log.debug("client_joined client=%s host=%s", request.client, request.host)
         state, endpoints = self.state, self.endpoints
         return calls.Joined(
@@ -212,6 +273,8 @@ class MasterService:
             lease_ms=state.rules.lease_ms,
             put_deadline_ms=state.rules.put_deadline_ms,
             version=state.version,
+            protocol=protocol,
+            cluster=state.cluster,
         )
 
     def _wait_for(self, ticket: int) -> Awaitable[calls.Reply]:
@@ -219,7 +282,9 @@ class MasterService:
         self._answers[ticket] = future
 
         def done(answered: asyncio.Future[Any]) -> None:
-            if answered.cancelled() and self._answers.pop(ticket, None) is not None:
+            if not answered.cancelled():
+                answered.exception()  # seen: its caller may have been refused before
+            elif self._answers.pop(ticket, None) is not None:
                 self.state.cancel(ticket)  # its caller is gone
 
         future.add_done_callback(done)
@@ -236,17 +301,19 @@ class MasterService:
             raise ProtocolError("a node's stream begins with its join") from None
         if not isinstance(first, calls.NodeJoin):
             raise ProtocolError(f"a node's stream begins with NodeJoin, not {first!r:.80}")
-        self._check_time(time.monotonic())
+        self._check_time(uptime())
         self._next_session += 1
         session = self._next_session
         outbox: Outbox = asyncio.Queue(OUTBOX_MAX)
-        try:
-            accepted = self.state.node_joined(self._clock(), session, first)
+        with self._transition() as state:
+            accepted = state.node_joined(self._clock(), session, first)
             self._outboxes[session] = outbox
             outbox.put_nowait(accepted)
-        finally:
-            self._settle()
-        reader = asyncio.get_running_loop().create_task(self._read_node(session, incoming, outbox))
+        reader = start_task(
+            f"node {first.name}",
+            self._read_node(session, incoming, outbox),
+            died=lambda error: self._put(outbox, InternalError(f"unexpected {error!r:.200}")),
+        )
         try:
             while (message := await outbox.get()) is not None:
                 if isinstance(message, KVStoreError):
@@ -255,8 +322,8 @@ class MasterService:
         finally:
             del self._outboxes[session]
             reader.cancel()
-            self.state.node_stream_broken(session)
-            self._settle()
+            with self._transition() as state:
+                state.node_stream_broken(session)
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _read_node(
@@ -264,28 +331,46 @@ class MasterService:
     ) -> None:
         try:
             async for message in incoming:
-                self._check_time(time.monotonic())
-                self.state.node_said(self._clock(), session, message)
-                self._settle()
+                self._check_time(uptime())
+                with self._transition() as state:
+                    state.node_said(self._clock(), session, message)
             self._put(outbox, None)
         except KVStoreError as error:
             self._put(outbox, error)
+
+    @contextlib.contextmanager
+    def _transition(self) -> Iterator[MasterState]:
+        """Wraps one step of the state that is not a call."""
+        self.state.changing = False
+        try:
+            yield self.state
+        except Exception as error:
+            self._check_whole(error)
+            raise
+        finally:
+            self._settle()
 
     @staticmethod
     def _put(outbox: Outbox, message: calls.MasterMessage | KVStoreError | None) -> None:
         if outbox.full():  # it does not read: end the stream with what it did not take
             while not outbox.empty():
                 outbox.get_nowait()
-            message = BusyError("the node does not read what the master says")
+            message = BusyError("the node does not read the master's messages")
         outbox.put_nowait(message)
 
     # --- effects and time ---------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Carry out what the state asks for, and see to its background work."""
+        """Carries out the state's effects, and schedules its background work."""
+        try:
+            self._carry_out()
+        except Exception as error:  # noqa: BLE001  # an order or an answer may be lost
+            self._break(error)
+
+    def _carry_out(self) -> None:
         state = self.state
         while state.effects:
-            if time.monotonic() >= self.leads_until:
+            if uptime() >= self.leads_until:
                 self.cease()
                 return
             for effect in state.take_effects():
@@ -298,6 +383,8 @@ class MasterService:
                     case Hangup(session, error):
                         if session in self._outboxes:
                             self._put(self._outboxes[session], error)
+                    case Outrun(epoch):
+                        self.outrun(epoch)
                     case Notice(event, fields):
                         words = " ".join(f"{key}={value}" for key, value in fields.items())
                         log.info("%s %s", event, words)
@@ -319,20 +406,28 @@ class MasterService:
 
     def _work(self) -> None:
         self._working = False
-        started = time.monotonic()
+        started = uptime()
         if started >= self.leads_until:
             return
-        self.state.work(self._clock())
+        try:
+            self.state.work(self._clock())
+        except Exception as error:  # noqa: BLE001  # as a tick's
+            self._break(error)
+            return
         self._took(started)
         self._settle()
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            started = time.monotonic()
+            started = uptime()
             if started >= self.leads_until:
                 self.cease()
                 return
-            self.state.tick(self._clock())
+            try:
+                self.state.tick(self._clock())
+            except Exception as error:  # noqa: BLE001  # of any kind
+                self._break(error)
+                return
             self._settle()
             self._took(started)

@@ -3,7 +3,7 @@
 Between two processes a request and its reply cost 42 to 55 us when the receiver sleeps, because
 waking a process on another core takes longer than answering; 13 to 21 us when it polls. The hot
 calls of one engine step follow each other closely, so polling for ``spin_us`` after each event
-meets the next one awake. Who is quiet for longer than that sleeps and costs nothing.
+meets the next one awake. A loop without events for longer than that sleeps and costs nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The connector's settings: ``kv_connector_extra_config``, ``KVSTORE_*``, or a ``mooncake.json``.
 
-What Mooncake's users have keeps its meaning where it has one: ``MOONCAKE_CONFIG_PATH`` names a JSON
-file, whose values count where nothing else says otherwise. Unknown keys are refused by name.
+``MOONCAKE_CONFIG_PATH`` names a JSON file in Mooncake's format; its values apply to options that
+are not set otherwise. Unknown keys are refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 """Seconds, as in the demos of vLLM's own Mooncake connectors."""
 
 _WITHOUT_MEANING: Final = {
-    "local_hostname": "nodes say themselves where they are",
+    "local_hostname": "nodes report their own addresses",
     "mode": "a worker contributes memory when global_segment_size says so",
 }
 _OF_THE_ENGINE: Final = ("metadata_server", "device_name", "local_buffer_size")
@@ -41,7 +41,7 @@ def read_config(
         extra: ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: an unknown, misspelt or wrong setting; it says which, and where it is.
+        ConfigError: an unknown, misspelt or wrong setting; names it, and where it is set.
     """
     environ = os.environ if environ is None else environ
     config = load(ConnectorConfig, dict(extra), environ=environ, origin="kv_connector_extra_config")
@@ -64,15 +64,15 @@ def _from_mooncake(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read: {error}", advice=f"{MOONCAKE_VARIABLE} names it."
+            f"{path} cannot be read: {error}", advice=f"Check {MOONCAKE_VARIABLE}."
         ) from error
     if not isinstance(read, dict):
-        raise ConfigError(f"{path} is no JSON object", advice=f"{MOONCAKE_VARIABLE} names it.")
+        raise ConfigError(f"{path} is not a JSON object", advice=f"Check {MOONCAKE_VARIABLE}.")
     for key in read:
         if key not in _KNOWN:
             raise ConfigError(
                 f"unknown key {key!r} in {path}",
-                advice=f"Known are: {', '.join(_KNOWN)}.",
+                advice=f"Known keys: {', '.join(_KNOWN)}.",
                 key=key,
                 origin=str(path),
             )
@@ -93,7 +93,7 @@ def _from_mooncake(path: Path) -> dict[str, Any]:
         return values
     values["protocol"] = protocol
     if server := read.get("metadata_server"):
-        # Without a scheme it is an etcd there.
+        # In Mooncake's format an address without a scheme is an etcd.
         is_plain = "://" not in server and server != P2P
         values["metadata_server"] = f"etcd://{server}" if is_plain else server
     if devices := read.get("device_name"):
@@ -104,13 +104,14 @@ def _from_mooncake(path: Path) -> dict[str, Any]:
 
 
 def _mooncake_size(size: int | str) -> int | str:
-    """There ``4gb`` and ``4g`` are binary."""
+    """A size in Mooncake's format, where ``4gb`` and ``4g`` are binary units."""
     text = str(size).strip().lower().removesuffix("b").rstrip()
     return f"{text[:-1].strip()}{text[-1].upper()}iB" if text[-1:] in ("k", "m", "g", "t") else size
 
 
 def _milliseconds(seconds: str) -> int:
-    """Within what ``pin_timeout_ms`` may be: those who wrote it do not know its bounds."""
+    """The value in ms, within the bounds of ``pin_timeout_ms``, which the variable's users do not
+    know."""
     try:
         wanted = min(float(seconds) * 1000, 3_600_000.0)
         return max(100, int(wanted))

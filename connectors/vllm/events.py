@@ -1,13 +1,15 @@
-"""KV events: which blocks of this engine the store has, and which it has no more.
+"""KV events: which blocks of this engine the store holds, and which it has lost.
 
-Stored is told when every worker has stored a block. Removed is found out: the store evicts on its
-own and tells nobody, so what was told is asked about again now and then, a few thousand at a time.
+The connector reports a block as stored when every worker has stored it. The store does not announce
+evictions, so the connector checks reported blocks again from time to time, a few thousand at once,
+and reports missing ones as removed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from kvstore.connectors.vllm.groups import Groups
@@ -19,26 +21,26 @@ if TYPE_CHECKING:
 
 MEDIUM: Final = "kvstore"
 AUDIT_KEYS: Final = 4_096
-"""Asked about at once: two milliseconds of the master."""
+"""Keys per audit: two milliseconds of the master's time."""
 
 AUDIT_EVERY_S: Final = 5.0
 TOLD_MAX: Final = 1_000_000
-"""Blocks that are remembered as told."""
+"""Reported blocks that are remembered."""
 
 
 class Events:
-    """Not for several threads; ``audit`` only builds a list and takes one."""
+    """The events to report. For one thread only; the function ``audit`` may run on another one."""
 
     def __init__(self, groups: Groups, *, wanted: bool) -> None:
         self.wanted = wanted
         self._groups = groups
-        self._told: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-        """Oldest question first."""
+        self._told: OrderedDict[tuple[int, bytes], bytes] = OrderedDict()
+        """By group and key: vLLM's hash. The block whose last audit is oldest comes first."""
         self._events: list[KVCacheEvent] = []
         self._audited = 0.0
 
     def tokens_of(self, request: Request, runs: Sequence[Run]) -> dict[int, list[int]]:
-        """By index of the run: the token ids of its blocks."""
+        """The token ids of each run's blocks, by index of the run."""
         ids = request.all_token_ids
         tokens = {}
         for index, run in enumerate(runs):
@@ -46,17 +48,26 @@ class Events:
             tokens[index] = list(ids[run.first * size : (run.first + len(run.keys)) * size])
         return tokens
 
-    def stored(self, runs: Sequence[Run], tokens: dict[int, list[int]], lora: str | None) -> None:
+    def stored(
+        self, runs: Sequence[Run], tokens: dict[int, list[int]], lora: str | None,
+        plain: Mapping[bytes, bytes] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            plain: vLLM's hashes, by key, of keys that are different from them.
+        """
         if not self.wanted:
             return
         from vllm.distributed.kv_events import BlockStored
 
         for index, run in enumerate(runs):
-            for key in run.keys:
-                self._told[run.group, key] = None
+            hashes = [plain.get(key, key) for key in run.keys]
+            parent = None if run.parent is None else plain.get(run.parent, run.parent)
+            for key, block_hash in zip(run.keys, hashes, strict=True):
+                self._told[run.group, key] = block_hash
             self._events.append(
                 BlockStored(
-                    block_hashes=list(run.keys), parent_block_hash=run.parent,
+                    block_hashes=hashes, parent_block_hash=parent,
                     token_ids=tokens.get(index, []),
                     block_size=self._groups.block_tokens[run.group],
                     lora_id=None, lora_name=lora, medium=MEDIUM, group_idx=run.group,
@@ -66,31 +77,30 @@ class Events:
             self._told.popitem(last=False)
 
     def to_audit(self, now: float) -> list[tuple[int, bytes]]:
-        """Blocks to be asked about now; those that were not for longest."""
+        """The blocks to audit now: those whose last audit is oldest."""
         if not self.wanted or not self._told or now - self._audited < AUDIT_EVERY_S:
             return []
         self._audited = now
         chosen = []
         for _ in range(min(AUDIT_KEYS, len(self._told))):
-            told, _ = self._told.popitem(last=False)
-            self._told[told] = None
+            told, block_hash = self._told.popitem(last=False)
+            self._told[told] = block_hash
             chosen.append(told)
         return chosen
 
     def gone(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """The store has them no more."""
+        """Reports that the store has lost these blocks."""
         from vllm.distributed.kv_events import BlockRemoved
 
         by_group: dict[int, list[bytes]] = {}
         for group, key in blocks:
-            if (group, key) in self._told:
-                del self._told[group, key]
-                by_group.setdefault(group, []).append(key)
+            if (block_hash := self._told.pop((group, key), None)) is not None:
+                by_group.setdefault(group, []).append(block_hash)
         for group, keys in by_group.items():
             self._events.append(BlockRemoved(block_hashes=keys, medium=MEDIUM, group_idx=group))
 
     def cleared(self) -> None:
-        """The store has none of this model any more."""
+        """Reports that the store has lost all blocks of this model."""
         self.gone(list(self._told))
 
     def take(self) -> list[KVCacheEvent]:
@@ -104,7 +114,7 @@ Exists = Callable[[Sequence[bytes], str], Sequence[bool]]
 def audit(
     blocks: Sequence[tuple[int, bytes]], namespaces: dict[int, list[str]], exists: Exists
 ) -> list[tuple[int, bytes]]:
-    """Which of these blocks some worker's part is missing of. Raises KVStoreError."""
+    """The blocks of which the store lacks some worker's part. Raises KVStoreError."""
     gone = []
     for group in {group for group, _ in blocks}:
         keys = [key for each, key in blocks if each == group]

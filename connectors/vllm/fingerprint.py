@@ -1,10 +1,11 @@
-"""Who may share blocks: those whose bytes mean the same. And telling a fleet that disagrees.
+"""Decides which engines may share blocks: those whose bytes mean the same. Warns of differences.
 
-A block's hash names its tokens and nothing else: not the model, its weights, dtypes, layout or
-parallelism. All that is described here, digested into the *fingerprint*, and is part of every
-namespace; so engines that differ in any of it never see each other's blocks. That would be silent,
-so each engine leaves its description in the store, and warns when it meets another one of the same
-model.
+A block's hash covers its tokens and nothing else: not the model, its weights, dtypes, layout or
+parallelism. This module describes all of these, from the configuration and from the workers' view
+of the live model (``identity``). The digest of the description, the *fingerprint*, is part of every
+namespace, so engines that differ in any of it never see each other's blocks. To make such a
+difference visible, each engine puts its description into the store, and warns if it finds a
+different one of the same model.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from kvstore.client.sync import Client
 from kvstore.connectors.vllm.messages import Hello
@@ -27,38 +29,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.kvstore")
 
-FORMAT: Final = 1
-"""Of keys, namespaces and the order of bytes in a block. One more with each change."""
+FORMAT: Final = 2
+"""Version of keys, namespaces and the order of bytes in a block. Each change increments it."""
 
-SAMPLE_BYTES: Final = 64 << 10
-"""Read at the beginning, the middle and the end of each file of weights."""
+SAMPLE_BYTES: Final = 4 << 10
+"""Bytes read at each sampled place of a tensor in a file of weights."""
+
+RECORD_FORMAT: Final = 1
+"""Version of the records that engines put into the store; the proxy reads only this one."""
+
+CHUNK_BYTES: Final = 16 << 20
+
+PACKING: Final = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
+"""Variables that change the order of bytes within a page, but not its shape."""
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.npz")
 
 
-def describe(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_id: str
-) -> dict[str, Any]:
-    """Everything that bytes and hashes depend on, as plain JSON values.
-
-    Args:
-        model_id: what the weights are called; "": find out.
-    """
+def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """All settings on which bytes and hashes depend, as plain JSON values."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     return {
         "format": FORMAT,
-        "weights": model_id or weights_id(vllm_config),
         "config": _digest(_meaningful(model.hf_config.to_dict())),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "cache_dtype": cache.cache_dtype,
         "device": vllm_config.device_config.device_type,
+        "machine": platform.machine(),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "context_parallel": [
             parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size,
         ],
+        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "packing": {name: os.environ[name] for name in PACKING if name in os.environ},
         "groups": [
             {
                 "kind": type(group.kv_cache_spec).__name__,
@@ -74,11 +80,30 @@ def describe(
     }  # fmt: skip
 
 
-def none_hash(algorithm: str) -> str:
-    """What stands for the hash before the first block, as hexadecimal digits.
+def identified(
+    description: Mapping[str, Any], workers: Sequence[Hello], *, name: str = ""
+) -> dict[str, Any]:
+    """The description, completed with the workers' identity.
 
-    vLLM makes it after it has made us, the same way. Where it is random it is so in each engine,
-    and so is this: none of them can share a block.
+    Args:
+        workers: in the order of ranks.
+        name: the operator's name for the weights; "": use their digest.
+    """
+    weights = _digest([(hello.weights, hello.files) for hello in workers])[:32]
+    attention = sorted({tuple(manner) for hello in workers for manner in hello.attention})
+    return {
+        **description,
+        "weights": name or weights,
+        "files": [] if name else sorted({hello.files for hello in workers if hello.files}),
+        "attention": [list(manner) for manner in attention],
+    }
+
+
+def none_hash(algorithm: str) -> str:
+    """The hash that precedes the first block, as hexadecimal digits.
+
+    vLLM computes it in the same way, after it has created the connector. If it is random, it is
+    different in each engine, and so is this one: no two engines can share a block.
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -89,43 +114,65 @@ def none_hash(algorithm: str) -> str:
     return bytes(hash_fn(resolve_none_hash_seed(hash_fn))).hex()
 
 
-def fingerprint(description: Mapping[str, Any], workers: Mapping[Any, Hello]) -> str:
-    """32 hexadecimal digits.
-
-    Args:
-        workers: by rank, what each has.
-    """
-    layouts = sorted({(hello.part, hello.layout) for hello in workers.values()})
+def fingerprint(description: Mapping[str, Any], workers: Sequence[Hello]) -> str:
+    """32 hexadecimal digits."""
+    layouts = sorted({(hello.part, hello.layout) for hello in workers})
     return _digest({**description, "layouts": layouts})[:32]
 
 
 def weights_id(vllm_config: VllmConfig) -> str:
-    """Name and revision of the weights; of a local directory, what is in it, wherever it is."""
+    """The origin of weights: for files a digest of their content, wherever they are; otherwise name
+    and commit.
+
+    Used for weights that cannot be read in memory; see ``identity``.
+    """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
         return f"dummy seed={model.seed} of {_name(model.model)}"
     path = Path(model.model)
+    if path.exists():
+        return f"files {files_digest(path)[:32]}"
+    # A branch moves, so the commit identifies the loaded weights.
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return f"{model.model}@{commit or model.revision or 'main'}"
+
+
+def files_digest(path: Path) -> str:
+    """The digest of a file of weights, or of the files in a directory: their names and a sample of
+    each tensor; the whole file for formats that do not say where their tensors are."""
+    found = [path]
     if path.is_dir():
-        return f"files {directory_digest(path)[:32]}"
-    return f"{model.model}@{model.revision or 'main'}"
-
-
-def directory_digest(path: Path) -> str:
-    """Of the weights in a directory: names, sizes and samples of the files; not where they are."""
-    found = sorted({file for pattern in WEIGHTS for file in path.glob(pattern)})
+        found = sorted({file for pattern in WEIGHTS for file in path.glob(pattern)})
     digest = hashlib.sha256()
     for file in found:
         size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
+        digest.update(f"{file.name if path.is_dir() else ''}\0{size}\0".encode())
         with file.open("rb") as opened:
-            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
-                opened.seek(start)
-                digest.update(opened.read(SAMPLE_BYTES))
+            if file.suffix == ".safetensors":
+                _sample_tensors(opened, size, digest)
+            else:
+                while data := opened.read(CHUNK_BYTES):
+                    digest.update(data)
     return digest.hexdigest()
 
 
+def _sample_tensors(file: BinaryIO, size: int, digest: hashlib._Hash) -> None:
+    """Adds the header, and each tensor's beginning, middle and end, to the digest."""
+    length = int.from_bytes(file.read(8), "little")
+    header = file.read(min(length, size))
+    digest.update(header)
+    for name, tensor in sorted(json.loads(header).items()):
+        if name == "__metadata__":
+            continue
+        start, stop = tensor["data_offsets"]
+        part = SAMPLE_BYTES // 4
+        for at in (start, (start + stop) // 2, max(start, stop - part)):
+            file.seek(8 + length + at)
+            digest.update(file.read(min(part, stop - at)))
+
+
 def hash_warnings(description: Mapping[str, Any]) -> list[str]:
-    """What keeps engines of one fleet from computing the same hashes."""
+    """Warnings of settings that keep engines of one fleet from computing the same hashes."""
     algorithm = str(description["hash_algorithm"])
     warnings = []
     if _is_random(algorithm):
@@ -138,7 +185,7 @@ def hash_warnings(description: Mapping[str, Any]) -> list[str]:
 
 
 class Fleet:
-    """The descriptions that engines leave in the store."""
+    """The descriptions that engines put into the store."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -147,18 +194,19 @@ class Fleet:
         self, models: list[str], mark: str, description: Mapping[str, Any],
         namespaces: list[str], block_tokens: int, hash_block_tokens: int,
     ) -> list[str]:  # fmt: skip
-        """Leave ours, and return what to warn of: other descriptions of the same model.
+        """Puts this engine's description, and returns warnings of different ones of the same model.
 
         Raises:
             KVStoreError: the store did not answer.
         """
         record = {
-            "format": FORMAT, "models": models, "fingerprint": mark, "namespaces": namespaces,
+            "format": RECORD_FORMAT, "models": models,
+            "fingerprint": mark, "namespaces": namespaces,
             "block_size": block_tokens, "hash_block_size": hash_block_tokens,
             "hash_algorithm": description["hash_algorithm"], "none_hash": description["none_hash"],
             "description": description,
         }  # fmt: skip
-        prefix = _name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"
+        prefix = _prefix(models)
         warnings = []
         for row in self._client.list_objects(namespace=FLEET_NAMESPACE, prefix=prefix):
             if row.key == prefix + mark.encode():
@@ -169,6 +217,19 @@ class Fleet:
         data = json.dumps(record, default=str).encode()
         self._client.put(prefix + mark.encode(), data, namespace=FLEET_NAMESPACE)
         return warnings
+
+    def leave(self, models: list[str], mark: str) -> None:
+        """Removes this engine's description under another fingerprint; an engine that still has
+        that fingerprint puts it again.
+
+        Raises:
+            KVStoreError: the store did not answer.
+        """
+        self._client.remove(_prefix(models) + mark.encode(), namespace=FLEET_NAMESPACE)
+
+
+def _prefix(models: list[str]) -> bytes:
+    return _name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"
 
 
 def _differences(model: str, ours: Mapping[str, Any], raw: bytes) -> list[str]:
@@ -190,7 +251,7 @@ def _differences(model: str, ours: Mapping[str, Any], raw: bytes) -> list[str]:
 
 
 def _meaningful(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without where it lies and what wrote it; also of the configurations within."""
+    """``config`` without its path and the version that wrote it; nested configurations as well."""
     return {
         key: _meaningful(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -204,7 +265,7 @@ def _is_random(algorithm: str) -> bool:
 
 def _speculative(vllm_config: VllmConfig) -> str:
     speculative = vllm_config.speculative_config
-    return "" if speculative is None else f"{speculative.method} {speculative.model}"
+    return "" if speculative is None else str(speculative.method)
 
 
 def _name(model: str) -> str:

@@ -1,9 +1,9 @@
 """Cache groups as the store sees them: which blocks make up how many tokens of a prompt.
 
-Layers with one kind of attention share a *group* and its block table. Every group has its own
-block size, a multiple of the *hash block* that request hashes are computed for; a block's key is
-the hash at its end, which names everything before it, too. All full blocks of all groups are
-stored, so a prefix of n tokens is there when each group's chain reaches n.
+Layers with one kind of attention share a *group* and its block table. Every group has its own block
+size, a multiple of the *hash block* for which request hashes are computed. A block's key is the
+hash at its end, which covers everything before it as well. All full blocks of all groups are
+stored, so a prefix of n tokens is stored when each group's chain reaches n.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvstore.connectors.vllm.messages import Run
 
 NULL_BLOCK = 0
-"""In a block table: no memory, because the window of a sliding-window layer has passed it."""
+"""Entry of a block table without memory: a sliding-window layer's window has passed the block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Groups:
     align_tokens: int
     """Hits end at a multiple of this: the least common multiple of the groups' blocks."""
     block_tokens: dict[int, int]
-    """By group id."""
+    """Tokens per block, by group id."""
 
     def __post_init__(self) -> None:
         for group, tokens in self.block_tokens.items():
@@ -33,7 +33,7 @@ class Groups:
             assert self.align_tokens % tokens == 0, f"group {group}: {tokens}"
 
     def keys(self, group: int, hashes: Sequence[bytes]) -> list[bytes]:
-        """Of each full block of a group, from those of each hash block."""
+        """The keys of a group's full blocks, from the hashes of all hash blocks."""
         step = self.block_tokens[group] // self.hash_block_tokens
         return [bytes(each) for each in hashes[step - 1 :: step]]
 
@@ -44,12 +44,12 @@ class Groups:
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]],
         first: dict[int, int], tokens: int,
     ) -> Iterator[Run]:  # fmt: skip
-        """The blocks of the first ``tokens`` tokens, in unbroken pieces, null blocks left out.
+        """The blocks of the first ``tokens`` tokens, in contiguous runs, without null blocks.
 
         Args:
-            hashes: of the request.
-            block_ids: its block table, by group id.
-            first: index of the first block that is wanted, by group id.
+            hashes: the request's hashes.
+            block_ids: the request's block table, by group id.
+            first: index of the first wanted block, by group id.
         """
         for group, block_tokens in self.block_tokens.items():
             keys = self.keys(group, hashes[: tokens // self.hash_block_tokens])

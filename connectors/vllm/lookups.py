@@ -1,13 +1,13 @@
-"""What the store has of each prompt, asked off the scheduler's thread, under a deadline.
+"""Looks up how much of each prompt the store holds, on a thread of its own, under a deadline.
 
-    new request ──► wanted ──► asked ──► answered: so many tokens
+    new request ──► wanted ──► asked ──► answered: the number of tokens
                                 │  ▲
-                                ▼  │ blocks that are missing are being written: asked again
-                              waiting ──► answered with what there is, when ``writers_wait`` is over
+                                ▼  │ missing blocks are being written: asked again
+                              waiting ──► answered with the stored part, after ``writers_wait``
 
-The scheduler looks at an answer and never at the store: while there is none it is told to come
-again, and after ``lookup_deadline`` it counts as nothing. A breaker leaves a store alone that does
-not answer. One thread does the asking, and what else needs the store on the scheduler's side.
+The scheduler reads answers and never calls the store: while there is no answer it is told to come
+again, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the
+store does not answer. One thread makes all calls to the store for the scheduler's half.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from kvstore.background import start_thread
+from kvstore.breaker import Breaker
 from kvstore.client.asking import Match
-from kvstore.connectors.vllm.breaker import Breaker
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX
@@ -29,47 +30,48 @@ from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX
 log = logging.getLogger("vllm.kvstore")
 
 POLL_S: Final = (0.002, 0.005, 0.01, 0.02)
-"""Between two questions about blocks that are being written."""
+"""Pauses between two lookups of blocks that are being written."""
 
 STEP_PATIENCE_S: Final = 0.002
 """How long one scheduler step may wait for answers, all its requests together: most answers take
 0.2 ms, and a step without work would otherwise spin."""
 
 FRESH_S: Final = 5.0
-"""An answer is believed for so long: half of the shortest usual lease."""
+"""How long an answer is used: half of the shortest usual lease."""
 
 NEVER_S: Final = 3_600.0
 
 PENDING_MAX: Final = 4_096
-"""Questions under way; beyond, the answer is nothing."""
+"""Lookups under way; beyond this number the answer is "nothing"."""
 
 Ask = Callable[[Sequence[bytes], Sequence[str]], Sequence[Match]]
-"""Keys and namespaces: how many leading keys are there. Raises KVStoreError within its time-out."""
+"""How many leading keys are stored in each namespace. Raises KVStoreError within its time-out."""
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Lookup:
-    """One question and, once ``done`` is set, its answer."""
+    """One lookup and, once ``done`` is set, its answer."""
 
     hashes: list[bytes]
     expected_tokens: int
-    """What the prefiller has said that it stores; 0: nothing was said."""
+    """How many tokens the prefiller says it stores; 0: it has not said."""
     asked: float
     done: threading.Event = field(default_factory=threading.Event)
     tokens: int = 0
     failed: bool = False
     waits_for_writers: bool = False
     wanted_since: float = 0.0
-    """When the scheduler first came for it; 0: has not yet."""
+    """When the scheduler first asked for the answer; 0: it has not."""
     answered: float = 0.0
     attempts: int = 0
     next_at: float = 0.0
 
 
 class Lookups:
-    """Started and closed by the scheduler's half; all methods but the thread's are its thread's."""
+    """The lookups of one engine. The scheduler's half starts and closes them; its thread calls all
+    methods but those of the lookup thread."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Lookups:
         writers_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.breaker = Breaker()
+        self.breaker = Breaker.of_a_store()
         self._counters: dict[str, int] = {}
         self._latencies_us: list[int] = []
         self._ask = ask
@@ -96,24 +98,30 @@ class Lookups:
         self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._chore: Callable[[], float] = lambda: NEVER_S
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvstore-lookups", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(
         self, namespaces: dict[int, list[str]], chore: Callable[[], float] = lambda: NEVER_S
     ) -> None:
         """
         Args:
-            namespaces: of each cache group, those of all workers that hold layers of it.
-            chore: done by the thread at once, and again after the seconds that it returns.
+            namespaces: for each cache group, the namespaces of all workers with layers of it.
+            chore: called by the thread at once, and again after the seconds that it returns.
         """
         self._namespaces = namespaces
         self._chore = chore
-        self._thread.start()
+        self._thread = start_thread("kvstore-lookups", self._run, died=self._died)
+
+    def move(self, namespaces: dict[int, list[str]]) -> None:
+        """Looks up these namespaces from now on. Answers about others are forgotten."""
+        self._namespaces = namespaces
+        self.clear()
+        self.errand(self._chore)
 
     # --- the scheduler ------------------------------------------------------------------------
 
     def want(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> Lookup:
-        """Have it asked; again, if the request has grown or the answer is old."""
+        """Starts the request's lookup; again, if the request has grown or the answer is old."""
         now = self._clock()
         known = self._lookups.get(request_id)
         if (
@@ -125,7 +133,7 @@ class Lookups:
         lookup = Lookup([bytes(each) for each in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
         with self._changed:
-            if len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
+            if self._closing or len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
                 self._answer(lookup, failed=True)
             else:
                 self._active.append(lookup)
@@ -133,9 +141,9 @@ class Lookups:
         return lookup
 
     def tokens(self, lookup: Lookup, *, patient: bool = True) -> int | None:
-        """How many leading tokens the store has; None: come again in the next step.
+        """How many leading tokens the store has; None: ask again in the next step.
 
-        Not ``patient``: it is not worth waiting for.
+        Without ``patient`` it does not wait for the answer.
         """
         if patient and not lookup.done.is_set() and self._patience_s > 0:
             before = time.monotonic()
@@ -170,7 +178,7 @@ class Lookups:
             self.forget(request_id)
 
     def errand(self, work: Callable[[], T]) -> Future[T]:
-        """Have the thread do something else with the store, between two questions."""
+        """Runs ``work`` on the thread, between two lookups."""
         future: Future[T] = Future()
         with self._changed:
             if self._closing:
@@ -181,13 +189,13 @@ class Lookups:
         return future
 
     def take_counters(self) -> dict[str, int]:
-        """What happened since the last time."""
+        """The counters since the last call."""
         with self._changed:
             counters, self._counters = self._counters, {}
         return counters
 
     def take_latencies_us(self) -> list[int]:
-        """Of the questions that were answered since the last time."""
+        """The latencies of lookups answered since the last call."""
         with self._changed:
             times, self._latencies_us = self._latencies_us, []
         return times
@@ -196,13 +204,26 @@ class Lookups:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
         errands, self._errands = self._errands, []
-        for future, _ in errands:  # so that nobody waits for them
+        for future, _ in errands:  # so that no caller waits for them
             future.set_exception(ClosedError("closed"))
 
     # --- the thread ---------------------------------------------------------------------------
+
+    def _died(self, error: BaseException) -> None:
+        """Called when a bug ends the thread: the engine goes on without the store."""
+        log.error(
+            "lookups_died: this engine finds no more blocks in the store; restart it: %r", error
+        )
+        with self._changed:
+            self._closing = True
+            for lookup in self._active:
+                self._answer(lookup, failed=True)
+            errands, self._errands = self._errands, []
+        for future, _ in errands:
+            future.set_exception(ClosedError("the lookup thread has died"))
 
     def _run(self) -> None:
         chore_at = self._clock()
@@ -258,9 +279,11 @@ class Lookups:
                 if opened:
                     self._count("breaker_opened")
             if opened:
-                log.warning("store_not_answering, going on without it: %s", error)
+                log.warning(
+                    "store_not_answering, this engine computes without it for a while: %s", error
+                )
             return
-        except Exception:  # a bug of ours must not end the thread
+        except Exception:  # a bug in the connector must not end the thread
             log.exception("lookup_failed")
             with self._changed:
                 self._count("lookups_failed")
@@ -284,7 +307,8 @@ class Lookups:
             self._answer(lookup, tokens=tokens)
 
     def _match(self, hashes: list[bytes]) -> tuple[int, bool]:
-        """Tokens that every group of every worker has, and whether more are being written."""
+        """The tokens that the store has of every group of every worker, and whether more are being
+        written."""
         tokens = len(hashes) * self._groups.hash_block_tokens
         being_written = False
         for block_tokens, groups in self._by_block_tokens():

@@ -1,10 +1,12 @@
-"""What the scheduler's half tells the workers' halves, and what they answer.
+"""The messages between the scheduler's half and the workers' halves.
 
     scheduler ── Orders(fingerprint, loads, saves) ──► each worker, every step
-              ◄── Report(saves that ended, loads that failed) ──
+              ◄── Report(saves that ended, loads that failed, adapters) ──
+              ── identify yourself (at the start, and when weights may have changed) ──►
+              ◄── Hello(layout, part, weights) ──
 
-Every worker holds its own part of each block: the namespace it uses is the fingerprint's, with its
-rank. All are plain values that can be pickled.
+Every worker holds its own part of each block; its namespace is the fingerprint with its rank. All
+messages are plain values that can be pickled.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -22,28 +23,28 @@ from kvstore.limits import Namespace
 
 
 class Run(NamedTuple):
-    """Blocks of one cache group that follow each other in a request."""
+    """Consecutive blocks of one cache group in a request."""
 
     group: int
     keys: list[bytes]
     """Hash of each block."""
     block_ids: list[int]
-    """Where each is in the paged cache."""
+    """Each block's number in the paged cache."""
     first: int
     """Index of the first block in its request."""
     parent: bytes | None
-    """Hash of the block before the first; None: it is the first of its prompt."""
+    """Hash of the block before the first; None: the run starts the prompt."""
 
 
 class Load(NamedTuple):
-    """Fill these blocks, then say that the request has arrived."""
+    """Order to fill these blocks, then report that the request's blocks have arrived."""
 
     request_id: str
     runs: list[Run]
 
 
 class Save(NamedTuple):
-    """Store these blocks. They are pinned until every worker has reported the number."""
+    """Order to store these blocks, which are pinned until every worker has reported the number."""
 
     number: int
     runs: list[Run]
@@ -51,7 +52,7 @@ class Save(NamedTuple):
 
 @dataclass
 class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """Of one scheduler step."""
+    """The orders of one scheduler step."""
 
     fingerprint: str = ""
     loads: list[Load] = field(default_factory=list)
@@ -59,45 +60,72 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
 
 
 class SaveEnd(NamedTuple):
-    """Of one save, summed over workers."""
+    """The end of one save, summed over workers."""
 
     workers: int
-    """How many have done with it."""
+    """How many workers have ended it."""
     stored: int
     """How many of those have found or stored every block."""
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What ended since the step before."""
+    """The transfers that ended since the step before."""
 
     saves: dict[int, SaveEnd] = field(default_factory=dict)
     failed_loads: dict[str, int] = field(default_factory=dict)
-    """Request and how many of its leading tokens are there; what comes after is not."""
+    """By request: how many of its leading tokens were loaded; those after them were not."""
+    adapters: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By rank, for changed ranks only: the digest of each loaded adapter, by its id."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Of two workers."""
+        """Combines the reports of two workers."""
         assert isinstance(other, Report)
         for number, end in other.saves.items():
             mine = self.saves.get(number, SaveEnd(0, 0))
             self.saves[number] = SaveEnd(mine.workers + end.workers, mine.stored + end.stored)
         for request_id, tokens in other.failed_loads.items():
             self.failed_loads[request_id] = min(tokens, self.failed_loads.get(request_id, tokens))
+        self.adapters.update(other.adapters)
         return self
 
 
 @dataclass
-class Hello(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a worker has, told once its cache is allocated."""
+class Drained:
+    """The transfers that a worker still has under way after it has waited for them."""
+
+    report: Report | None
+    saves: set[int]
+    """Numbers of saves."""
+    loads: set[str]
+    """Requests."""
+
+
+@dataclass
+class Hello:
+    """A worker's identity."""
 
     layout: str
     """Digest of how bytes of a block are laid out; see ``pages``."""
     groups: list[int]
-    """Cache groups of which it holds layers (of a pipeline, not every worker holds all)."""
+    """Cache groups of which the worker holds layers (in a pipeline, not every worker holds all)."""
     part: str
-    """Which part of each block is its own; equal for ranks that hold identical bytes."""
+    """The worker's part of each block; equal for ranks that hold identical bytes."""
+    rank: int = 0
+    weights: str = ""
+    """Digest of its live weights; see ``identity``."""
+    files: str = ""
+    """The origin of weights that cannot be read; "": all could be read."""
+    attention: list[list[str]] = field(default_factory=list)
+    """The KV formats of its attention layers; see ``identity``."""
+    adapters: dict[int, str] = field(default_factory=dict)
+    """Digest of each loaded adapter, by its id."""
+    prefix_caching: bool = True
+    """Whether vLLM had prefix caching on when it created the layers."""
+    error: str = ""
+    """Why the worker could not be identified."""
 
 
 def namespace(fingerprint: str, group: int, part: str) -> Namespace:
-    """Where one worker's part of one cache group is kept."""
+    """The namespace of one worker's part of one cache group."""
     return Namespace(f"vllm/{fingerprint}/g{group}/{part}")

@@ -1,7 +1,7 @@
-"""What vLLM's ``/metrics`` tells of the store: counts, tokens, bytes of blocks, microseconds.
+"""The store's metrics in vLLM's ``/metrics``: counts, tokens, bytes of blocks, microseconds.
 
-Each half collects plain numbers for a moment, vLLM carries them to the API server and adds them up;
-there they become Prometheus metrics with the prefix ``vllm:kvstore_``.
+Each half collects plain numbers. vLLM carries them to the API server and adds them up; there they
+become Prometheus metrics with the prefix ``vllm:kvstore_``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COUNTERS: Final = {
     "missed_tokens": "Tokens of prompts that were looked up and not found",
     "loaded_requests": "Requests that loaded blocks",
     "load_blocks": "Blocks loaded, counted by each worker and cache group",
-    "load_failures": "Loads of which not all blocks came, counted by each worker",
-    "loads_failed": "Loads of which not all blocks came to some worker",
+    "load_failures": "Loads in which some blocks did not arrive, counted by each worker",
+    "loads_failed": "Loads in which some blocks did not arrive at some worker",
     "save_blocks": "Blocks saved, counted by each worker and cache group",
-    "save_failures": "Saves that the store did not take, counted by each worker",
-    "saves_failed": "Saves that the store did not take from some worker",
-    "saves_refused": "Saves put off, in part or whole, because too many blocks were waiting",
+    "save_failures": "Saves that the store did not accept, counted by each worker",
+    "saves_failed": "Saves that the store did not accept from some worker",
+    "saves_refused": "Saves postponed, in part or whole, because too many blocks were waiting",
     "load_bytes": "Bytes loaded",
     "save_bytes": "Bytes saved",
     "breaker_opened": "How often a breaker has opened",
@@ -52,12 +52,12 @@ BUCKETS_US: Final = (
     *(200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000),
 )
 SAMPLES_MAX: Final = 1_000
-"""Times of one kind that are kept between two steps."""
+"""Limit of the times of one kind that are kept between two steps."""
 
 
 @dataclass
 class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
-    """Numbers of one interval: of each counter the sum, of each gauge the last, of times a list."""
+    """Numbers of one interval: each counter's sum, each gauge's last value, lists of times."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -78,7 +78,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped her
             times.append(microseconds)
 
     def add(self, what: str, seconds: float, *, blocks: int, size: int, failed: int) -> None:
-        """One ``load`` or ``save``."""
+        """Adds one ``load`` or ``save``."""
         self.count(f"{what}_blocks", blocks)
         self.count(f"{what}_bytes", size)
         self.count(f"{what}_failures", failed)
@@ -109,7 +109,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped her
 
 
 class StorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """As Prometheus metrics, one child per engine."""
+    """The numbers as Prometheus metrics, one child per engine."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class StorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames,
                 buckets=list(BUCKETS_US),
             )  # fmt: skip
-        for metric in self._metrics.values():  # so that they are seen before the first event
+        for metric in self._metrics.values():  # so that they exist before the first event
             for labels in per_engine_labelvalues.values():
                 metric.labels(*labels)
 

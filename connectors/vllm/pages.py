@@ -1,17 +1,17 @@
 """The paged KV cache of one worker as plain memory: where the bytes of each block are.
 
-Of every layer a block is one *page*, a run of bytes. What is stored of a block is the pages of its
-group's layers, one after the other in the layers' order, in the bytes' own order: nothing is
-transposed or converted. Engines whose pages look the same inside (``layout``) understand each
-other, however the pages lie among each other.
+In every layer a block is one *page*, a run of bytes. The stored bytes of a block are the pages of
+its group's layers, one after the other in the order of the layers; they are not transposed or
+converted. Engines whose pages have the same content format (``layout``) can read each other's
+blocks, wherever the pages are in memory.
 
-On a CPU the pages are given away as they are: the store copies straight between them and the
-mapped segment. On a GPU a stream of their own gathers them into page-locked memory; it waits for
-the compute stream by events and is never waited for by it.
+On a CPU the store copies directly between the pages and the mapped segment. On a GPU a separate
+stream gathers the pages into page-locked memory; it waits for the compute stream by events, and the
+compute stream never waits for it.
 """
 
 # mypy: allow-untyped-calls
-# Because torch annotates its CUDA classes only in part.
+# torch annotates its CUDA classes only in part.
 
 from __future__ import annotations
 
@@ -28,39 +28,40 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Buffers = list[list[memoryview]]
-"""Of each block: its pages, or pieces of several that lie side by side."""
+"""For each block: its pages, or runs of several adjacent pages."""
 
 Lent = AbstractContextManager[Buffers]
 
 
 class Pages(Protocol):
-    """Any thread."""
+    """The paged cache of one worker. Threads: any."""
 
     layout: str
     block_bytes: dict[int, int]
-    """Of one block, by group: what is stored of it."""
+    """Stored bytes of one block, by group."""
 
     def mark(self) -> Any:
-        """A moment of the compute stream, for ``reading`` and ``writing`` to wait for. The thread
-        that computes calls it, and is not held up."""
+        """Marks a moment of the compute stream, for which ``reading`` and ``writing`` wait. The
+        thread that computes calls it, and does not wait."""
         ...
 
     def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Lent:
-        """The bytes of these blocks, to be read while the context is open."""
+        """The bytes of these blocks, valid while the context is open."""
         ...
 
     def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Lent:
-        """Room for them; in the blocks when the context has closed without an error."""
+        """Buffers to fill; their bytes are in the blocks once the context has closed without an
+        error."""
         ...
 
 
 class Page(NamedTuple):
-    """Of one layer, or of several that lie side by side in each block."""
+    """The pages of one layer, or of several that are adjacent in each block."""
 
     storage: int
-    """Which allocation."""
+    """Index of the allocation."""
     offset: int
-    """Of block 0, bytes."""
+    """Offset of block 0, bytes."""
     stride: int
     """From one block to the next, bytes."""
     length: int
@@ -81,7 +82,7 @@ class Geometry(NamedTuple):
 
 
 def survey(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> Geometry:
-    """Where everything is.
+    """Finds where all pages are.
 
     Args:
         caches: by layer name: a tensor whose first dimension counts blocks (or parts of blocks of
@@ -99,7 +100,7 @@ def survey(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> Geometr
         seen: set[int] = set()
         for name in spec.layer_names:
             cache = caches.get(name)
-            if cache is None or cache.data_ptr() in seen:  # elsewhere in the pipeline, or shared
+            if cache is None or cache.data_ptr() in seen:  # on another worker, or shared
                 continue
             seen.add(cache.data_ptr())
             page, shape = _page(name, cache, config.num_blocks)
@@ -132,18 +133,18 @@ def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, tuple[obje
     if rest or not parts or dense < 0 or stride < size or (parts > 1 and stride != size):
         raise ConfigError(
             f"the KV cache of layer {name} has shape {tuple(cache.shape)} and strides "
-            f"{cache.stride()}, which is no dense page for each of {blocks} blocks",
-            advice="Please report the attention backend that made it.",
+            f"{cache.stride()}, which is not a dense page for each of {blocks} blocks",
+            advice="Please report the attention backend that created it.",
         )
     offset = int(cache.storage_offset()) * item
     inner = zip(cache.shape[1:], cache.stride()[1:], strict=True)
-    strides = tuple(step if length > 1 else 0 for length, step in inner)  # of one, it means nothing
+    strides = tuple(step if length > 1 else 0 for length, step in inner)  # length 1: meaningless
     shape = (str(cache.dtype), tuple(cache.shape[1:]), strides, parts)
     return Page(0, offset, stride * parts, size * parts), shape
 
 
 def _merged(pages: list[Page]) -> list[Page]:
-    """Layers that lie side by side in every block are one run."""
+    """Merges layers that are adjacent in every block into one run."""
     merged = [pages[0]]
     for page in pages[1:]:
         last = merged[-1]
@@ -157,7 +158,7 @@ def _merged(pages: list[Page]) -> list[Page]:
 
 
 class CPUPages:
-    """Implements ``Pages`` for a cache in main memory: nothing is copied here."""
+    """Implements ``Pages`` for a cache in main memory, without a copy of its own."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.layout = geometry.layout
@@ -195,7 +196,7 @@ class CPUPages:
 class CUDAPages:
     """Implements ``Pages`` for a cache in a GPU's memory.
 
-    Each call has page-locked memory for its blocks, kept and reused by the thread that asks.
+    Each call uses page-locked memory for its blocks, which the calling thread keeps and reuses.
     Not run on this project's machines, which have no GPU: see docs/vllm.md.
     """
 
@@ -242,7 +243,7 @@ class CUDAPages:
     def _pieces(
         self, group: int, block_ids: Sequence[int], staged: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Device memory and page-locked memory of each page."""
+        """Pairs of device memory and page-locked memory, one per page."""
         for row, block in enumerate(block_ids):
             at = 0
             for storage, offset, stride, length in self._pages[group]:
@@ -256,7 +257,7 @@ class CUDAPages:
 
 
 def pages_of(geometry: Geometry) -> Pages:
-    """For the device that the cache is on. Raises ConfigError."""
+    """The pages of a cache, for the device that it is on. Raises ConfigError."""
     devices = {storage.device.type for storage in geometry.storages}
     if devices == {"cpu"}:
         return CPUPages(geometry)

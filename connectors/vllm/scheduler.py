@@ -1,18 +1,20 @@
 """The half of the connector in vLLM's engine core: decides what is loaded and what is saved.
 
-    new request ─► lookup ─► so many tokens are there ─► blocks allocated ─► Load ─► it has arrived
+    new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks arrived
     each step ─► blocks that are full now ─► pinned ─► Save ─► every worker has reported ─► unpinned
 
-Everything here runs on the scheduler's thread, which every running request waits for: nothing
-blocks, nothing raises because of the store. vLLM's objects are read, never changed, but for the
-reference counts of pinned blocks.
+This module runs on the scheduler's thread, for which every running request waits: no call blocks,
+and no failure of the store raises. vLLM's objects are only read, except for the reference counts of
+pinned blocks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +33,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 LOADS_MAX = 2
-"""Of one request: after so many that failed, everything is computed."""
+"""After this many failed loads of a request, all its tokens are computed."""
 
 SAVES_MAX = 2
-"""Of one request: after so many that failed, nothing more of it is saved."""
+"""After this many failed saves of a request, no more of its blocks are saved."""
 
 
 @dataclass
@@ -43,20 +45,27 @@ class Tracked:
 
     request: Request
     saved: dict[int, int] = field(default_factory=dict)
-    """By group: blocks before this one are in the store, or on their way."""
+    """By group: blocks before this index are in the store, or being saved."""
     offered: int = 0
-    """Tokens that the last lookup has offered."""
+    """Tokens that the last lookup offered to vLLM."""
     missed: int | None = None
-    """Tokens that could have been there and were not; None: not looked up, or counted already."""
+    """Tokens that the lookup did not find; None: not looked up, or counted already."""
     limit: int | None = None
     """Tokens that may be offered after a load has failed."""
     failed_loads: int = 0
     failed_saves: int = 0
+    promised: int | None = None
+    """Tokens before the first block that can no longer be saved; None: all blocks can be."""
+    is_stale: bool = False
+    """Whether some of its blocks were computed with weights that have been replaced."""
+    salt: bytes = b""
+    salted: list[bytes] = field(default_factory=list)
+    """Keys of its hash blocks, if an adapter is part of the keys."""
 
 
 @dataclass
 class Pinned:
-    """Blocks of one save, kept from other use."""
+    """Blocks of one save, which vLLM may not reuse meanwhile."""
 
     request_id: str
     block_ids: list[int]
@@ -64,12 +73,15 @@ class Pinned:
     runs: list[Run]
     stored: bool = True
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Of each run, for events."""
+    """Token ids of each run, for events."""
     lora: str | None = None
+    plain: dict[bytes, bytes] = field(default_factory=dict)
+    """vLLM's hashes, by key, of keys that are different from them; for events."""
+    fingerprint: str = ""
 
 
 class SchedulerHalf:
-    """See the module. The scheduler's thread only."""
+    """See the module. For the scheduler's thread only."""
 
     def __init__(
         self,
@@ -84,11 +96,13 @@ class SchedulerHalf:
     ) -> None:
         """
         Args:
-            loads, saves: what the role says (``kv_consumer``, ``kv_producer``).
-            workers: how many report each save.
+            loads, saves: as the role says (``kv_consumer``, ``kv_producer``).
+            workers: how many workers report each save.
         """
         self.fingerprint = ""
-        """Set once the workers have said what they have."""
+        """The current fingerprint; "": not known, and then no block is loaded or saved."""
+        self.salt: Callable[[Request], bytes | None] = lambda _: b""
+        """The salt that this request's keys contain besides vLLM's hash; None: not known."""
         self.counters: dict[str, int] = {}
         self._config = config
         self._groups = groups
@@ -102,15 +116,19 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._pinned: dict[int, Pinned] = {}
         self._pinned_blocks = 0
+        self._loading: set[str] = set()
         self._next_save = 0
+        self._last_pinned = 0.0
 
     # --- looking up ---------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        """Its lookup starts now, so that the answer is there when the scheduler comes to it."""
-        self._tracked[request.request_id] = Tracked(request)
+        """Starts the request's lookup, so that the answer is ready when the scheduler needs it."""
+        tracked = self._tracked[request.request_id] = Tracked(request)
         if self._may_load(request) and len(request.block_hashes):
-            self._want(request)
+            hashes = self._hashes(tracked)
+            if hashes is not None:
+                self._want(request, hashes)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """As ``get_num_new_matched_tokens``: tokens beyond those ``computed`` here that can be
@@ -119,15 +137,18 @@ class SchedulerHalf:
         tracked.offered = 0
         if not self._may_load(request):
             return 0, False
+        hashes = self._hashes(tracked)
+        if hashes is None:
+            return 0, False
         limit = self._limit(tracked)
         useful = limit > computed
-        there = self._lookups.tokens(self._want(request), patient=useful)
+        there = self._lookups.tokens(self._want(request, hashes), patient=useful)
         if there is None:
             return (None if useful else 0), False
         tracked.saved = {
             group: there // tokens for group, tokens in self._groups.block_tokens.items()
         }
-        if not useful:  # but now we know what need not be saved
+        if not useful:  # the lookup still tells which blocks need not be saved
             return 0, False
         tokens = self._groups.aligned(min(there, limit))
         tracked.missed = limit - max(tokens, computed)
@@ -137,10 +158,25 @@ class SchedulerHalf:
         return tokens - computed, True
 
     def _may_load(self, request: Request) -> bool:
-        return self._does_load and not _params(request).get("no_load")
+        is_wanted = self._does_load and not _params(request).get("no_load")
+        return bool(self.fingerprint and is_wanted)
+
+    def _hashes(self, tracked: Tracked) -> Sequence[bytes] | None:
+        """The hash of each hash block, from which keys are made; None: not known."""
+        request = tracked.request
+        hashes: Sequence[bytes] = request.block_hashes
+        if request.lora_request is None:
+            return hashes
+        salt = self.salt(request)
+        if salt is None or (tracked.salt and tracked.salt != salt):
+            return None
+        tracked.salt = salt
+        known = len(tracked.salted)
+        tracked.salted += (hashlib.sha256(salt + each).digest() for each in hashes[known:])
+        return tracked.salted
 
     def _limit(self, tracked: Tracked) -> int:
-        """The most tokens that may be loaded: one must be left to compute."""
+        """The most tokens that may be loaded: vLLM must compute at least one."""
         request = tracked.request
         limit = self._groups.aligned(max(request.num_tokens - 1, 0))
         wanted = _params(request).get("max_load_tokens")
@@ -148,11 +184,11 @@ class SchedulerHalf:
             limit = min(limit, self._groups.aligned(max(wanted, 0)))
         return limit if tracked.limit is None else min(limit, tracked.limit)
 
-    def _want(self, request: Request) -> Any:
+    def _want(self, request: Request, hashes: Sequence[bytes]) -> Any:
         expected = _params(request).get("stored_tokens")
         return self._lookups.want(
             request.request_id,
-            request.block_hashes,
+            hashes,
             expected if isinstance(expected, int) else 0,
         )
 
@@ -168,10 +204,11 @@ class SchedulerHalf:
             group: (tracked.offered - tokens) // size
             for group, size in self._groups.block_tokens.items()
         }
-        runs = list(
-            self._groups.runs(request.block_hashes, blocks.get_block_ids(), first, tracked.offered)
-        )
+        hashes = self._hashes(tracked)
+        assert hashes is not None, "offered tokens have keys"
+        runs = list(self._groups.runs(hashes, blocks.get_block_ids(), first, tracked.offered))
         self._loads.append(Load(request.request_id, runs))
+        self._loading.add(request.request_id)
         self._count("loaded_requests")
         self._count("hit_tokens", tokens)
         tracked.offered = 0
@@ -183,7 +220,7 @@ class SchedulerHalf:
         self._lookups.new_step()
         orders = Orders(self.fingerprint, self._loads)
         self._loads = []
-        if self._does_save:
+        if self._does_save and self.fingerprint:
             orders.saves = list(self._saves(output))
         for request_id in output.finished_req_ids:
             self._tracked.pop(request_id, None)
@@ -198,6 +235,7 @@ class SchedulerHalf:
             tracked = self._tracked.get(request_id)
             if (
                 tracked is None
+                or tracked.is_stale
                 or tracked.failed_saves >= SAVES_MAX
                 or _params(tracked.request).get("no_store")
             ):
@@ -211,24 +249,35 @@ class SchedulerHalf:
                 if not self._is_news(tracked, tokens):
                     continue
             table = state.get_block_ids(request_id)
-            if table is None:
+            hashes = self._hashes(tracked)
+            if table is None or hashes is None:
                 continue
-            hashes = tracked.request.block_hashes
             runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
+            self._note_holes(tracked, table, tokens)
             if runs:
                 for group, size in self._groups.block_tokens.items():
                     tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
                 yield self._pin(tracked.request, runs)
 
+    def _note_holes(self, tracked: Tracked, table: Sequence[Sequence[int]], tokens: int) -> None:
+        """Notes blocks that a window passed before they were saved: no engine is told to wait for
+        the tokens after them."""
+        for group, size in self._groups.block_tokens.items():
+            first = tracked.saved.get(group, 0)
+            if NULL_BLOCK in table[group][first : tokens // size]:
+                hole = table[group].index(NULL_BLOCK, first) * size
+                known = tracked.promised
+                tracked.promised = hole if known is None else min(known, hole)
+
     def _is_news(self, tracked: Tracked, tokens: int) -> bool:
-        """Whether some group has a block of these tokens that is not saved; of most requests in
-        most steps none has."""
+        """Whether some group has a block of these tokens that is not saved; in most steps this is
+        false for most requests."""
         sizes = self._groups.block_tokens.items()
         return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
 
     def _savable(self, request: Request, scheduled: int) -> int:
-        """Tokens whose blocks are whole after this step. Only what is confirmed has a hash: tokens
-        that are guessed ahead have none."""
+        """Tokens whose blocks are full after this step. Only confirmed tokens have a hash;
+        speculative ones have none."""
         tokens: int = min(
             request.num_computed_tokens + scheduled,
             len(request.block_hashes) * self._groups.hash_block_tokens,
@@ -238,7 +287,7 @@ class SchedulerHalf:
         return tokens
 
     def _fitting(self, tracked: Tracked, tokens: int) -> int:
-        """As many of these tokens as may be pinned now: the rest is saved in a later step."""
+        """How many of these tokens may be pinned now; the rest is saved in a later step."""
         assert self._pool is not None, "bind_block_pool comes first"
         room = int(self._pool.num_gpu_blocks * self._config.pinned_max) - self._pinned_blocks
 
@@ -257,7 +306,7 @@ class SchedulerHalf:
         ) * align
 
     def _pin(self, request: Request, runs: list[Run]) -> Save:
-        """A reference for each block, so that it is not reused before it is saved."""
+        """Takes a reference of each block, so that vLLM does not reuse it before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
         block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
@@ -265,15 +314,18 @@ class SchedulerHalf:
         pool.touch([pool.blocks[block_id] for block_id in block_ids])
         self._pinned_blocks += len(block_ids)
         self._next_save += 1
+        self._last_pinned = time.monotonic()
         pinned = Pinned(request.request_id, block_ids, self._workers, runs)
+        pinned.fingerprint = self.fingerprint
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
+            pinned.plain = dict(zip(self._tracked[request.request_id].salted, request.block_hashes))
             pinned.lora = request.lora_request.lora_name if request.lora_request else None
         self._pinned[self._next_save] = pinned
         return Save(self._next_save, runs)
 
     def reported(self, report: Report) -> None:
-        """What the workers say has ended."""
+        """Handles the transfers that workers report as ended."""
         for number, end in report.saves.items():
             pinned = self._pinned.get(number)
             if pinned is None:
@@ -284,22 +336,34 @@ class SchedulerHalf:
                 continue
             del self._pinned[number]
             self._unpin(pinned)
-            if pinned.stored:
-                self._events.stored(pinned.runs, pinned.tokens, pinned.lora)
-            else:
+            if pinned.stored and pinned.fingerprint == self.fingerprint:
+                self._events.stored(pinned.runs, pinned.tokens, pinned.lora, pinned.plain)
+            elif not pinned.stored:
                 self._save_failed(pinned)
         for request_id, tokens in report.failed_loads.items():
             self._load_failed(request_id, tokens)
 
+    def arrived(self, request_ids: Iterable[str]) -> None:
+        """Called when all workers have reported these loads."""
+        self._loading.difference_update(request_ids)
+
+    def drained(self, left: set[int]) -> None:
+        """Called when no worker reads blocks of a save any more, except for the saves in ``left``.
+        A report may still come, in a step that vLLM has not processed yet."""
+        for number, pinned in self._pinned.items():
+            if number not in left:
+                self._unpin(pinned)
+
     def _unpin(self, pinned: Pinned) -> None:
         pool = self._pool
         assert pool is not None
-        self._pinned_blocks -= len(pinned.block_ids)
-        # The tail first, so that the shared beginning is evicted last.
-        pool.free_blocks(pool.blocks[block_id] for block_id in reversed(pinned.block_ids))
+        block_ids, pinned.block_ids = pinned.block_ids, []
+        self._pinned_blocks -= len(block_ids)
+        # Tail first, so that the shared prefix is evicted last.
+        pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
 
     def _save_failed(self, pinned: Pinned) -> None:
-        """It is saved again with what comes next: a chain with a hole is found by nobody."""
+        """Marks the blocks to be saved again with the next ones: a lookup stops at a hole."""
         self._count("saves_failed")
         tracked = self._tracked.get(pinned.request_id)
         if tracked is not None:
@@ -308,7 +372,7 @@ class SchedulerHalf:
                 tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
-        """What could not be loaded is not offered to this request again."""
+        """Tokens that could not be loaded are not offered to this request again."""
         self._count("loads_failed")
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -316,35 +380,82 @@ class SchedulerHalf:
         tracked.failed_loads += 1
         again = self._groups.aligned(good_tokens) if tracked.failed_loads < LOADS_MAX else 0
         tracked.limit = again if tracked.limit is None else min(again, tracked.limit)
-        for group, size in self._groups.block_tokens.items():  # whatever is gone is stored anew
+        for group, size in self._groups.block_tokens.items():  # missing blocks are saved again
             tracked.saved[group] = min(tracked.saved.get(group, 0), tracked.limit // size)
         self._lookups.forget(request_id)
 
-    # --- and else -----------------------------------------------------------------------------
+    # --- other --------------------------------------------------------------------------------
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
 
     @property
     def has_pinned(self) -> bool:
-        """Whether steps must go on, so that workers can report."""
         return bool(self._pinned)
+
+    @property
+    def loading(self) -> frozenset[str]:
+        """Requests whose loads are ordered and not reported yet."""
+        return frozenset(self._loading)
+
+    def wants_steps(self, within_s: float) -> bool:
+        """Whether vLLM must run further steps, so that workers can report. The time is bounded: a
+        save that hangs keeps its blocks, but it does not keep an engine without requests, and
+        engines that step along with it, from resting.
+
+        Args:
+            within_s: the bound, after the last save was ordered.
+        """
+        return bool(self._pinned) and time.monotonic() - self._last_pinned < within_s
 
     @property
     def pinned_blocks(self) -> int:
         return self._pinned_blocks
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """What is returned to whoever sent the request: how much of it the store has, or will."""
+        """The parameters returned with the request: how many of its tokens the store has, or will
+        have."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._does_save:
             return None
         sizes = self._groups.block_tokens
         tokens = min(tracked.saved.get(group, 0) * size for group, size in sizes.items())
+        if tracked.promised is not None:
+            tokens = min(tokens, tracked.promised)
         return {"stored_tokens": self._groups.aligned(tokens)} if tokens else None
 
+    def moved(self, fingerprint: str) -> None:
+        """Sets the fingerprint of new blocks: blocks that were computed before are neither saved
+        nor found again, not even by this engine."""
+        self.fingerprint = fingerprint
+        self.reset()
+        self._outdate(list(self._tracked.values()))
+
+    def adapters_changed(self, ids: set[int]) -> None:
+        """Called when these ids have different adapters now."""
+        self._outdate(
+            [
+                each
+                for each in self._tracked.values()
+                if each.request.lora_request and each.request.lora_request.lora_int_id in ids
+            ]
+        )
+
+    def outdated(self, request: Request) -> None:
+        """Called when the request starts with blocks of vLLM's prefix cache that were computed with
+        earlier weights."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None:
+            tracked.is_stale = True
+
+    def _outdate(self, requests: list[Tracked]) -> None:
+        for tracked in requests:
+            tracked.is_stale |= tracked.request.num_computed_tokens > 0
+        if self._pool is not None:
+            self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+
     def reset(self) -> None:
-        """The store was cleared: what is known of it is forgotten."""
+        """Called when the store was cleared: forgets which blocks it has."""
         self._lookups.clear()
         for tracked in self._tracked.values():
             tracked.saved = {}

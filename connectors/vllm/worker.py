@@ -4,8 +4,8 @@
            └► queue of saves ─► a thread: blocks ─► store ─► ended
 
 The thread that computes only puts orders into queues and takes reports out. Both queues are
-bounded, by the scheduler's limit of pinned blocks and by how many requests wait; each transfer has
-a time-out, so everything is reported in the end, whatever the store does.
+bounded, by the scheduler's limit of pinned blocks and by the number of waiting requests. Each load
+and save has one time-out in total, so each is reported in the end, whatever the store does.
 """
 
 from __future__ import annotations
@@ -15,48 +15,62 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from kvstore.background import start_thread
+from kvstore.breaker import Breaker
 from kvstore.calls import PutOutcome
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, ConnectorConfig
-from kvstore.connectors.vllm.breaker import Breaker
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save, SaveEnd, namespace
+from kvstore.connectors.vllm.messages import (
+    Drained,
+    Load,
+    Orders,
+    Report,
+    Run,
+    Save,
+    SaveEnd,
+    namespace,
+)
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.pages import Pages
-from kvstore.errors import ClosedError, KVStoreError, UnavailableError
+from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError, UnavailableError
 
 log = logging.getLogger("vllm.kvstore")
 
 RUN_BLOCKS_MAX = 256
-"""Blocks of one exchange with the store: bounds page-locked memory and what one failure costs."""
+"""Blocks per call of the store: bounds page-locked memory, and the blocks lost by one failure."""
 
 LOAD_THREADS = 4
-"""Requests that are loaded at once: so that one slow node does not hold up what lies elsewhere."""
+"""Requests loaded in parallel, so that one slow node does not delay blocks on other nodes."""
+
+DRAIN_S = 1.0
+"""How long ``drain`` still lets queued transfers begin."""
 
 CONTRIBUTE_PAUSE_S = 2.0
-"""Between two attempts to contribute memory while there is no master."""
+"""Pause between two attempts to contribute memory while there is no master."""
 
 
 class _Order(NamedTuple):
     what: Load | Save
     fingerprint: str
     after: Any
-    """``Pages.mark`` of the step that it came with."""
+    """``Pages.mark`` of the order's step."""
     at: float
 
 
 class WorkerHalf:
-    """See the module. Methods are for the thread that computes."""
+    """See the module. The thread that computes calls the public methods."""
 
     def __init__(
         self, config: ConnectorConfig, groups: Groups, pages: Pages, part: str, *, saves: bool
     ) -> None:
         """
         Args:
-            part: which part of each block is ours.
-            saves: whether ours is to be saved by us, and not by another rank with equal bytes.
+            part: this worker's part of each block.
+            saves: whether this worker saves its part, and not another rank with equal bytes.
         """
         self._config = config
         self._groups = groups
@@ -70,13 +84,18 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._closing = threading.Event()
+        self._ended = threading.Condition(self._lock)
+        self._saves_left: set[int] = set()
+        self._loads_left: set[str] = set()
+        self._give_up = False
+        """Whether queued transfers are dropped instead of begun."""
         self._loads: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         client = client_config(config, config.transfer_timeout_ms)
         self._client = Client(config=client)
-        self._breakers = {"load": Breaker(), "save": Breaker()}
+        self._breakers = {doing: Breaker.of_a_store() for doing in ("load", "save")}
         self._threads = [
-            threading.Thread(target=self._serve, args=(waiting, work), name=name, daemon=True)
+            start_thread(name, partial(self._serve, waiting, work))
             for name, waiting, work, count in (
                 ("kvstore-load", self._loads, self._load, LOAD_THREADS),
                 ("kvstore-save", self._saves, self._save, 1),
@@ -84,17 +103,15 @@ class WorkerHalf:
             for _ in range(count)
         ]
         if config.memory:
-            self._threads.append(
-                threading.Thread(target=self._contribute, name="kvstore-contribute", daemon=True)
-            )
-        for thread in self._threads:
-            thread.start()
+            self._threads.append(start_thread("kvstore-contribute", self._contribute))
 
     # --- the thread that computes -------------------------------------------------------------
 
     def load(self, orders: Orders) -> None:
         if orders.loads:
             after = self._pages.mark()
+            with self._lock:
+                self._loads_left.update(each.request_id for each in orders.loads)
             for each in orders.loads:
                 self._loads.put(_Order(each, orders.fingerprint, after, time.monotonic()))
 
@@ -107,11 +124,13 @@ class WorkerHalf:
                     self._report.saves[each.number] = SaveEnd(1, 1)
             return
         after = self._pages.mark()
+        with self._lock:
+            self._saves_left.update(each.number for each in orders.saves)
         for save in orders.saves:
             self._saves.put(_Order(save, orders.fingerprint, after, time.monotonic()))
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
-        """Requests whose load has ended, and those among them of which not all is there."""
+        """Requests whose load has ended, and those among them with missing blocks."""
         with self._lock:
             arrived, self._arrived = self._arrived, set()
             failed, self._failed = self._failed, set()
@@ -127,13 +146,37 @@ class WorkerHalf:
             report, self._report = self._report, Report()
         return report if report.saves or report.failed_loads else None
 
+    def drain(self) -> Drained:
+        """Waits until no transfer reads or writes blocks any more, and reports saves.
+        Transfers that have not begun after ``DRAIN_S`` are given up. Blocks for at most a
+        transfer's time-out and some seconds. Arrived loads are reported with the next step, as
+        always."""
+        longest = 2 * DRAIN_S + self._config.transfer_timeout_ms / 1000
+
+        def idle() -> bool:
+            return not self._saves_left and not self._loads_left
+
+        with self._ended:
+            if not self._ended.wait_for(idle, DRAIN_S):
+                self._give_up = True
+                self._ended.wait_for(idle, longest)
+                self._give_up = False
+            saves, loads = set(self._saves_left), set(self._loads_left)
+        return Drained(self.take_report(), saves, loads)
+
+    def forget_failures(self) -> None:
+        """Forgets failed loads, after the blocks of all loads that have ended were freed."""
+        with self._lock:
+            self._failed.clear()
+            self._bad_blocks.clear()
+
     def take_stats(self) -> StoreStats | None:
         with self._lock:
             stats, self._stats = self._stats, StoreStats()
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        """Blocks until transfers under way have ended; those that wait are given up."""
+        """Blocks until transfers under way have ended; queued ones are given up."""
         self._closing.set()
         self._client.close()
         for waiting in (*(self._loads,) * LOAD_THREADS, self._saves):
@@ -149,10 +192,41 @@ class WorkerHalf:
         work: Callable[[Any, _Order], None],
     ) -> None:
         while (order := waiting.get()) is not None and not self._closing.is_set():
-            work(order.what, order)
+            try:
+                work(order.what, order)
+            except Exception:  # a bug in the connector: the transfer is reported as failed
+                log.exception("order_failed")
+                self._fail(order.what)
 
-    def _guarded(self, doing: str, transfer: Callable[[], None]) -> bool:
-        """Whether the store has done it."""
+    def _fail(self, what: Load | Save) -> None:
+        with self._lock:
+            if isinstance(what, Save):
+                self._save_ended(what, stored=False)
+            else:
+                self._load_ended(what)
+                self._failed.add(what.request_id)
+                self._report.failed_loads[what.request_id] = 0
+                self._bad_blocks.update(each for run in what.runs for each in run.block_ids)
+
+    def _save_ended(self, save: Save, *, stored: bool) -> None:
+        """The caller holds the lock."""
+        self._report.saves[save.number] = SaveEnd(1, int(stored))
+        self._saves_left.discard(save.number)
+        self._ended.notify_all()
+
+    def _load_ended(self, load: Load) -> None:
+        """The caller holds the lock."""
+        self._arrived.add(load.request_id)
+        self._loads_left.discard(load.request_id)
+        self._ended.notify_all()
+
+    def _guarded(self, doing: str, transfer: Callable[[], None], left_ms: int) -> bool:
+        """Runs ``transfer``; returns whether the store has done it.
+
+        Args:
+            left_ms: the time left for the transfer. If it is less than half of the configured
+                time-out, its end does not count against the store.
+        """
         breaker = self._breakers[doing]
         with self._lock:
             if breaker.is_open(time.monotonic()):
@@ -162,8 +236,13 @@ class WorkerHalf:
         except ClosedError:
             return False
         except KVStoreError as error:
-            if not isinstance(error, UnavailableError):  # it answers, and has no room, say
+            if not isinstance(
+                error, UnavailableError
+            ):  # the store answers, but is full, for example
                 log.warning("%s_failed error=%s", doing, error)
+                return False
+            is_short = left_ms < self._config.transfer_timeout_ms / 2
+            if is_short and isinstance(error, DeadlineExceededError):
                 return False
             with self._lock:
                 opened = breaker.failed(time.monotonic())
@@ -171,7 +250,7 @@ class WorkerHalf:
             if opened:
                 log.warning("store_not_answering, %s stops for a while: %s", doing, error)
             return False
-        except Exception:  # a bug of ours must not take the engine's request along
+        except Exception:  # a bug in the connector must not fail the engine's request
             log.exception("%s_failed", doing)
             return False
         with self._lock:
@@ -179,8 +258,8 @@ class WorkerHalf:
         return True
 
     def _load(self, load: Load, order: _Order) -> None:
-        # Behind others that a dead node has held up: the request has waited long enough.
-        late = time.monotonic() - order.at > self._config.transfer_timeout_ms / 1000
+        # The time-out covers the whole load, including its wait behind other loads.
+        deadline = order.at + self._config.transfer_timeout_ms / 1000
         bad: set[int] = set()
         good_tokens: int | None = None
         blocks = size = 0
@@ -188,14 +267,20 @@ class WorkerHalf:
             for piece in _pieces(run):
                 there = [False] * len(piece.keys)
 
-                def get(piece: Run = piece, there: list[bool] = there) -> None:
+                left_ms = _left_ms(deadline)
+
+                def get(
+                    piece: Run = piece, there: list[bool] = there, left_ms: int = left_ms
+                ) -> None:
                     with self._pages.writing(piece.group, piece.block_ids, order.after) as buffers:
                         there[:] = self._client.get_into(
                             piece.keys, buffers,
                             namespace=namespace(order.fingerprint, piece.group, self._part),
+                            timeout_ms=left_ms,
                         )  # fmt: skip
 
-                done = not late and self._guarded("load", get)
+                late = self._give_up or not left_ms
+                done = not late and self._guarded("load", get, left_ms)
                 if done and all(there):
                     blocks += len(piece.keys)
                     size += len(piece.keys) * self._pages.block_bytes[piece.group]
@@ -206,7 +291,7 @@ class WorkerHalf:
                 good_tokens = tokens if good_tokens is None else min(tokens, good_tokens)
                 break
         with self._lock:
-            self._arrived.add(load.request_id)
+            self._load_ended(load)
             if good_tokens is not None:
                 self._report.failed_loads[load.request_id] = good_tokens
                 self._failed.add(load.request_id)
@@ -219,22 +304,25 @@ class WorkerHalf:
     def _save(self, save: Save, order: _Order) -> None:
         started = time.monotonic()
         late = started - order.at > self._config.pin_timeout_ms / 1000
-        stored = not late
+        stored = not late and not self._give_up
+        deadline = started + self._config.transfer_timeout_ms / 1000
         blocks = size = 0
         for run in self._ours(save.runs) if stored else ():
             for piece in _pieces(run):
+                left_ms = _left_ms(deadline)
 
-                def put(piece: Run = piece) -> None:
+                def put(piece: Run = piece, left_ms: int = left_ms) -> None:
                     nonlocal stored
                     with self._pages.reading(piece.group, piece.block_ids, order.after) as buffers:
                         outcomes = self._client.put_chain(
                             piece.keys, buffers,
                             namespace=namespace(order.fingerprint, piece.group, self._part),
                             parent=piece.parent,
+                            timeout_ms=left_ms,
                         )  # fmt: skip
                     stored &= PutOutcome.BEING_WRITTEN not in outcomes
 
-                if not self._guarded("save", put):
+                if not left_ms or not self._guarded("save", put, left_ms):
                     stored = False
                     break
                 blocks += len(piece.keys)
@@ -242,18 +330,18 @@ class WorkerHalf:
             if not stored:
                 break
         with self._lock:
-            self._report.saves[save.number] = SaveEnd(1, int(stored))
+            self._save_ended(save, stored=stored)
             self._stats.add(
                 "save", time.monotonic() - started, blocks=blocks, size=size,
                 failed=int(not stored),
             )  # fmt: skip
 
     def _ours(self, runs: list[Run]) -> list[Run]:
-        """Those of groups that this worker holds layers of: in a pipeline, not each has all."""
+        """The runs of groups of which this worker holds layers: in a pipeline, not all groups."""
         return [run for run in runs if run.group in self._pages.block_bytes]
 
     def _contribute(self) -> None:
-        """Pool memory of this host, as soon as there is a master."""
+        """Contributes memory of this host to the pool, as soon as there is a master."""
         config = client_config(self._config, 5_000, memory=self._config.memory)
         while not self._closing.is_set():
             try:
@@ -264,8 +352,13 @@ class WorkerHalf:
                 self._closing.wait(CONTRIBUTE_PAUSE_S)
 
 
+def _left_ms(deadline: float) -> int:
+    """Milliseconds until ``deadline``; 0: it has passed."""
+    return max(0, int((deadline - time.monotonic()) * 1000))
+
+
 def _pieces(run: Run) -> list[Run]:
-    """The run in exchanges of at most ``RUN_BLOCKS_MAX`` blocks."""
+    """Splits the run into runs of at most ``RUN_BLOCKS_MAX`` blocks."""
     pieces = []
     for start in range(0, len(run.keys), RUN_BLOCKS_MAX):
         stop = start + RUN_BLOCKS_MAX
@@ -280,9 +373,10 @@ def _pieces(run: Run) -> list[Run]:
 
 
 def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) -> ClientConfig:
-    """Of a client as the connector wants it."""
+    """The settings of the connector's clients."""
     return ClientConfig(
         master=config.master,
+        cluster=config.cluster,
         transports=config.transports,
         protocol=config.protocol,
         device_name=config.device_name,

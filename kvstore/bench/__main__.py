@@ -39,22 +39,20 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
     rows = chosen([pattern.strip() for pattern in value.split(",")])
     if not rows:
         ids = ", ".join(row.id for row in ROWS)
-        raise click.BadParameter(f"no row is called {value!r}; there are {ids}")
+        raise click.BadParameter(f"there is no row {value!r}; the rows are {ids}")
     return rows
 
 
 @click.command(epilog=EXAMPLE)
 @click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True,
-              help="Each with new processes on both sides.")  # fmt: skip
+              help="Rounds, each with new processes on both sides.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=0.5, show_default=True,
-              help="Per row, round and system.")  # fmt: skip
+              help="Seconds per row, round and system.")  # fmt: skip
 @click.option(
     "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
-    help="Only these: OP/PATH/SIZE/BATCH or a beginning, such as 'put' or 'get/tcp'.",
+    help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'.",
 )  # fmt: skip
-@click.option(
-    "--quick", is_flag=True, help="One short round: whether it works, not how fast it is."
-)
+@click.option("--quick", is_flag=True, help="One short round, to test that the benchmark works.")
 @out_option
 @redraw_option
 def main(
@@ -62,8 +60,9 @@ def main(
 ) -> None:
     """Measure this store and Mooncake Store on this machine, row by row, in turn.
 
-    Needs the extra kvstore[bench]. Writes mooncake.md, mooncake.json and mooncake.png. The exit
-    status is 0 when everything was measured, whether or not the goals are met.
+    Needs the extra bench (pip install '.[bench]' in a checkout). Writes mooncake.md, mooncake.json
+    and mooncake.png. The exit status is 0 when everything was measured,
+    whether or not the goals are met.
     """
     console = output()
     if redraw is not None:
@@ -84,7 +83,7 @@ def main(
 
 
 def write(measured: Measured, out: Path) -> None:
-    """The three files of it."""
+    """Writes the three files."""
     from kvstore.bench.picture import draw_comparison
 
     write_page(out, NAME, report.as_markdown(measured, picture=f"{NAME}.png"), measured.as_json())

@@ -1,7 +1,7 @@
-"""What a system must do to be measured, and the memory of its client.
+"""The interface of a measured system, and the memory of its client.
 
-A driver prepares; it times nothing. What it returns as ``Work`` contains the system's own call and
-as little else as Python allows, so that both systems pay the same for being measured.
+A driver prepares calls and does not time them. The ``Work`` that it returns contains the system's
+own call and as little else as possible, so that the measurement costs both systems the same.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ if TYPE_CHECKING:
 PUT: Final = "put"
 GET: Final = "get"
 GET_VIEW: Final = "get_view"
-"""Not copied: an array over the pool's own memory."""
+"""A get without a copy: an array over the pool's own memory."""
 GET_AGAIN: Final = "get_again"
 """The same object under a live lease."""
 EXIST: Final = "exist"
 MATCH: Final = "match_prefix"
 MEMCPY: Final = "memcpy"
-"""The same bytes copied inside the client, as one numpy copy: no system is asked."""
+"""One numpy copy of the same bytes inside the client; uses no system."""
 
 READS: Final = (GET, GET_VIEW, GET_AGAIN)
 
 
 class Work(NamedTuple):
-    """One kind of call, ready to be made again and again."""
+    """One kind of call, ready to be repeated."""
 
     call: Callable[[int], Any]
-    """With the number of the call; this is what is timed."""
+    """The timed call; its argument is the call's number."""
     check: Callable[[Any], None]
-    """What the call returned. Raises InternalError: it is not what was asked for."""
+    """Checks the result of a call. Raises InternalError if it is wrong."""
 
 
 class Driver(Protocol):
     """A client of one system. One thread."""
 
     source: Bytes
-    """The caller's memory to put from, touched: piece ``i`` of a size lies at ``i * size``."""
+    """The caller's memory to put from, touched: piece ``i`` of a size is at ``i * size``."""
     target: Bytes
-    """The caller's memory to get into, as large, touched."""
+    """The caller's memory to get into, of the same size, touched."""
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
-        """Call ``n`` is about ``batches[n % len(batches)]``, all as long; of one key it is the
-        system's call for a single object.
+        """Work whose call ``n`` uses the keys ``batches[n % len(batches)]``. All batches have the
+        same length; a batch of one key uses the system's call for a single object.
 
         Args:
-            op: one of the names above that this system has, but for ``MEMCPY``.
+            op: one of the names above that this system has, except ``MEMCPY``.
             size: bytes of each object; key ``i`` of a batch belongs to piece ``i``.
         """
         ...
 
     def put_chain(self, keys: Sequence[str], size: int) -> None:
-        """Put objects of which each is the parent of the next, where the system knows parents.
-        All of them have the bytes of piece 0."""
+        """Put objects, each the parent of the next if the system supports parents. All of them have
+        the bytes of piece 0."""
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove these objects now."""
 
     def settle(self) -> None:
-        """Wait until the memory of all that was removed is free."""
+        """Wait until the memory of all removed objects is free."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all memory and connections."""

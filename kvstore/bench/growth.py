@@ -42,18 +42,18 @@ def _parts(context: click.Context, parameter: click.Parameter, value: str) -> li
     parts = [part.strip() for part in value.split(",")]
     for part in parts:
         if part not in PARTS:
-            raise click.BadParameter(f"{part!r} is none of {', '.join(PARTS)}")
+            raise click.BadParameter(f"{part!r} is not one of {', '.join(PARTS)}")
     return parts
 
 
 @click.command(epilog=EXAMPLE)
 @click.option("--parts", metavar="PART,...", default=",".join(PARTS), show_default=True,
-              callback=_parts, help="What is measured.")  # fmt: skip
+              callback=_parts, help="The parts to measure.")  # fmt: skip
 @click.option("--objects", type=click.IntRange(1024), multiple=True, default=OBJECTS,
-              show_default=True, help="Of a master; several times.")  # fmt: skip
+              show_default=True, help="Number of objects; may be repeated.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=1.0, show_default=True,
-              help="Per measurement.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="Short and small: whether it works.")
+              help="Seconds per measurement.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="Short and small, to test that the benchmark works.")
 @out_option
 @redraw_option
 def main(
@@ -66,7 +66,7 @@ def main(
 ) -> None:
     """Measure this store with more clients, a master with more objects, and longer chains.
 
-    With --out writes growth.md, growth.json and growth.png, which needs the extra kvstore[bench].
+    With --out writes growth.md, growth.json and growth.png, which needs matplotlib.
     10 million objects take 4 GB of memory. The exit status is 0 when everything was measured,
     whether or not the goals are met.
     """
@@ -86,7 +86,7 @@ def main(
 
 
 def measure(parts: list[str], objects: list[int], seconds: float, rounds: int) -> Growth:
-    """The parts that are wanted.
+    """Measures the wanted parts.
 
     Raises:
         ChildError, KVStoreError: a process failed.
@@ -107,7 +107,7 @@ def measure(parts: list[str], objects: list[int], seconds: float, rounds: int) -
 
 
 def write(growth: Growth, out: Path) -> None:
-    """The three files of it."""
+    """Writes the three files."""
     from kvstore.bench.picture import draw_growth
 
     page = growth_report.as_markdown(growth, picture=f"{NAME}.png")

@@ -1,4 +1,4 @@
-"""Longer and longer chains: what the master's search costs, and what the whole call does."""
+"""Chains of growing length: the time of the master's search, and of the whole call."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ CALLS_MAX: Final = 20_000
 
 
 class Matched(NamedTuple):
-    """A chain of so many blocks, all of which are there."""
+    """The times for a chain of ``blocks`` blocks, all of which are stored."""
 
     blocks: int
     search_us: float
-    """Of the master's state alone, in this process: what it takes to find the tip and lease it."""
+    """Time of the master's state alone, in this process, to find the tip and lease it."""
     call_us: float
-    """``Client.match_prefix``: to check, send and decode every key, and the search."""
+    """Time of ``Client.match_prefix``: checks, sends and decodes every key, and searches."""
     requests: int
-    """Calls that this needs: a call carries at most ``BATCH_KEYS_MAX`` keys."""
+    """Calls to the master: each carries at most ``BATCH_KEYS_MAX`` keys."""
 
 
 def measure(
     sizes: Sequence[int], seconds: float, progress: Callable[[str, int], None]
 ) -> list[Matched]:
-    """Each length, of one chain that is as long as the longest.
+    """Measures each length, all on one chain that has the greatest length.
 
     Raises:
         KVStoreError: the master failed.
@@ -82,7 +82,7 @@ def _call_us(match_prefix: Callable[[list[Key]], int], keys: list[Key], seconds:
 
 
 def _state_with(keys: list[Key]) -> MasterState:
-    """A master's state that has that chain, with no process around it."""
+    """A master's state with that chain, outside of a master process."""
     state = MasterState(epoch=1)
     size = SUPERBLOCK_BYTES + 2 * len(keys) * extent_bytes(virtual.OBJECT_BYTES)
     offer = calls.SegmentOffer(

@@ -1,4 +1,4 @@
-"""More clients at once: what all of them get, and whether one of them starves."""
+"""Growing numbers of clients: their total throughput, and whether one of them starves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_SECONDS: Final = 20.0
 
 
 class Kind(NamedTuple):
-    """What every client does."""
+    """The work of every client."""
 
     title: str
     op: str
@@ -35,12 +35,12 @@ KINDS: Final = (
 
 
 class Together(NamedTuple):
-    """One kind of work by so many clients. Medians of the rounds; objects or keys a second."""
+    """One kind of work by ``clients`` clients. Medians of the rounds; objects or keys a second."""
 
     work: str
     clients: int
     per_second: float
-    """Of all clients."""
+    """The total of all clients."""
     slowest_part: float
     """The slowest client's rate over the mean."""
     call_us: float
@@ -50,7 +50,8 @@ class Together(NamedTuple):
 def measure(
     counts: Sequence[int], rounds: int, seconds: float, progress: Callable[[str, int], None]
 ) -> list[Together]:
-    """Every kind of work by each number of clients, each a process of its own, begun together.
+    """Measures every kind of work with each number of clients. Each client is a process; all begin
+    together.
 
     Raises:
         ChildError, KVStoreError: a process failed.
@@ -83,7 +84,7 @@ def measure(
 
 
 def steps(counts: Sequence[int], rounds: int) -> int:
-    """How many steps of progress that is."""
+    """Number of progress steps."""
     return rounds * len(KINDS) * len(counts)
 
 

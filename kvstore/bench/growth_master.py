@@ -1,8 +1,8 @@
-"""A master that knows more and more objects: time per call, memory, pauses, eviction.
+"""A master with growing numbers of objects: time per call, memory, pauses, eviction.
 
-One real master process is filled up to each number of objects in turn. Its nodes are make-believe
+One real master process is filled up to each number of objects in turn. Its nodes are simulated
 (``virtual``), one for each step, with room for that step's objects and little more: so the store is
-full whenever eviction is measured.
+full when eviction is measured.
 """
 
 from __future__ import annotations
@@ -21,63 +21,73 @@ from kvstore.bench.ours import LEASE_MS, own_master
 from kvstore.bench.session import median_us, timed
 from kvstore.bench.virtual import CHAIN_BLOCKS, NAMESPACE, STEP_BLOCKS, Pauses, ask, chain
 from kvstore.errors import KVStoreError
-from kvstore.limits import Key
+from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, PUT_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 
 if TYPE_CHECKING:
     from kvstore.client.stub import MasterStub
 
 SLACK_BLOCKS: Final = 32 * CHAIN_BLOCKS
-"""Room beyond a step's objects: what is put to measure putting needs no eviction."""
+"""Room beyond a step's objects, so that the measured puts need no eviction."""
 EVICTED: Final = 100_000
 REQUESTS: Final = 400
-"""Different ones of each kind, about objects chosen at random."""
+"""Different requests of each kind, for objects chosen at random."""
 PUTS_MAX: Final = 400
 LOAD_SECONDS: Final = 1.0
-"""For the load to start up, which is nothing to measure."""
+"""Time for the load to start up, which is not measured."""
 GONE_SECONDS: Final = 60.0
 CHUNK_CHAINS: Final = 64
 BIG_BLOCKS: Final = 16
-"""What an object takes the room of, at least, where many make room for few."""
+"""Size of a large object in blocks, at least, in the measurement where many objects make room for
+few."""
 BIG_FIRST: Final = 1 << 40
-"""Numbers of chains that are put to evict others begin here, far from all others."""
+"""First number of the chains that are put to evict others, far from all other numbers."""
 
 
 class Eviction(NamedTuple):
-    """Putting into a full master, while another client asks."""
+    """Puts into a full master, while another client calls ``exists``."""
 
     how: str
     evicted: int
     seconds: float
     put_us: float
-    """The median of a put, both of its calls."""
+    """The median time of a put, which is two calls."""
+    pauses: Pauses
+
+
+class Large(NamedTuple):
+    """A call of the largest size, while another client calls ``exists``."""
+
+    what: str
+    seconds: float
     pauses: Pauses
 
 
 class Filled(NamedTuple):
-    """A master with so many objects."""
+    """The results for a master with ``objects`` objects."""
 
     objects: int
     bytes_per_object: float
-    """By which its resident memory has grown, over the objects."""
+    """Growth of its resident memory, divided by the number of objects."""
     fill_per_second: float
     call_us: dict[str, float]
     """The median of each kind of call, seen from a client."""
     idle: Pauses
     mixed: Pauses
-    """While another client puts, matches and removes."""
+    """Pauses while another client puts, matches and removes."""
     evictions: list[Eviction]
+    large: list[Large]
     longest_step_us: int
-    """The loop's own record, since the master started."""
+    """As recorded by the master's loop since its start."""
 
 
 def measure(
     sizes: Sequence[int], seconds: float, progress: Callable[[str, int], None]
 ) -> list[Filled]:
-    """Each number of objects, the smallest first.
+    """Measures each number of objects, the smallest first.
 
     Args:
-        seconds: for each kind of call and each look for pauses.
+        seconds: for each kind of call, and each measurement of pauses.
         progress: its steps are chains (``steps``).
 
     Raises:
@@ -104,12 +114,12 @@ def measure(
 
 
 def steps(sizes: Sequence[int]) -> int:
-    """How many steps of progress that is."""
+    """Number of progress steps."""
     return -(-max(sizes) // CHAIN_BLOCKS)
 
 
 class _Step:
-    """One number of objects."""
+    """The measurements at one number of objects."""
 
     def __init__(
         self,
@@ -139,6 +149,8 @@ class _Step:
         self.progress(f"{what}: eviction", 0)
         blocks = min(EVICTED, objects // 2)
         evictions = [self._evict_by_steps(blocks), self._evict_at_once(blocks)]
+        self.progress(f"{what}: large calls", 0)
+        large = self._large()
         counters = self._counters()
         return Filled(
             objects=objects,
@@ -148,6 +160,7 @@ class _Step:
             idle=idle,
             mixed=mixed,
             evictions=evictions,
+            large=large,
             longest_step_us=counters["longest_step_us"],
         )
 
@@ -189,7 +202,7 @@ class _Step:
         return virtual.pauses(self.stub, chain(0)[0], lambda seconds: seconds > self.seconds * 4)
 
     def _evict_by_steps(self, blocks: int) -> Eviction:
-        """As engines do it: 64 new objects at a time."""
+        """Evicts as engines do: by puts of 64 new objects."""
         free, before = SLACK_BLOCKS, self._counters()["evicted_objects"]
         first = BIG_FIRST + self.chains * CHAIN_BLOCKS
         with virtual.load(self.address, virtual.EVICT, first, blocks + free) as process:
@@ -205,41 +218,100 @@ class _Step:
         )
 
     def _evict_at_once(self, blocks: int) -> Eviction:
-        """The worst case: one call that needs the room of all of those."""
+        """Evicts in the worst case: one call that needs the room of all those objects."""
         before = self._counters()["evicted_objects"]
-        count = min(CHAIN_BLOCKS, blocks // BIG_BLOCKS)
+        count = min(PUT_KEYS_MAX, blocks // BIG_BLOCKS)
         keys = chain(BIG_FIRST + (1 << 39) + self.chains, count)
         size = blocks // len(keys) * extent_bytes(virtual.OBJECT_BYTES) - HEADER_BYTES
+        seconds, found = self._beside(lambda stub: virtual.put(stub, keys, size=size))
+        ask(self.stub, calls.Remove(NAMESPACE, keys))
+        return Eviction(
+            how=f"{len(keys):,} objects in one call, as large as all of those",
+            evicted=self._counters()["evicted_objects"] - before,
+            seconds=round(seconds, 3),
+            put_us=round(seconds * 1e6, 1),
+            pauses=found,
+        )
+
+    def _large(self) -> list[Large]:
+        """Measures every kind of call that has many keys, with the largest number of them. The last
+        ones remove their keys."""
+        chains = min(BATCH_KEYS_MAX // CHAIN_BLOCKS, self.chains)
+        chosen = self.random.sample(range(self.chains), chains)
+        keys = [key for number in chosen for key in chain(number)]  # some were evicted
+        new = chain(BIG_FIRST + (1 << 38) + self.chains, len(keys))
+        half = len(keys) // 2
+        placed = ask(self.stub, calls.Lookup(NAMESPACE, keys[half:]))
+        assert isinstance(placed, calls.Found)
+        rows = placed.placements
+        described = ask(self.stub, calls.DescribeSegments(sorted(set(rows.segments))))
+        assert isinstance(described, calls.Segments)
+        uuids = {each.segment_id: each.uuid for each in described.segments}
+        hits = [index for index, replicas in enumerate(rows.replicas) if replicas]
+        corrupt = calls.ReportCorrupt(
+            NAMESPACE,
+            [keys[half + index] for index in hits],
+            [rows.epochs[index] for index in hits],
+            [rows.counters[index] for index in hits],
+            [uuids[segment] for segment in rows.segments],
+        )
+        spaces = [NAMESPACE, *(Namespace(f"none-{number}") for number in range(1, NAMESPACES_MAX))]
+
+        def put_and_revoke(stub: MasterStub) -> None:
+            tokens: list[int] = []
+            epoch = 0
+            for start in range(0, len(new), PUT_KEYS_MAX):
+                grants = ask(stub, virtual.putting(new[start : start + PUT_KEYS_MAX]))
+                assert isinstance(grants, calls.Grants)
+                epoch = grants.epoch
+                tokens += grants.tokens
+            ask(stub, calls.PutRevoke(epoch, tokens, True))
+
+        def asking(request: calls.Request) -> Callable[[MasterStub], object]:
+            return lambda stub: ask(stub, request)
+
+        work: dict[str, Callable[[MasterStub], object]] = {
+            f"exists of {len(keys):,} keys": asking(calls.Exists(NAMESPACE, keys)),
+            f"lookup of {len(keys):,} keys": asking(calls.Lookup(NAMESPACE, keys)),
+            f"match of {CHAIN_BLOCKS:,} keys in {len(spaces)} namespaces": asking(
+                calls.MatchPrefix(spaces, keys[:CHAIN_BLOCKS], False)
+            ),
+            f"start and revoke of {len(new):,} puts": put_and_revoke,
+            f"report of {len(hits):,} corrupt objects": asking(corrupt),
+            f"remove of {half:,} keys": asking(calls.Remove(NAMESPACE, keys[:half])),
+            f"clear of {half:,} objects": asking(calls.Clear(NAMESPACE, half)),
+        }
+        found = []
+        for what, do in work.items():
+            seconds, pauses = self._beside(do)
+            found.append(Large(what, round(seconds, 3), pauses))
+        return found
+
+    def _beside(self, work: Callable[[MasterStub], object]) -> tuple[float, Pauses]:
+        """Seconds that ``work`` took, and the pauses of another client meanwhile."""
         ended: list[float | KVStoreError] = []
 
-        def put_big() -> None:
+        def run() -> None:
             with virtual.stub_of(self.address) as stub:
                 start = time.perf_counter()
                 try:
-                    virtual.put(stub, keys, size=size)
+                    work(stub)
                 except KVStoreError as error:
                     ended.append(error)
                 else:
                     ended.append(time.perf_counter() - start)
 
-        thread = threading.Thread(target=put_big)
+        thread = threading.Thread(target=run)
         thread.start()
         found = virtual.pauses(self.stub, chain(0)[0], lambda _: not thread.is_alive())
         thread.join()
         [outcome] = ended
         if isinstance(outcome, KVStoreError):
             raise outcome
-        ask(self.stub, calls.Remove(NAMESPACE, keys))
-        return Eviction(
-            how=f"{len(keys):,} objects in one call, as large as all of those",
-            evicted=self._counters()["evicted_objects"] - before,
-            seconds=round(outcome, 3),
-            put_us=round(outcome * 1e6, 1),
-            pauses=found,
-        )
+        return outcome, found
 
     def _present(self, count: int) -> list[list[Key]]:
-        """So many chains of those that are whole, chosen at random."""
+        """``count`` complete chains, chosen at random."""
         found: list[list[Key]] = []
         while len(found) < count:
             keys = chain(self.random.randrange(self.chains))
@@ -255,7 +327,7 @@ class _Step:
         return {"evicted_objects": 0, **dict(status.counters)}
 
     def _until_alone(self) -> None:
-        """Wait until the load's node, with its room, is gone."""
+        """Wait until the master has dropped the load's node and its memory."""
         deadline = time.monotonic() + GONE_SECONDS
         while time.monotonic() < deadline:
             status = ask(self.stub, calls.Status())
@@ -266,7 +338,7 @@ class _Step:
 
 
 def _fill(stub: MasterStub, done: int, wanted: int, progress: Callable[[str, int], None]) -> float:
-    """Chains up to that number; objects put per second."""
+    """Puts chains up to the number ``wanted``; returns objects put per second."""
     start = time.perf_counter()
     for number in range(done, wanted, CHUNK_CHAINS):
         some = range(number, min(number + CHUNK_CHAINS, wanted))

@@ -1,4 +1,4 @@
-"""What was measured as the work grew, as tables on a terminal and as a page."""
+"""The results of the growth benchmark, as tables on a terminal and as a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMAND = "make bench-growth"
 
 
 class Part(NamedTuple):
-    """A table and what it means."""
+    """A table and its explanation."""
 
     title: str
     text: str
@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 def parts(growth: Growth) -> list[Part]:
-    """A table for each part that was measured, and the verdict."""
+    """A table for each measured part, and the verdict."""
     found = []
     if growth.clients:
         found.append(_clients(growth))
@@ -39,7 +39,7 @@ def parts(growth: Growth) -> list[Part]:
 
 
 def show(growth: Growth, console: Console) -> None:
-    """All tables."""
+    """Prints all tables."""
     for part in parts(growth):
         table = Table(title=part.title, title_justify="left", box=None, pad_edge=False)
         for number, column in enumerate(part.columns):
@@ -51,7 +51,7 @@ def show(growth: Growth, console: Console) -> None:
 
 
 def as_markdown(growth: Growth, *, picture: str = "") -> str:
-    """A page of it.
+    """The results as a page.
 
     Args:
         picture: the file name of the picture beside it.
@@ -113,6 +113,7 @@ def _pauses(growth: Growth) -> Part:
              f" {microseconds(e.put_us)}", e.pauses)
             for e in each.evictions
         ]  # fmt: skip
+        rows += [(e.what, f"{e.seconds * 1e3:,.1f} ms", e.pauses) for e in each.large]
         for what, how, pauses in rows:
             lines.append(
                 (f"{each.objects:,}", what, how, f"{pauses.longest_ms:.1f} ms",
@@ -126,7 +127,7 @@ def _pauses(growth: Growth) -> Part:
         "Pauses and eviction",
         "How long an `exists` of one key waits, asked every half millisecond from outside, the"
         " machine's own pauses included.",
-        ("objects", "meanwhile", "evicted", "longest", "99.9 %", "median"),
+        ("objects", "meanwhile", "how long", "longest", "99.9 %", "median"),
         lines,
     )
 

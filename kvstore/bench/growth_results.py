@@ -1,4 +1,4 @@
-"""What was measured as the work grew, against what was set as goals; its form as JSON."""
+"""The results of the growth benchmark, its goals, and their form as JSON."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any, Final, NamedTuple, Self
 
 from kvstore.bench.growth_chains import Matched
 from kvstore.bench.growth_clients import Together
-from kvstore.bench.growth_master import Eviction, Filled
+from kvstore.bench.growth_master import Eviction, Filled, Large
 from kvstore.bench.virtual import Pauses
 
 KEPT: Final = 0.9
-"""Of the best total with fewer clients: what counts as not falling; machines are noisy."""
+"""A total of at least this part of the best one with fewer clients does not count as falling:
+machines are noisy."""
 SLOWEST: Final = 0.5
 FLAT: Final = 2.0
-"""What counts as nearly flat while objects grow a thousandfold."""
+"""Growth by at most this factor counts as nearly flat, while objects grow a thousandfold."""
 LARGE: Final = 500_000
-"""Below this the process's own buffers are a part of what its objects seem to take."""
+"""Below this number of objects, the process's own buffers distort the bytes per object."""
 PAUSE_MS: Final = 10.0
 LOGARITHMIC: Final = 2.0
-"""Times what the logarithm alone would give."""
+"""Allowed factor over the growth of the logarithm alone."""
 
 
 class Goal(NamedTuple):
@@ -34,17 +35,17 @@ class Goal(NamedTuple):
 
 @dataclass(kw_only=True)
 class Growth:
-    """Everything of one run; a part that was not measured is empty."""
+    """All results of one run; a part that was not measured is empty."""
 
     clients: list[Together] = field(default_factory=list)
     master: list[Filled] = field(default_factory=list)
     chains: list[Matched] = field(default_factory=list)
     load: tuple[float, float] = (0.0, 0.0)
-    """Of the machine, before and after (1-minute averages)."""
+    """The machine's load, before and after (1-minute averages)."""
     machine: dict[str, str | int] = field(default_factory=dict)
 
     def goals(self) -> list[Goal]:
-        """Each goal that can be judged by what was measured."""
+        """The goals that the measured parts can decide."""
         return [*_of_clients(self.clients), *_of_master(self.master), *_of_chains(self.chains)]
 
     def as_json(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class Growth:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """What ``as_json`` wrote."""
+        """Reads the output of ``as_json``."""
         return cls(
             clients=[Together(**each) for each in found["clients"]],
             master=[_filled_from_json(each) for each in found["master"]],
@@ -107,7 +108,12 @@ def _of_master(rows: Sequence[Filled]) -> list[Goal]:
         goals.append(Goal(what, f"{times:.2f} times", times <= FLAT))
     for each in rows:
         longest = max(
-            [each.idle, each.mixed, *(eviction.pauses for eviction in each.evictions)],
+            [
+                each.idle,
+                each.mixed,
+                *(e.pauses for e in each.evictions),
+                *(e.pauses for e in each.large),
+            ],
             key=lambda pauses: pauses.longest_ms,
         ).longest_ms
         what = f"{each.objects:,} objects: the loop's longest step under {PAUSE_MS:g} ms"
@@ -132,10 +138,13 @@ def _of_chains(rows: Sequence[Matched]) -> list[Goal]:
 
 
 def _filled_as_json(filled: Filled) -> dict[str, Any]:
-    evictions = [{**e._asdict(), "pauses": e.pauses._asdict()} for e in filled.evictions]
+    evictions, large = (
+        [{**each._asdict(), "pauses": each.pauses._asdict()} for each in some]
+        for some in (filled.evictions, filled.large)
+    )
     return {
         **filled._asdict(), "idle": filled.idle._asdict(), "mixed": filled.mixed._asdict(),
-        "evictions": evictions,
+        "evictions": evictions, "large": large,
     }  # fmt: skip
 
 
@@ -143,5 +152,9 @@ def _filled_from_json(found: Mapping[str, Any]) -> Filled:
     evictions = [
         Eviction(**{**each, "pauses": Pauses(**each["pauses"])}) for each in found["evictions"]
     ]
+    large = [
+        Large(**{**each, "pauses": Pauses(**each["pauses"])}) for each in found.get("large", ())
+    ]
     idle, mixed = Pauses(**found["idle"]), Pauses(**found["mixed"])
-    return Filled(**{**found, "idle": idle, "mixed": mixed, "evictions": evictions})
+    parts = {"idle": idle, "mixed": mixed, "evictions": evictions, "large": large}
+    return Filled(**{**found, **parts})

@@ -1,4 +1,4 @@
-"""What measured numbers depend on: the machine and the versions. No host name, no path."""
+"""The machine and the versions that the numbers depend on, without host names and paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIT_SECONDS = 5.0
 
 
 def machine(packages: Sequence[str]) -> dict[str, str | int]:
-    """What it is, and which versions of the given packages are installed."""
+    """The machine, and the installed versions of the given packages."""
     found: dict[str, str | int] = {
         "cpu": _cpu(),
         "cores": os.cpu_count() or 0,
@@ -43,7 +43,7 @@ def today() -> str:
 
 
 def in_words(found: dict[str, str | int]) -> str:
-    """One sentence of what ``machine`` found."""
+    """The result of ``machine`` as one sentence."""
     known = dict(found)
     date = known.pop("date", None)
     cores, memory = known.pop("cores"), known.pop("memory_gib")
@@ -68,7 +68,7 @@ def _memory_bytes() -> int:
 
 
 def _commit() -> str:
-    """Of the source that runs, where that is a clone."""
+    """The commit of the running source, if that is a clone."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         said = subprocess.run(git, capture_output=True, text=True, check=False, timeout=GIT_SECONDS)

@@ -1,15 +1,15 @@
-"""What each way to take memory gains: ``python -m kvstore.bench.memory``.
+"""Compares the ways to allocate memory: ``python -m kvstore.bench.memory``.
 
-The ways take turns, one round to warm up and several that count, so that a busy machine is busy for
-all of them; each cell is a median. A way that this host does not offer is left out, and why is
-said. Per way and round:
+The ways take turns, one round to warm up and several that count, so that a busy machine slows all
+of them; each cell is a median. Ways that this host does not offer are left out, with the reason.
+Per way and round:
 
-* *start*: a segment is reserved, as a node does when it starts, of memory that was used otherwise
-  before (which the kernel may have to move, to make huge pages of it), and then once more at once;
+* *start*: a segment is reserved, as at the start of a node, from memory that was used otherwise
+  before (which the kernel may have to move, to make huge pages), and then immediately once more;
 * *map*: the page tables of another mapping are filled, as in a client when it first meets the node;
 * *first touch*: 64 MiB are read from a mapping whose page tables are still empty;
-* *read*, *write*: 64 MiB in pieces of 4 KiB at random places, which shows what misses of the TLB
-  cost, and of 1 MiB;
+* *read*, *write*: 64 MiB in pieces of 4 KiB at random places, which shows the cost of TLB misses,
+  and in pieces of 1 MiB;
   *map*, *first touch*, *read* and *write* count the thread's processor time, which a busy machine
   distorts less; *start cpu* is that of all threads;
 * *put*, *get*: through a real master and node by shared memory, 64 objects of 1 MiB at a time.
@@ -40,7 +40,8 @@ from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import InvalidArgumentError, KVStoreError
 from kvstore.memory.pages import POPULATE_READ, populate
-from kvstore.memory.segment import MemoryOptions, Segment
+from kvstore.memory.segment import Segment
+from kvstore.memory.taking import MemoryOptions
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -50,7 +51,7 @@ WORK_BYTES = 64 << 20
 MEMORY_BYTES_MIN = 256 << 20
 BATCH = 64
 BATCHES = 20
-"""Of each put and get row: enough of them for a median, little enough for the pool."""
+"""Batches per put and get row: enough for a median, and few enough for the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ COLUMNS = {
 
 
 @click.command(context_settings=CONTEXT)
-@click.option("--memory", default="2GiB", show_default=True, help="Of each segment.")
+@click.option("--memory", default="2GiB", show_default=True, help="Size of each segment.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @json_option
 @debug_option
@@ -96,7 +97,8 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
     """Measure what huge pages, threads, locking and NUMA binding gain on this machine."""
     size = parse_size(memory)
     if size < MEMORY_BYTES_MIN:
-        raise InvalidArgumentError("too little to measure", advice="--memory 256MiB or more.")
+        what = f"--memory {memory} is too little to measure"
+        raise InvalidArgumentError(what, advice="Give it 256MiB or more.")
     console = Console(stderr=True)
     found: dict[str, list[dict[str, float]]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -113,7 +115,7 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
                     ways.remove(way)
                     console.print(f"left out: {way.name}: {error}", highlight=False)
                 else:
-                    if number >= 0:  # in the first one a virtual machine gets its memory
+                    if number >= 0:  # in the first round a virtual machine gets its memory
                         found.setdefault(way.name, []).append(row)
                 bar.advance(task)
     rows = {name: medians(samples) for name, samples in found.items() if samples}
@@ -151,7 +153,7 @@ def measure(options: MemoryOptions, size: int) -> dict[str, float]:
 
 
 def _started(options: MemoryOptions, size: int) -> tuple[Segment, float, float]:
-    """And in milliseconds per GiB how long it took, and how long all processors worked."""
+    """A new segment; the milliseconds per GiB that it took, and those of processor time."""
     start, cpu_start = time.perf_counter(), time.process_time()
     segment = Segment.create(f"bench-{os.getpid()}", size, options=options)
     taken, cpu = time.perf_counter() - start, time.process_time() - cpu_start
@@ -186,7 +188,7 @@ def _raw(segment: Segment) -> dict[str, float]:
                 for place in places:
                     target[:] = view[place : place + piece]
                 row[f"read_{label}_gb_per_s"] = WORK_BYTES / 1e9 / (time.thread_time() - start)
-                # Behind the superblock; nobody else uses the segment.
+                # Behind the superblock; no other process uses the segment.
                 start = time.thread_time()
                 for place in places:
                     view[place + piece : place + 2 * piece] = target
@@ -197,7 +199,7 @@ def _raw(segment: Segment) -> dict[str, float]:
 
 @contextmanager
 def _mapped(segment: Segment) -> Iterator[mmap.mmap]:
-    """As a client maps it, but with page tables that are empty."""
+    """The segment mapped as by a client, but with empty page tables."""
     fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         memory = mmap.mmap(fd, segment.size)

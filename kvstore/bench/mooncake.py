@@ -1,5 +1,5 @@
-"""Mooncake Store, as the benchmark uses it: its own servers, its own client, each as its users
-would.
+"""Mooncake Store, as the benchmark uses it: its own servers and its own client, used as its
+documentation says.
 
 The package is ``mooncake-transfer-engine-non-cuda``. Its client has two ways to move bytes: over
 TCP to a storage process (``tcp``), and as a *dummy* client beside one on the same host, through
@@ -36,14 +36,14 @@ PAUSE_SECONDS = 0.05
 FIRST = "is-there-room"
 THREADS = 2
 BUFFER_BYTES = 64 << 20
-"""Of the client's own, for what is not registered: all that is measured is."""
+"""The client's own buffer for unregistered memory; all measured memory is registered."""
 
 
 def missing() -> str | None:
-    """Why it cannot be used here, and what to do; None: it can."""
+    """Why Mooncake cannot be used here, and what to do; None: it can."""
     if importlib.util.find_spec("mooncake") is None:
-        return f"Mooncake is not installed: pip install {PACKAGE} ('kvstore[bench]' brings it)"
-    # In a process of its own: it starts threads, and what it lacks is a library of the system.
+        return f"Mooncake is not installed: pip install {PACKAGE}"
+    # In a separate process: the import starts threads, and may fail for lack of a system library.
     asked = [sys.executable, "-c", "import mooncake.store"]
     answer = subprocess.run(asked, capture_output=True, text=True, check=False)
     if answer.returncode == 0:
@@ -53,20 +53,20 @@ def missing() -> str | None:
 
 
 class Servers(NamedTuple):
-    """Where they listen."""
+    """Addresses of Mooncake's servers."""
 
     master: str
     """Its master."""
     storage: str
-    """The process that has the memory; empty where there is none."""
+    """The process that holds the memory; empty if there is none."""
     pids: tuple[int, ...]
 
 
 def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> Servers:
-    """A master, and a process with so much memory unless that is 0; both listen.
+    """Starts a master, and unless ``memory_bytes`` is 0 a process with that memory; both listen.
 
     Raises:
-        ChildError: one of them did not start.
+        ChildError: a process did not start.
     """
     port, metrics_port = free_port(), free_port()
     master = children.start_command(
@@ -90,19 +90,19 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
 
 
 class MooncakeDriver:
-    """Its Python client."""
+    """Mooncake's Python client."""
 
     def __init__(self, mode: str, address: str, memory_bytes: int) -> None:
         """
         Args:
             mode: ``tcp``, or ``shm``: its dummy client.
             address: of its master for ``tcp``, of its storage process for ``shm``.
-            memory_bytes: of the caller's, to put from and to get into, each.
+            memory_bytes: size of the caller's memory to put from, and of that to get into.
 
         Raises:
-            StartupError: its client says no.
+            StartupError: its client failed.
         """
-        module: Any = importlib.import_module("mooncake.store")  # is there only if it is installed
+        module: Any = importlib.import_module("mooncake.store")  # exists only if it is installed
         self._store = module.MooncakeDistributedStore()
         if mode == "shm":
             self._well(self._store.setup_dummy(4 * memory_bytes, BUFFER_BYTES, address), "set up")
@@ -136,7 +136,7 @@ class MooncakeDriver:
         return Work(lambda i: store.batch_get_into(keys[i % count], pointers, sizes), _sizes(size))
 
     def put_chain(self, keys: Sequence[str], size: int) -> None:
-        """It knows no parents: they are objects like any other."""
+        """Mooncake has no parents: puts the objects without them."""
         first = self.source.ctypes.data
         for start in range(0, len(keys), PUT_AT_ONCE):
             some = list(keys[start : start + PUT_AT_ONCE])
@@ -146,20 +146,20 @@ class MooncakeDriver:
         self._store.batch_remove(list(keys), True)
 
     def settle(self) -> None:
-        """What is removed by force is free at once."""
+        """Does nothing: memory of objects that are removed by force is free at once."""
 
     def close(self) -> None:
         self._store.close()
 
     def _lent(self, size: int) -> Bytes:
-        """Memory that it shares with its storage process."""
+        """Memory that the client shares with its storage process."""
         import numpy as np
 
         address = self._store.alloc_from_mem_pool(size)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def _wait_for_room(self) -> None:
-        """Its storage process listens before its memory is mounted."""
+        """Waits for the memory: the storage process listens before its memory is mounted."""
         deadline = time.monotonic() + READY_SECONDS
         while failed := self._store.put_from(FIRST, self.source.ctypes.data, 1):
             if time.monotonic() > deadline:
@@ -173,7 +173,7 @@ class MooncakeDriver:
 
 
 def _program(name: str) -> Path:
-    """The package's own binary; what pip puts beside Python only runs it."""
+    """The package's own binary; the script that pip installs only runs it."""
     spec = importlib.util.find_spec("mooncake")
     assert spec is not None
     assert spec.submodule_search_locations is not None

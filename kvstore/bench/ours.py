@@ -1,4 +1,4 @@
-"""This store, as the benchmark uses it: its public client, and a store of its own to use it on."""
+"""This store, as the benchmark uses it: the public client, and a separate master and node."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 NAMESPACE = "kvstore-bench"
 LEASE_MS = 1_000
-"""Of our own master. Removed memory is free one lease later, and the benchmark waits for it."""
+"""Lease of the benchmark's own master. Memory of removed objects is free one lease later, and the
+benchmark waits for that."""
 SETTLE_SECONDS = 60.0
 SETTLED_PART = 0.1
-"""Of the memory that may still be in use by what was removed."""
+"""The part of the memory that removed objects may still use."""
 OBJECT_BYTES_MORE = 2 * HEADER_BYTES
-"""Than its own bytes, that an object's extent has at most: header and alignment."""
+"""An object's extent has at most this many bytes more than the object: header and alignment."""
 PAUSE_SECONDS = 0.02
 TIMEOUT_MS = 60_000
 
@@ -39,7 +40,7 @@ class Store(NamedTuple):
 
 @contextlib.contextmanager
 def own_master(*flags: str) -> Iterator[tuple[str, int]]:
-    """Address and process id of a master that ends with the block."""
+    """Starts a master, which ends with the block; yields its address and process id."""
     master = Child.start("kvstore.cli.master", "--port", "0", *flags)
     try:
         yield f"127.0.0.1:{master.said['port']}", master.pid
@@ -49,7 +50,7 @@ def own_master(*flags: str) -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def own_store(pool_bytes: int) -> Iterator[Store]:
-    """A master and a node that end with the block. The node has touched its memory."""
+    """Starts a master and a node, which end with the block. The node has touched its memory."""
     with own_master("--lease-ms", str(LEASE_MS)) as (address, pid):
         node = start_node(master=address, memory=pool_bytes)
         try:
@@ -59,17 +60,21 @@ def own_store(pool_bytes: int) -> Iterator[Store]:
 
 
 class OurDriver:
-    """Two clients: one asks the master for each get, one remembers placements while they are
+    """Two clients: one asks the master at each get; the other remembers placements while they are
     leased (``GET_AGAIN``)."""
 
-    def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
+    def __init__(
+        self, address: str, mode: str, memory_bytes: int, *, pool_bytes: int | None = None
+    ) -> None:
         """
         Args:
-            mode: ``shm`` or ``tcp``: how the bytes travel.
-            memory_bytes: of the caller's, to put from and to get into, each.
+            mode: transport, ``shm`` or ``tcp``.
+            memory_bytes: size of the caller's memory to put from, and of that to get into.
+            pool_bytes: how much of the store's memory to use; None: all of it.
         """
         from kvstore import Client
 
+        self._pool_bytes = pool_bytes
         self.source, self.target = memory(memory_bytes)
         plain = ClientConfig(
             master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS,
@@ -116,7 +121,8 @@ class OurDriver:
             self.plain.remove_many(encoded[start : start + 1024])
 
     def clear(self) -> None:
-        """Remove what this and other benchmarks have left behind, and wait until it is gone."""
+        """Remove objects that this and earlier benchmarks left, and wait until their memory is
+        free."""
         self.plain.clear(NAMESPACE)
         self.settle()
 
@@ -141,12 +147,13 @@ class OurDriver:
         return Work(lambda i: plain.get(keys[i % count], copy=False), _not_none)
 
     def _settled(self) -> bool:
-        """Whether hardly more memory is in use than the objects that are there need."""
+        """Whether the memory in use is hardly more than the existing objects need."""
         status = self.plain.status()
         segments = [segment for node in status.nodes for segment in node.segments]
         objects = sum(each.objects * OBJECT_BYTES_MORE + each.size for each in status.namespaces)
         in_all = sum(segment.size for segment in segments)
-        return sum(segment.used for segment in segments) <= objects + in_all * SETTLED_PART
+        pool = in_all if self._pool_bytes is None else self._pool_bytes
+        return sum(segment.used for segment in segments) <= objects + pool * SETTLED_PART
 
 
 def _pieces(whole: Bytes, size: int, count: int) -> list[Any]:

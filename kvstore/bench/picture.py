@@ -1,4 +1,4 @@
-"""What was measured, as pictures. Needs matplotlib, which the extra ``kvstore[bench]`` brings."""
+"""The results as pictures. Needs matplotlib, which the extra ``bench`` installs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured side by side, as a table on a terminal and as a page."""
+"""The results of the comparison, as a table on a terminal and as a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMAND = "make bench"
 
 
 def show(measured: Measured, console: Console) -> None:
-    """The table, what its notes mean, and whether the goals are met."""
+    """Prints the table, its notes, and whether the goals are met."""
     notes = notes_of(measured)
     table = Table(box=None, pad_edge=False)
     for number, column in enumerate(COLUMNS):
@@ -33,7 +33,7 @@ def show(measured: Measured, console: Console) -> None:
 
 
 def as_markdown(measured: Measured, *, picture: str = "") -> str:
-    """A page of it.
+    """The results as a page.
 
     Args:
         picture: the file name of the picture beside it.
@@ -65,7 +65,7 @@ def as_markdown(measured: Measured, *, picture: str = "") -> str:
         if values
     )  # fmt: skip
     if idle:
-        lines += ["", f"Idle, all processes of a system take of one core: {idle}."]
+        lines += ["", f"Processor time of all idle processes of a system, of one core: {idle}."]
     if picture:
         lines += ["", f"![Ratios, goals and spread]({picture})"]
     return "\n".join(lines) + "\n"
@@ -97,7 +97,7 @@ def notes_of(measured: Measured) -> list[str]:
 
 
 def summary(measured: Measured) -> str:
-    """One sentence: how many goals are met, and which are not."""
+    """How many goals are met, and which are not."""
     missed = [f"{row.title} ({row.mode})" for row in measured.missed]
     count = len(measured.comparisons)
     said = f"{count - len(missed)} of {count} goals are met."

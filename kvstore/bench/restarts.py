@@ -1,12 +1,11 @@
-"""How soon what was cached is served again: ``python -m kvstore.bench.restarts``.
+"""How soon cached objects are served again: ``python -m kvstore.bench.restarts``.
 
-A master and a node of their own are filled with objects of which each is unlike all others. Then
-each in turn is killed (SIGKILL) and started again, and counted from the moment when the new process
-is ready:
+Fills a new master and node with distinct objects. Then each of the two in turn is killed (SIGKILL)
+and started again. The times count from the moment when the new process is ready:
 
-* *first get*: until some object is read again, by a client that has been there all along;
-* *all*: until the master says of each object that it is there;
-* *put*: until something new is stored, which waits for leases of the time before.
+* *first get*: until some object is read again, by a client that was running before the restart;
+* *all*: until the master reports each object as existing;
+* *put*: until a new object is stored, which waits for the leases from before the restart.
 
 Afterwards every object is read and compared.
 """
@@ -31,6 +30,7 @@ from kvstore.children import Child, start_node
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
+from kvstore.demo.processes import free_port
 from kvstore.errors import DeadlineExceededError, KVStoreError, NoSpaceError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 NAME = "bench-restarts"
 USED_PART = 0.9
-"""Of the node's memory."""
+"""The part of the node's memory that is filled."""
 BATCH = 500
 EXISTS_BATCH = 8_192
 PAUSE_S = 0.005
@@ -50,7 +50,7 @@ Row = dict[str, float]
 
 
 @click.command(context_settings=CONTEXT)
-@click.option("--memory", default="4.5GiB", show_default=True, help="Of the node.")
+@click.option("--memory", default="4.5GiB", show_default=True, help="Memory of the node.")
 @click.option("--objects", type=click.IntRange(min=1), default=100_000, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--lease-ms", type=click.IntRange(min=1_000), default=10_000, show_default=True)
@@ -93,9 +93,9 @@ class Store:
         self.bytes = self._size * objects
         self._noise = np.random.default_rng(0).integers(0, 255, self._size, dtype=np.uint8)
         self._lease_ms = str(lease_ms)
-        self._master = self._start_master("0")
+        self._port = str(free_port())
+        self._master = self._start_master(self._port)
         stack.callback(self._stop_master)
-        self._port = str(self._master.said["port"])
         self._node = self._start_node()
         stack.callback(self._stop_node)
         config = ClientConfig(
@@ -144,7 +144,7 @@ class Store:
         return {name: round(value, 3) for name, value in row.items()}
 
     def _compare(self) -> tuple[int, int]:
-        """How many objects are not there, and how many are not what was put."""
+        """The number of missing objects, and of objects with other bytes than were put."""
         lost = wrong = 0
         for start in range(0, self._objects, BATCH):
             some = range(start, min(start + BATCH, self._objects))
@@ -201,7 +201,7 @@ def _until(done: Callable[[], bool]) -> None:
             if done():
                 return
         if time.monotonic() > end:
-            raise DeadlineExceededError(f"not within {TIMEOUT_S:.0f} s")
+            raise DeadlineExceededError(f"not served again within {TIMEOUT_S:.0f} s")
         time.sleep(PAUSE_S)
 
 

@@ -1,4 +1,4 @@
-"""What was measured side by side: the arithmetic, and its form as JSON."""
+"""The results of the comparison: the arithmetic, and their form as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.bench.worker import OURS
 
 
 class Spread(NamedTuple):
-    """Of one value per round."""
+    """Median, smallest and largest of one value per round."""
 
     median: float
     smallest: float
@@ -31,7 +31,8 @@ class Comparison:
     ours_us: list[float] = field(default_factory=list)
     theirs_us: list[float] = field(default_factory=list)
     memcpy_us: list[float] = field(default_factory=list)
-    """Of the same bytes, inside our client's process; only where the row has a goal for it."""
+    """Times of a memcpy of the same bytes, inside the client's process; only if the row has a goal
+    for it."""
 
     def add(self, system: str, microseconds: float) -> None:
         (self.ours_us if system == OURS else self.theirs_us).append(microseconds)
@@ -58,7 +59,7 @@ class Comparison:
 
     @property
     def met(self) -> bool:
-        """Whether the median of the rounds reaches the goal, and that of the copy where there is
+        """Whether the median of the rounds reaches the goal, and also the memcpy goal if there is
         one."""
         part = self.memcpy_part
         return self.ratio.median >= self.row.goal and (
@@ -68,7 +69,7 @@ class Comparison:
 
 @dataclass(kw_only=True)
 class Measured:
-    """Everything of one run."""
+    """All results of one run."""
 
     rounds: int
     seconds: float
@@ -76,9 +77,9 @@ class Measured:
     pool_bytes: int
     comparisons: list[Comparison]
     idle_percent: dict[str, list[float]]
-    """Of one processor, that all processes of a system take while nobody asks them."""
+    """Percent of one processor that all processes of an idle system take."""
     load: tuple[float, float]
-    """Of the machine, before and after (1-minute averages)."""
+    """The machine's load, before and after (1-minute averages)."""
     machine: dict[str, str | int] = field(default_factory=dict)
     """What the numbers depend on; see ``kvstore.bench.machine``."""
 
@@ -100,7 +101,7 @@ class Measured:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """What ``as_json`` wrote. Rows that the table does not have any more are left out."""
+        """Reads the output of ``as_json``. Leaves out rows that the table no longer has."""
         known = {row.id: row for row in ROWS}
         return cls(
             rounds=found["rounds"],

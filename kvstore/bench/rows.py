@@ -1,4 +1,4 @@
-"""What is compared: one table. Each row is a piece of work, with how far ahead it shall be."""
+"""The table of compared work. Each row is a piece of work and its goal."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ VERIFIED = (
     " both with each copying get; Mooncake writes and verifies neither."
 )
 ASKED = (
-    "What is only asked travels between client and master alone: ours through a Unix socket on the"
-    " master's own host (TCP elsewhere), Mooncake's through TCP."
+    "A call that moves no payload goes from the client to the master alone: ours through a Unix"
+    " socket on the master's own host (TCP elsewhere), Mooncake's through TCP."
 )
 LEASED = (
-    "Not the same work, and ours does more: Mooncake has no prefixes, so its users ask whether each"
-    " key exists, which promises nothing; ours finds the longest prefix and leases it."
+    "Not the same work, and ours does more: Mooncake has no prefixes, so its users ask whether"
+    " each key exists, without a lease; ours finds the longest prefix and leases it."
 )
 NOT_COPIED = (
-    "Not the same work: ours is handed arrays over the pool's own memory, leased, with only the"
-    " headers checked; Mooncake's client copies: it has no call that does not."
+    "Not the same work: ours returns arrays over the pool's own memory, leased, with only the"
+    " headers checked; Mooncake's client has only a call that copies."
 )
 REMEMBERED = (
-    "Not the same work: ours asks nobody while the lease lives (1 s here), and copies and verifies;"
-    " Mooncake's client has no such memory, so each get asks its storage process."
+    "Not the same work: ours makes no call to the master while the lease lives (1 s here), and"
+    " copies and verifies; Mooncake's client keeps no placements, so each get asks its storage"
+    " process."
 )
 
 
@@ -46,16 +47,16 @@ class Row:
     op: str
     """Of ours."""
     mode: str
-    """How bytes travel on both sides: ``shm`` within the host, or ``tcp``."""
+    """Transport on both sides: ``shm`` within the host, or ``tcp``."""
     goal: float
-    """The peer's time over ours, at least."""
+    """The peer's time divided by kvstore's, at least."""
     batch: int = 1
     size: int = 0
-    """Bytes of each object; 0: only asked for."""
+    """Bytes of each object; 0: no bytes move."""
     peer_op: str = ""
-    """Where the peer has no such call: the one that its users would make instead."""
+    """If the peer has no such call: the call that its users would make instead."""
     memcpy_goal: float = 0.0
-    """The time of one memcpy of the same bytes over ours, at least; 0: not compared."""
+    """The time of a memcpy of the same bytes divided by kvstore's, at least; 0: no such goal."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -129,7 +130,7 @@ ROWS: Final[tuple[Row, ...]] = (
 
 
 def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:
-    """Those of which a pattern matches the id, or a beginning of it: ``put``, ``*/tcp/*/64``."""
+    """The rows whose id, or a prefix of it, matches a pattern: ``put``, ``*/tcp/*/64``."""
     return [
         row
         for row in rows
@@ -139,5 +140,5 @@ def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:
 
 
 def memory_needed(rows: Sequence[Row]) -> int:
-    """Bytes that a client puts from, and gets into, at most; the pool is warmed from them, too."""
+    """The largest memory that a client puts from or gets into; it also warms the pool."""
     return max(WARM_PIECE, *(row.size * row.batch for row in rows))

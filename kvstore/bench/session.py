@@ -1,7 +1,7 @@
-"""One client's measurements: prepares what a row needs, times the calls, clears up.
+"""One client's measurements: prepares a row's keys and memory, times the calls, cleans up.
 
-What is timed is warm: the client's memory and the pool were written through before. Each call is
-timed alone, and what it returned is checked between two calls.
+All memory is warm: the client's memory and the pool are written once before. Each call is timed
+alone, and its result is checked between two calls.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ BATCH = 64
 CHAIN_BLOCKS = 8_192
 CHAIN_BLOCK_BYTES = 4_096
 PUT_AT_ONCE = 1_024
-"""When keys are prepared that are only asked for."""
+"""Keys per put, when objects are prepared whose keys are only asked for."""
 WARM_PIECE = 1 << 20
 WARM_PART = 0.9
-"""Of the pool that is written through; above 0.95 Mooncake begins to evict."""
+"""The part of the pool that is written once; above 0.95 Mooncake begins to evict."""
 USED_PART = 0.8
-"""Of the pool that may be in use, removed and not yet free, before a session waits."""
+"""The part of the pool that removed objects may still use before a session waits."""
 ROW_PART = 0.5
-"""Of the pool that one row may put."""
+"""The part of the pool that one row may put."""
 OBJECTS_MAX = 2_000
-"""Of single objects that one row puts."""
+"""Single objects that one row puts, at most."""
 BATCHES_MAX = 100
 READ_BATCHES_MAX = 20
-"""What is read was put before, and takes turns."""
+"""Batches that are put to be read in turn, at most."""
 CALLS_MAX = 200_000
 CALLS_MIN = 3
 
@@ -51,13 +51,13 @@ def timed(
         result = call(index)
         samples.append(time.perf_counter() - start)
         check(result)
-        del result  # a view holds its lease for as long as it lives
+        del result  # a view holds its lease as long as it exists
         index += 1
     return samples
 
 
 def percentile(samples: Sequence[float], part: float) -> float:
-    """The sample below which that part of them lies."""
+    """The sample below which the given part of the samples is."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
 
@@ -67,15 +67,15 @@ def median_us(samples: Sequence[float]) -> float:
 
 
 def require(well: bool, what: str) -> None:
-    """Raises InternalError: what was measured is not what was meant."""
+    """Raises InternalError unless ``well``: the call did not do the intended work."""
     if not well:
         raise InternalError(
-            f"an object {what}", advice="Does something else use this store, or is it too small?"
+            f"an object {what}", advice="Does another program use this store, or is it too small?"
         )
 
 
 def memory(size: int) -> tuple[Bytes, Bytes]:
-    """Random bytes to put, and as many to get into; all of it touched."""
+    """Random bytes to put, and memory of the same size to get into; all of it touched."""
     import numpy as np
 
     source = np.empty(size, dtype=np.uint8)
@@ -100,13 +100,13 @@ def time_memcpy(
 
 
 class Session:
-    """The rows of one driver. Keys are its own: several sessions may share a store."""
+    """Measures rows with one driver. Its keys are unique: several sessions may share a store."""
 
     def __init__(self, driver: Driver, pool_bytes: int, *, name: str = "") -> None:
         """
         Args:
-            pool_bytes: of the store's memory, that this session may fill.
-            name: begins each of its keys.
+            pool_bytes: how much of the store's memory this session may fill.
+            name: prefix of all its keys.
         """
         self.driver = driver
         self._pool = pool_bytes
@@ -118,12 +118,12 @@ class Session:
         self._spent = 0
 
     def warm(self) -> None:
-        """Write the whole pool through once, so that no row pays for a first touch."""
+        """Write the whole pool once, so that no row pays for a first touch."""
         assert len(self.driver.source) >= WARM_PIECE
         pieces = int(self._pool * WARM_PART) // WARM_PIECE
         keys = [f"{self._name}warm{number}" for number in range(pieces)]
         work = self.driver.work(PUT, [[key] for key in keys], WARM_PIECE)
-        with contextlib.suppress(NoSpaceError):  # somebody else's objects may be there
+        with contextlib.suppress(NoSpaceError):  # the pool may hold objects of others
             for number in range(pieces):
                 work.check(work.call(number))
         self.driver.remove(keys)
@@ -141,14 +141,14 @@ class Session:
         """Seconds of each call.
 
         Args:
-            size: bytes of each object; 0 for what only asks.
-            prepared: called when the first call is about to be made.
+            size: bytes of each object; 0 for calls that move no bytes.
+            prepared: called immediately before the first call.
 
         Raises:
-            InternalError: a call returned something else than it should.
+            InternalError: a call returned a wrong result.
             InvalidArgumentError: there is not enough memory for the row.
         """
-        assert batch * size <= len(self.driver.source), "more than the driver was made for"
+        assert batch * size <= len(self.driver.source), "more than the driver's memory"
         if op == MEMCPY:
             prepared()
             return time_memcpy(self.driver.source, self.driver.target, size * batch, seconds)
@@ -158,12 +158,12 @@ class Session:
             prepared()
             return timed(work.call, seconds, CALLS_MAX, work.check)
         if op not in (PUT, *READS):
-            raise InvalidArgumentError(f"{op} is nothing that can be measured")
+            raise InvalidArgumentError(f"{op} cannot be measured on this system")
         room = int(self._pool * ROW_PART) // size // batch
         if not room:
             raise InvalidArgumentError(
                 f"{batch} objects of {size} bytes need more memory than this store has",
-                advice="Give it more.",
+                advice="Give the store more memory.",
             )
         return self._move(op, size, batch, room, seconds, prepared)
 
@@ -243,4 +243,4 @@ class Session:
         size = CHAIN_BLOCKS * CHAIN_BLOCK_BYTES
         self._make_room(size)
         self._spent -= size
-        self._kept += size * 5 // 4  # with what a system adds to each
+        self._kept += size * 5 // 4  # includes what a system adds to each object

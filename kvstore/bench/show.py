@@ -1,4 +1,4 @@
-"""What the commands of the benchmark have in common: a bar, an end, files."""
+"""Shared by the benchmark's commands: progress bar, exit, files."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from kvstore.errors import KVStoreError
 
 out_option = click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Write a page, its numbers and a picture there.",
+    help="Folder for a page, its numbers and a picture.",
 )  # fmt: skip
 
 redraw_option = click.option(
     "--redraw", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="Measure nothing: page and picture of this JSON file.",
+    help="Do not measure: draw page and picture from this JSON file.",
 )  # fmt: skip
 
 PAGE_COLUMNS = 150
 
 
 def output() -> Console:
-    """Standard output; wide enough for any table where it is no terminal."""
+    """Standard output; if it is not a terminal, wide enough for all tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PAGE_COLUMNS)
 
 
 @contextlib.contextmanager
 def bar(total: int) -> Iterator[Callable[[str, int], None]]:
-    """A progress bar on standard error: called with what is done now, and how many steps further.
-    Lines instead where that is no terminal."""
+    """A progress bar on standard error. Yields a function to call with the current work and the
+    number of finished steps.
+    Prints lines instead if standard error is not a terminal."""
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
                TextColumn("{task.description}"))  # fmt: skip
@@ -56,7 +57,7 @@ def bar(total: int) -> Iterator[Callable[[str, int], None]]:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Every signal that ends the command does so as Ctrl-C does: nothing is left behind."""
+    """Makes every ending signal act like Ctrl-C, so that nothing is left behind."""
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
     try:
         yield
@@ -67,7 +68,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_with(name: str) -> Iterator[None]:
-    """One line for what went wrong, then what the process that failed wrote."""
+    """Prints an error in one line, then the output of the failed process."""
     try:
         yield
     except (ChildError, KVStoreError) as error:
@@ -82,7 +83,7 @@ def exit_with(name: str) -> Iterator[None]:
 
 
 def write_page(out: Path, name: str, page: str, numbers: dict[str, Any]) -> None:
-    """``name.md`` and ``name.json`` in that folder, made where it is not there."""
+    """Writes ``name.md`` and ``name.json`` into that folder, which is created if necessary."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(page)
     (out / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")

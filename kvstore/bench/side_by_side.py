@@ -1,11 +1,11 @@
 """Rounds of two systems, row by row.
 
-A round begins with new processes: each system's master and storage process, and for each way to
-move bytes a client of each. The pools are written through. Then the rows follow each other, and in
-each row one system is measured straight after the other, each twice (A, B, B, A), so that a ratio
-compares what happened within a few seconds. Who is A alternates from row to row and from round to
-round. The system that is not measured has nothing to do; how much processor time its processes take
-meanwhile is measured, too.
+A round begins with new processes: each system's master and storage process, and one client of each
+system per transport. The pools are written once. Then the rows follow each other. In each row the
+systems are measured directly after each other, each twice (A, B, B, A), so that a ratio compares
+measurements within a few seconds. The first system alternates from row to row and from round to
+round. The system that is not measured is idle; the processor time of its processes is measured as
+well.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ class Plan:
 
     rounds: int
     seconds: float
-    """Per row, round and system."""
+    """Seconds per row, round and system."""
     pool_bytes: int
-    """Of each store."""
+    """Size of each store's pool."""
 
 
 def compare(rows: Sequence[Row], plan: Plan, progress: Callable[[str, int], None]) -> Measured:
-    """All rounds.
+    """Measures all rounds.
 
     Args:
-        progress: called with what is done now, and by how many steps that is further
-            (``steps`` says of how many).
+        progress: called with the current work and the number of finished steps (of ``steps``).
 
     Raises:
         ChildError: a process failed.
-        KVStoreError: our own store did.
+        KVStoreError: kvstore failed.
     """
     comparisons = {row.id: Comparison(row) for row in rows}
     idle: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
@@ -68,7 +67,7 @@ def compare(rows: Sequence[Row], plan: Plan, progress: Callable[[str, int], None
 
 
 def steps(rows: Sequence[Row], plan: Plan) -> int:
-    """How many steps of progress all rounds are."""
+    """Number of progress steps of all rounds."""
     return plan.rounds * len(rows)
 
 
@@ -116,7 +115,7 @@ def _round(
 def _measure(
     row: Row, comparison: Comparison, workers: dict[str, Worker], plan: Plan, ours_first: bool
 ) -> None:
-    """One row of one round: A, B, B, A, so that a machine that slows down slows both."""
+    """Measures one row of one round: A, B, B, A, so that a machine that slows down slows both."""
     order = (OURS, MOONCAKE) if ours_first else (MOONCAKE, OURS)
     samples: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
     copies: list[float] = []
@@ -134,7 +133,7 @@ def _measure(
 
 
 def _note_idle(idle: dict[str, list[float]], pids: dict[str, tuple[int, ...]]) -> None:
-    """What both systems take of a processor while nobody asks them for anything."""
+    """Measures the processor time of both systems while they are idle."""
     before = {system: _processor_seconds(some) for system, some in pids.items()}
     time.sleep(IDLE_SECONDS)
     for system, some in pids.items():
@@ -143,7 +142,7 @@ def _note_idle(idle: dict[str, list[float]], pids: dict[str, tuple[int, ...]]) -
 
 
 def _processor_seconds(pids: Sequence[int]) -> float:
-    """Of these processes, in user and system mode, all threads."""
+    """Processor time of these processes, in user and system mode, all threads."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

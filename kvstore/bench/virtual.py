@@ -1,9 +1,9 @@
-"""Masters without memory: real processes with real clients, whose nodes are make-believe.
+"""Masters without memory: real processes with real clients and simulated nodes.
 
-A virtual node mounts a segment that has a size and no memory, because the master never touches a
-payload byte: so ten million objects fit on a laptop.
+A virtual node mounts a segment that has a size but no memory. This works because the master never
+touches a payload byte; so ten million objects fit on a laptop.
 
-Run as a program this is the load of another client, while somebody measures pauses.
+As a program, this module is the load of another client while pauses are measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import calls
 from kvstore.bench.session import percentile
+from kvstore.clocks import uptime
 from kvstore.errors import StartupError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 
@@ -36,22 +37,22 @@ CHAIN_BLOCKS: Final = 1_024
 """Objects of one prefix: 16,384 tokens in blocks of 16."""
 PUT_AT_ONCE: Final = 256
 STEP_BLOCKS: Final = 64
-"""What an engine puts at once."""
+"""Objects that an engine puts at once."""
 STEP_PAUSE_S: Final = 0.002
-"""Between two steps of the load: hundreds of steps a second are a fleet of engines."""
+"""Pause between two steps of the load: hundreds of steps a second, as from a fleet of engines."""
 PROBE_PAUSE_S: Final = 0.0005
 CALL_SECONDS: Final = 60.0
 READY_SECONDS: Final = 60.0
 HOST: Final = "bench"
 LOAD: Final = "bench-load"
 WAIT_MS: Final = 30_000
-"""For room: leases end first."""
+"""How long a put waits for space: leases end earlier."""
 MIX: Final = "mix"
 EVICT: Final = "evict"
 
 
 class Pauses(NamedTuple):
-    """How long a one-key ``exists`` waited."""
+    """Waiting times of one-key ``exists`` calls."""
 
     longest_ms: float
     p999_ms: float
@@ -60,19 +61,19 @@ class Pauses(NamedTuple):
 
 
 def chain(number: int, blocks: int = CHAIN_BLOCKS) -> list[Key]:
-    """The keys of a prefix of its own."""
+    """The keys of chain ``number``, which shares none with other chains."""
     start = hashlib.sha256(number.to_bytes(8, "little")).digest()[:28]
     return [Key(start + index.to_bytes(4, "big")) for index in range(blocks)]
 
 
 def ask(stub: MasterStub, request: calls.Request) -> calls.Reply:
-    return stub.call(request, time.monotonic() + CALL_SECONDS)
+    return stub.call(request, uptime() + CALL_SECONDS)
 
 
 def putting(
     keys: Sequence[Key], parent: Key | None = None, size: int = OBJECT_BYTES
 ) -> calls.PutStart:
-    """The start of a put of objects of one chain."""
+    """The request that starts a put of objects of one chain."""
     return calls.PutStart(
         namespace=NAMESPACE, keys=keys, sizes=[size] * len(keys), parent=parent, chain=True,
         replicas=1, overwrite=False, wait_ms=WAIT_MS, host=HOST,
@@ -82,27 +83,27 @@ def putting(
 def put(
     stub: MasterStub, keys: Sequence[Key], parent: Key | None = None, size: int = OBJECT_BYTES
 ) -> None:
-    """Objects of one chain, without their bytes: the master does not know the difference."""
+    """Puts objects of one chain, without their bytes: the master does not notice."""
     grants = ask(stub, putting(keys, parent, size))
     assert isinstance(grants, calls.Grants)
-    assert len(grants.tokens) == len(keys), "some of these objects were there already"
+    assert len(grants.tokens) == len(keys), "some of these objects exist already"
     ended = ask(stub, calls.PutEnd(grants.epoch, grants.tokens))
     assert isinstance(ended, calls.PutEnded)
     assert all(outcome == calls.PutOutcome.STORED for outcome in ended.outcomes)
 
 
 def put_chain(stub: MasterStub, keys: Sequence[Key]) -> None:
-    """A whole chain, in calls as large as a client's."""
+    """Puts a whole chain, in calls as large as a client's."""
     for start in range(0, len(keys), PUT_AT_ONCE):
         parent = keys[start - 1] if start else None
         put(stub, keys[start : start + PUT_AT_ONCE], parent)
 
 
 def pauses(stub: MasterStub, key: Key, until: Callable[[float], bool]) -> Pauses:
-    """Ask for one key again and again, at least once, and note how long each answer took.
+    """Call ``exists`` for one key repeatedly, at least once, and record the time of each answer.
 
     Args:
-        until: is told for how many seconds this has gone on; True ends it.
+        until: called with the seconds since the start; True ends the measurement.
     """
     request = calls.Exists(NAMESPACE, [key])
     samples: list[float] = []
@@ -130,8 +131,8 @@ def resident(pid: int) -> int:
 
 
 def mix_forever(address: str, first: int) -> None:
-    """Batches of 64 new objects, as one step of an engine puts them, matches of whole chains, and
-    the removal of what was put. Chains 0 and 1 are there."""
+    """Puts batches of 64 new objects, as one step of an engine does, matches whole chains, and
+    removes the new objects. Chains 0 and 1 exist."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # its node leaves
     with virtual_node(address, 1 << 20, name=LOAD), stub_of(address) as stub:
         number = first
@@ -146,7 +147,7 @@ def mix_forever(address: str, first: int) -> None:
 
 
 def evict(address: str, first: int, blocks: int) -> None:
-    """Put so many new objects, 64 at a time, into a store that is full, and match a chain between.
+    """Put ``blocks`` new objects, 64 at a time, into a full store, and match a chain in between.
     Says in one line of JSON how long the puts took."""
     samples = []
     with stub_of(address) as stub:
@@ -164,7 +165,7 @@ def evict(address: str, first: int, blocks: int) -> None:
 
 @contextlib.contextmanager
 def load(address: str, kind: str, *numbers: int) -> Iterator[subprocess.Popen[str]]:
-    """That, in a process of its own that is ended with the block."""
+    """Runs that load in a separate process, which ends with the block."""
     command = [sys.executable, "-m", "kvstore.bench.virtual", kind, address, *map(str, numbers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -192,7 +193,7 @@ def stub_of(address: str) -> Iterator[MasterStub]:
 
 @contextlib.contextmanager
 def virtual_node(address: str, objects: int, *, name: str = "bench") -> Iterator[None]:
-    """A node with room for ``objects``, and no memory; says that it is alive until the end."""
+    """A node with room for ``objects``, and no memory; sends heartbeats until the end."""
     import grpc
 
     from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
@@ -255,7 +256,7 @@ def virtual_node(address: str, objects: int, *, name: str = "bench") -> Iterator
 
 
 if __name__ == "__main__":
-    os.nice(10)  # its own need for a core is not the master's pause
+    os.nice(10)  # so that its own wait for a core does not count as the master's pause
     what, where, *numbers = sys.argv[1:]
     if what == MIX:
         mix_forever(where, *map(int, numbers))

@@ -1,7 +1,7 @@
-"""A client process of a benchmark: does what it is asked, one measurement after the other.
+"""A client process of a benchmark: carries out one measurement after the other.
 
-The parent (``Worker``) and the process (``main``) share a Unix socket, and a JSON object per line
-is a question or its answer. The process ends when the socket does.
+The parent (``Worker``) and the process (``main``) share a Unix socket; each line is a JSON object,
+a request or its answer. The process ends when the socket closes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
 
 READY_SECONDS: Final = 120.0
-"""To connect, and to write through the pool: Mooncake's is cold at first."""
+"""Time-out to connect and to write the whole pool: Mooncake's is cold at first."""
 MORE_SECONDS: Final = 120.0
-"""That a measurement may take beyond its own time, to prepare it and to clear up."""
+"""Time that a measurement may take beyond its own, to prepare and to clean up."""
 CLOSE_SECONDS: Final = 20.0
 OURS: Final = "kvstore"
 MOONCAKE: Final = "mooncake"
@@ -28,24 +28,24 @@ SYSTEMS: Final = (OURS, MOONCAKE)
 
 
 class Settings(TypedDict):
-    """What a client process is."""
+    """Settings of a client process."""
 
     system: str
     mode: str
     address: str
     pool_bytes: int
-    """Of the store, that it may fill."""
+    """How much of the store's memory the process may fill."""
     memory_bytes: int
-    """Of its own, to put from and to get into, each."""
+    """Size of its memory to put from, and of that to get into."""
     warm: bool
-    """Whether it writes the pool through once before it is ready."""
+    """Whether it writes the whole pool once before it is ready."""
 
 
 class Worker:
-    """The parent's side. One thread."""
+    """The parent's side. For one thread."""
 
     def __init__(self, children: Children, name: str, settings: Settings) -> None:
-        """Start it; ``ready`` waits for it."""
+        """Start the process; ``ready`` waits for it."""
         self.name = name
         self._children = children
         self._listener = socket.socket(socket.AF_UNIX)
@@ -61,10 +61,10 @@ class Worker:
         return self._child.process.pid
 
     def ready(self) -> None:
-        """Wait until it is connected and its pool is warm.
+        """Wait until the process is connected and its pool is warm.
 
         Raises:
-            ChildError: it failed, or took too long.
+            ChildError: the process failed, or took too long.
         """
         self._socket = self._children.until(self._child, self._accepted, READY_SECONDS)
         self._listener.close()
@@ -72,7 +72,7 @@ class Worker:
         self._answer(READY_SECONDS)
 
     def prepare(self, op: str, size: int, batch: int, seconds: float) -> None:
-        """Have it prepare a measurement (see ``Session.measure``), up to its first call."""
+        """Prepare a measurement (see ``Session.measure``), up to its first call."""
         assert self._socket is not None, "not ready"
         question = {"op": op, "size": size, "batch": batch, "seconds": seconds}
         self._patience = seconds + MORE_SECONDS
@@ -80,27 +80,27 @@ class Worker:
         self._answer(self._patience)
 
     def go(self) -> None:
-        """Let the calls begin; ``samples`` waits for the last one."""
+        """Begin the calls; ``samples`` waits for the last one."""
         self._say({})
 
     def samples(self) -> list[float]:
         """Seconds of each call.
 
         Raises:
-            ChildError: it failed, or took too long.
+            ChildError: the process failed, or took too long.
         """
         found: list[float] = self._answer(self._patience)["samples"]
         return found
 
     def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
-        """All of it."""
+        """``prepare``, ``go`` and ``samples`` in one."""
         self.prepare(op, size, batch, seconds)
         self.go()
         return self.samples()
 
     def close(self) -> None:
-        """Let it give back what it has, and end. Idempotent; a process that has failed, or does not
-        end, is left to the ``Children``."""
+        """Make the process remove its objects and end. Idempotent; a process that has failed, or
+        does not end, is left to the ``Children``."""
         self._listener.close()
         if self._socket is None:
             return
@@ -142,7 +142,7 @@ class Worker:
 
 
 def session(settings: Settings) -> Session:
-    """What the process does its work with.
+    """The session of this process.
 
     Raises:
         KVStoreError: the system cannot be reached.
@@ -159,12 +159,12 @@ def session(settings: Settings) -> Session:
 
         driver = MooncakeDriver(settings["mode"], settings["address"], settings["memory_bytes"])
     else:
-        raise InvalidArgumentError(f"no system is called {settings['system']}")
+        raise InvalidArgumentError(f"there is no system {settings['system']}")
     return Session(driver, settings["pool_bytes"], name=f"{os.getpid()}-")
 
 
 def environment() -> dict[str, str]:
-    """Of all processes of a benchmark: no setting of either system but its defaults."""
+    """The environment of all processes of a benchmark: both systems use their defaults."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,17 +1,17 @@
-"""``kvstore bench``: what the store costs on this machine, one row per kind of work.
+"""``kvstore bench``: measures the store on this machine, one row per kind of work.
 
 Client, master and node are three processes, as in production. The client's memory is allocated
-and touched before anything is timed, the pool is written through once (a page touched for the first
-time costs ten times a copy), and each call is timed alone; ``kvstore.bench`` does the work, and
-compares it with another store.
+and touched before anything is timed, the whole pool is written once (the first touch of a page
+costs ten times a copy), and each call is timed alone. ``kvstore.bench`` does the work, and compares
+the store with another one.
 
 * ``put``, ``get``: from and into the caller's memory. Every ``get`` asks the master where the
   object is: this client remembers no placements.
-* ``get_again``: the same object under a live lease, for which the client asks nobody.
+* ``get_again``: the same object under a live lease, for which the client does not ask the master.
 * ``get_view``: without copying, shared memory only. The row's bytes are those that can be read.
-* ``exist``: is each of these keys there?
-* ``match_prefix``: how much of this chain is there? All of it is.
-* ``memcpy``: the same bytes copied inside this process at once: what no store can beat by copying.
+* ``exist``: which of these keys exist?
+* ``match_prefix``: how much of this chain is stored? All of it is.
+* ``memcpy``: a copy of the same bytes inside this process: no store that copies can be faster.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,8 +29,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from kvstore.addresses import shown_place
 from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
-from kvstore.bench.ours import OurDriver, own_store
+from kvstore.bench.ours import NAMESPACE, OurDriver, own_store
 from kvstore.bench.session import (
     BATCH,
     CHAIN_BLOCKS,
@@ -43,12 +45,14 @@ from kvstore.cli.bench_verify import verify_option
 from kvstore.cli.options import CONTEXT, debug_option, json_option
 from kvstore.cli.show import size_text
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import InvalidArgumentError, NoSpaceError
 
 SIZES = (4096, 65536, 1 << 20, 4 << 20)
 EXIST_BATCHES = (1, 64, 1024, CHAIN_BLOCKS)
 MATCH_BATCHES = (1024, CHAIN_BLOCKS)
 POOL_BYTES_MIN = 1 << 30
+FREE_PART = 0.9
+"""The part of a running store's free memory that is used: some of it is fragmented."""
 
 EXAMPLE = """\b
 Examples:
@@ -61,7 +65,7 @@ Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the result. Times are of one call, whatever its batch."""
+    """One line of the result. Times are per call, whatever its batch."""
 
     system: str
     mode: str
@@ -80,14 +84,19 @@ class Row:
     type=click.Choice([*TRANSPORTS, "both", "mooncake"]),
     default="both",
     show_default=True,
-    help="How the bytes travel; mooncake compares the store with the bare transfer engine.",
+    help="Transport of the bytes; mooncake compares the store with the bare transfer engine.",
 )
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=1.5, show_default=True,
               help="Time per row.")  # fmt: skip
 @click.option("--rows", metavar="PATTERN,...", default="*", show_default=True,
-              help="Only these, as OP or OP/SIZE/BATCH: 'get*', 'put/1048576/*'.")  # fmt: skip
-@click.option("--memory", default="1GiB", show_default=True, help="Of the node that is started.")
-@click.option("--master", metavar="HOST:PORT", help="Measure this running store instead.")
+              help="Only these rows, as OP or OP/SIZE/BATCH: 'get*', 'put/1048576/*'.")  # fmt: skip
+@click.option("--memory", default="1GiB", show_default=True, help="Memory of the started node.")
+@click.option(
+    "--master",
+    metavar="HOST:PORT",
+    help="Measure this running store instead: writes to its free memory, at most --memory of it.",
+)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask before a running store is used.")
 @click.option("--master-scale", type=click.IntRange(min=1), metavar="N",
               help="Measure a master that knows N objects instead: memory and pauses.")  # fmt: skip
 @json_option
@@ -101,6 +110,7 @@ def bench(
     rows: str,
     memory: str,
     master: str | None,
+    yes: bool,
     master_scale: int | None,
     as_json: bool,
 ) -> None:
@@ -130,12 +140,14 @@ def bench(
         )
     modes = TRANSPORTS if transport == "both" else (transport,)
     wanted = [pattern.strip() for pattern in rows.split(",")]
+    if master is not None:
+        pool = _agreed(master, pool, yes=yes)
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(_shown(as_json))
         if master is None:
             master = stack.enter_context(own_store(pool)).address
         for mode in modes:
-            driver = OurDriver(master, mode, BATCH * max(SIZES))
+            driver = OurDriver(master, mode, BATCH * max(SIZES), pool_bytes=pool)
             with contextlib.closing(driver):
                 driver.clear()
                 session = Session(driver, pool)
@@ -145,13 +157,54 @@ def bench(
         measure_memcpy(seconds, _Shower("none", wanted, show))
 
 
+# --- a store that is in use ---
+
+
+def _agreed(master: str, wanted: int, *, yes: bool) -> int:
+    """How much of a running store's memory may be used. Tells the user, and asks.
+
+    Never more than is free, so that nothing is evicted for it; what others put meanwhile may be.
+    """
+    from kvstore import Client
+
+    with Client(config=ClientConfig(master=master)) as client:
+        status = client.status()
+    segments = [segment for node in status.nodes for segment in node.segments]
+    size = sum(segment.size for segment in segments)
+    free = size - sum(segment.used for segment in segments)
+    there = sum(each.objects for each in status.namespaces if each.name == NAMESPACE)
+    shown = shown_place(master)
+    pool = min(wanted, int(free * FREE_PART))
+    if pool < POOL_BYTES_MIN:
+        raise NoSpaceError(
+            f"{size_text(free)} of {size_text(size)} are free in the store at {shown}; the rows "
+            f"need {size_text(POOL_BYTES_MIN / FREE_PART)}, and the benchmark evicts nothing",
+            advice="Leave out --master: the benchmark then starts its own store.",
+        )
+    told = (
+        f"The store at {shown} holds {sum(each.objects for each in status.namespaces)} objects; "
+        f"{size_text(free)} of {size_text(size)} are free. The benchmark fills {size_text(pool)} "
+        f"of that with objects of the namespace {NAMESPACE}, and removes all objects of that "
+        f"namespace ({there} now) before and after. Other clients are slower meanwhile, and have "
+        "less space."
+    )
+    click.echo(told, err=True)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError(
+                "No terminal to ask for confirmation: give --yes to use a running store."
+            )
+        click.confirm("Go on?", abort=True, err=True)
+    return pool
+
+
 # --- the work ----------------------------------------------------------------------------------
 
 
 def measure(
     session: Session, mode: str, seconds: float, shower: _Shower, *, sizes: tuple[int, ...] = SIZES
 ) -> None:
-    """All rows of one transport that are wanted."""
+    """Measures the wanted rows of one transport."""
     moving = (PUT, GET, GET_VIEW) if mode == "shm" else (PUT, GET)
     todo = [(op, size, batch) for size in sizes for batch in (1, BATCH) for op in moving]
     todo.append((GET_AGAIN, sizes[0], 1))
@@ -163,7 +216,7 @@ def measure(
 
 
 def measure_memcpy(seconds: float, shower: _Shower) -> None:
-    """What a put or a copying get costs at least."""
+    """Measures the least that a put or a copying get can cost."""
     source, target = memory(BATCH * max(SIZES))
     for size in SIZES:
         for batch in (1, BATCH):
@@ -172,11 +225,11 @@ def measure_memcpy(seconds: float, shower: _Shower) -> None:
                 shower.row(MEMCPY, size, batch, samples)
 
 
-# --- what is shown -----------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------------
 
 
 class _Shower:
-    """Knows which rows are wanted, and hands each one on as soon as it is measured."""
+    """Knows which rows are wanted, and passes each row on as soon as it is measured."""
 
     def __init__(self, mode: str, patterns: list[str], show: Callable[[Row], None]) -> None:
         self._mode = mode

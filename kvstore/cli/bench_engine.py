@@ -1,14 +1,14 @@
 """``kvstore bench --transport mooncake``: the store against the engine that moves its bytes.
 
-A master, a node and this client are three processes. In each round the same bytes move six times,
-at the very same places of the node's memory, and between the same memory here:
+A master, a node and this client are three processes. In each round the same bytes move six times
+between the same places of the node's memory and of this process's memory:
 
-* ``put``, ``get``: by the store, with all that belongs to it;
+* ``put``, ``get``: by the store, with all its steps;
 * ``write``, ``read``: by the client's transport alone: copied where the memory is not registered,
   hashed, in batches, under a deadline;
 * and by the bare engine, whose memory is always registered, with the call that its users know.
 
-A ratio of 1 says that all that is added is hidden behind the engine's own time.
+A ratio of 1 means that the store's own work is hidden behind the engine's time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvstore.children import start_master, start_node
 from kvstore.cli.show import size_text
 from kvstore.client.getting import locate
 from kvstore.client.steps import Transfer
+from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.errors import InternalError
 from kvstore.limits import Key, Namespace
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from kvstore.client.values import Bytes1D as Bytes
 
 WORK: Final = ((1 << 20, 1), (1 << 20, 16), (1 << 20, 64), (4 << 20, 16), (64 << 10, 64))
-"""Bytes of an object, and how many at once."""
+"""Bytes of an object, and objects per call."""
 
 NAMESPACE: Final = Namespace("kvstore-bench-engine")
 OPS: Final = ("write", "read", "put", "get")
@@ -50,14 +51,15 @@ ROUNDS_MIN: Final = 5
 
 
 class EngineRow(NamedTuple):
-    """Times are medians over the rounds; ``ratio`` is that of the rounds' own ratios, bare engine's
-    time to ours: 0.95 is 5 % slower."""
+    """Times are medians over the rounds. ``ratio`` is the median of each round's ratio of the bare
+    engine's time to the store's: at 0.95 the store is 5 % slower."""
 
     op: str
     size_bytes: int
     batch: int
     registered: bool
-    """Whether the caller's memory is registered, too, or passes through the client's buffer."""
+    """Whether the caller's memory is registered as well, or bytes pass through the client's
+    buffer."""
     rounds: int
     ours_gb_per_second: float
     bare_gb_per_second: float
@@ -67,7 +69,7 @@ class EngineRow(NamedTuple):
 
 
 def measure_engine(seconds: float, *, settings: EngineSettings, as_json: bool) -> None:
-    """Measure for ``seconds`` per row, and show it."""
+    """Measure for ``seconds`` per row, and show the rows."""
     rows = []
     with _client(settings) as client, _bare(settings) as engine:
         for size, batch in WORK:
@@ -112,7 +114,7 @@ class _Measurement:
             yield self._row(op, pairs, registered)
 
     def _round(self) -> list[tuple[float, float]]:
-        """Seconds of ours and of the bare engine, for each of ``OPS``."""
+        """Seconds of the store and of the bare engine, for each of ``OPS``."""
         client, keys, size = self._client, self._keys, self._size
         parts = [self._source[at : at + size] for at in range(0, self._source.nbytes, size)]
         into = [self._target[at : at + size] for at in range(0, self._target.nbytes, size)]
@@ -136,7 +138,7 @@ class _Measurement:
             for place, part in zip(places, parts, strict=True)
         ]
         transfer = Transfer(places[0].segment, moves, is_write)
-        errors = self._client._session.movers.move([transfer], time.monotonic() + 60)
+        errors = self._client._session.movers.move([transfer], uptime() + 60)
         if errors[0] is not None:
             raise errors[0]
 
@@ -160,7 +162,7 @@ class _Measurement:
 
     def _check(self) -> None:
         if not (self._target == self._source).all():
-            raise InternalError("other bytes came back")
+            raise InternalError("the bare engine returned wrong bytes")
         self._target[:] = 0
 
     def _row(self, op: str, pairs: list[tuple[float, float]], registered: bool) -> EngineRow:

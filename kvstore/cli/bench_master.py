@@ -1,12 +1,12 @@
 """``kvstore bench --master-scale N``: what N objects cost the master.
 
-A real master process is asked by real clients; only the node is make-believe
-(``kvstore.bench.virtual``). Two things are measured:
+Real clients call a real master process; only the node is simulated (``kvstore.bench.virtual``). Two
+things are measured:
 
-* ``master_memory``: by how much the master's resident memory grew, per object.
-* ``master_pause``: how long it kept a one-key ``exists`` waiting at worst, seen from a client on
-  the lane: idle (timers, the collector), and while other clients put, match and remove batches.
-  With no objects at all it is measured first, which shows what the machine itself adds.
+* ``master_memory``: growth of the master's resident memory, per object.
+* ``master_pause``: the longest time that a one-key ``exists`` waits, seen from a client on the
+  lane: while the master is idle (timers, the collector), and while other clients put, match and
+  remove batches. The first measurement, without objects, shows what the machine itself adds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 PROBE_SECONDS = 10.0
 SETTLE_SECONDS = 1.0
-"""For the load to start up, which is nothing to measure."""
+"""Time for the load to start up, which is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class PauseRow:
     op: str = "master_pause"
     objects: int
     during: str
-    """idle, or what other clients do meanwhile."""
+    """``idle``, or what other clients do at the same time."""
     longest_ms: float
     p999_ms: float
     p50_us: float
@@ -56,7 +56,7 @@ class PauseRow:
 
 
 def measure_master(objects: int, *, as_json: bool, probe_seconds: float = PROBE_SECONDS) -> None:
-    """Runs it, and prints a row as soon as it is measured."""
+    """Runs the benchmark, and prints each row as soon as it is measured."""
 
     def show(row: MemoryRow | PauseRow) -> None:
         if as_json:
@@ -103,7 +103,7 @@ def measure_master(objects: int, *, as_json: bool, probe_seconds: float = PROBE_
 
 
 def _fill(stub: MasterStub, objects: int, *, quiet: bool) -> int:
-    """So many objects, in chains; how many of those."""
+    """Puts ``objects`` objects in chains; returns the number of chains."""
     console = Console(stderr=True)
     off = quiet or not console.is_terminal
     chains = -(-objects // virtual.CHAIN_BLOCKS)

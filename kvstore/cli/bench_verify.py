@@ -1,7 +1,7 @@
 """``kvstore bench --verify``: what each setting of ``verify`` costs a get on this machine.
 
-One store, one object of each size, one client per setting; their calls take turns, so that a noisy
-machine is as noisy to all of them. Each get asks the master, as in the other rows.
+One store, one object of each size, one client per setting. The clients' calls alternate, so that
+noise of the machine affects all settings alike. Each get asks the master, as in the other rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 SIZES: Final = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
 ROUNDS: Final = 400
-"""Gets per row; fewer of large values."""
+"""Gets per row; fewer for large values."""
 BYTES_MAX: Final = 2 << 30
-"""Read per row."""
+"""Bytes read per row."""
 MEMORY: Final = "256MiB"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Medians of one kind of get, µs, by setting; None: it makes no difference to that kind."""
+    """Medians of one kind of get in µs, by setting; None: the setting does not affect that kind."""
 
     transport: str
     op: str
@@ -38,7 +38,7 @@ class Row:
 
 
 def measure() -> Iterator[Row]:
-    """Starts a store of its own; takes half a minute."""
+    """Yields the rows. Starts a store of its own; takes half a minute."""
     import numpy as np
 
     from kvstore import Client
@@ -94,7 +94,7 @@ def _medians(
         for setting, client in clients.items():
             started = time.perf_counter()
             get(client)
-            if number >= 5:  # mappings and connections are made by now
+            if number >= 5:  # by then mappings and connections exist
                 took[setting].append(time.perf_counter() - started)
     return {setting: round(statistics.median(each) * 1e6, 1) for setting, each in took.items()}
 

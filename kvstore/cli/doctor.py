@@ -1,7 +1,8 @@
-"""``kvstore doctor``: what of this host, its programs and the cluster is well, and what to do."""
+"""``kvstore doctor``: checks this host, its programs and the cluster, and says what to do."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,30 +13,30 @@ from rich.table import Table
 
 from kvstore.cli.options import CONTEXT, FAILED, config_options, debug_option, json_option
 from kvstore.cli.show import print_json
-from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load
+from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
 from kvstore.doctor import software
-from kvstore.doctor.findings import Check, Finding, run_all
+from kvstore.doctor.findings import Check, Finding, ok, problem, run_all
 
 EXAMPLE = """\b
 Examples:
-  kvstore doctor                             this host, and a master if one is configured
-  kvstore doctor --master 10.0.0.7:50001     and the way to that master and its nodes
-  kvstore doctor --memory 64GiB --json       a node of that size is planned here
+  kvstore doctor                             checks this host, and a configured master
+  kvstore doctor --master 10.0.0.7:50001     also checks that master and its nodes
+  kvstore doctor --memory 64GiB --json       checks for a planned node of that size
 
 \b
-Exit codes: 0 nothing is a problem, 1 something is.
+Exit codes: 0 no problem, 1 at least one problem.
 """
 
 MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
 
 IMPORTS_TIMEOUT_S = 60.0
-"""The first import of a large package from a cold disk."""
+"""Enough for the first import of a large package from a cold disk."""
 
 
 @click.command(context_settings=CONTEXT, epilog=EXAMPLE)
 @config_options(ClientConfig, only=("master", "timeout_ms"))
-@click.option("--memory", metavar="SIZE", help="That a node here is to have; default: configured.")
-@click.option("--transfer-engine", is_flag=True, help="Transfer bytes through it, to this host.")
+@click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
+@click.option("--transfer-engine", is_flag=True, help="Test it with transfers to this host.")
 @json_option
 @debug_option
 @click.pass_context
@@ -48,7 +49,7 @@ def doctor(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Check this host, its programs and the way to the cluster, and say what to do."""
+    """Check this host, its programs and the connection to the cluster; say what to do."""
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
     config_path = outer["config_path"] if config_path is None else config_path
     flags = {key: value for key, value in outer["flags"].items() if key in given}
@@ -56,7 +57,8 @@ def doctor(
     client = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
-    checks = list(_checks(client, master, node, transfer_engine=transfer_engine))
+    checks = list(_checks(client, master, node, config_path, transfer_engine=transfer_engine))
+    logging.getLogger("kvstore").setLevel(logging.ERROR)  # the findings say the same
     limit_s = max(3 * client.timeout_ms / 1000, (3 if transfer_engine else 1) * IMPORTS_TIMEOUT_S)
     found = list(run_all(checks, limit_s + 1))
     if as_json or outer["as_json"]:
@@ -68,9 +70,14 @@ def doctor(
 
 
 def _checks(
-    client: ClientConfig, master: MasterConfig, node: NodeConfig, *, transfer_engine: bool
+    client: ClientConfig,
+    master: MasterConfig,
+    node: NodeConfig,
+    config_path: str | None,
+    *,
+    transfer_engine: bool,
 ) -> Iterator[tuple[str, Check]]:
-    # Each imports what it needs itself: a package that cannot be imported is a finding, too.
+    # Each check imports what it needs: a package that cannot be imported is a finding as well.
     timeout_s = client.timeout_ms / 1000
 
     def of_host(name: str, *arguments: object) -> tuple[str, Check]:
@@ -82,7 +89,15 @@ def _checks(
 
         return name.replace("_", " "), check
 
+    def of_settings() -> list[Finding]:
+        unknown = unknown_settings(config_path)
+        return [problem("settings", each.message, each.advice) for each in unknown] or [
+            ok("settings", "no unknown ones")
+        ]
+
+    yield "settings", of_settings
     yield "Python", lambda: software.python(IMPORTS_TIMEOUT_S)
+    yield "installation", software.installation
     yield "optional", software.optional
     yield of_host("entries", node.memory)
     yield of_host("numa_nodes")
@@ -108,7 +123,7 @@ def _checks(
 
 
 def _show(found: list[Finding]) -> None:
-    """The findings as a table; what to do below it, each on one line that can be copied."""
+    """Prints the findings as a table, and below it the advice, each on one line to copy."""
     console = Console()
     table = Table("", "", "found", box=None, pad_edge=False, show_header=False)
     last = ""

@@ -1,7 +1,8 @@
-"""``kvstore drain``: empty a node, and let it leave.
+"""``kvstore drain``: moves all objects off a node, then lets the node leave.
 
-This process copies: it reads from the node and writes to the others as any client does. It may be
-stopped and started again at any time; the node stays drained until it leaves or is taken back.
+This process copies the objects: it reads from the node and writes to other nodes as any client
+does. It may be stopped and started again at any time; the node gets no new objects until it leaves,
+or until ``--undo``.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ if TYPE_CHECKING:
     from kvstore import Client
 
 PAUSE_S: Final = 0.2
-"""Between two passes of which the first could not do all of it yet."""
+"""Pause before the next pass, when a pass could not move all objects."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a drain came to."""
+    """The result of a drain."""
 
     node: str
     moved: int = 0
     moved_bytes: int = 0
     corrupt: int = 0
-    """Objects of the last pass whose bytes are not what they were."""
+    """Objects of the last pass whose bytes do not match their checksum."""
     left: int = 0
-    """Objects that found no room elsewhere."""
+    """Objects for which other nodes have no space."""
     left_bytes: int = 0
     evicted: int = 0
-    """Objects elsewhere that were used longer ago, and had to make room."""
+    """Less recently used objects on other nodes that were evicted to make room."""
     unfinished: int = 0
-    """Puts and allocations, and objects that could not be moved, when the time was over."""
+    """Puts and allocations under way, and objects that could not be moved, at the end."""
     has_left: bool = False
 
     def as_json(self) -> dict[str, str | int | bool]:
@@ -45,13 +46,13 @@ class Outcome:
 def drain_node(
     client: Client, node: str, *, discard: bool, wait_s: float, told: Callable[[int, int], None]
 ) -> Outcome:
-    """Move all that can be moved; then let the node leave, if nothing would be lost with it.
+    """Moves all objects that can be moved; then lets the node leave, if no object would be lost.
 
     Args:
-        discard: let it leave also with what found no room elsewhere, or could not be moved.
-        wait_s: how long to try when nothing moves any more: for puts under way there, or while the
-            master or a node is away.
-        told: called with the bytes moved, and those there are to move.
+        discard: let the node leave even if objects have no space elsewhere or could not be moved.
+        wait_s: how long to keep trying when nothing moves: for puts under way on the node, or
+            while the master or a node is unreachable.
+        told: called with the bytes moved so far, and the bytes to move.
     """
     outcome = Outcome(node)
     used = client.drain(node).used
@@ -59,7 +60,7 @@ def drain_node(
     while True:
         moved = outcome.moved
         try:
-            pending = client.drain(node).pending  # again each time: the master may be another
+            pending = client.drain(node).pending  # again each time: the leader may have changed
             failed = _pass(client, outcome, lambda: told(outcome.moved_bytes, used))
         except UnavailableError:
             if time.monotonic() >= give_up:
@@ -80,7 +81,7 @@ def drain_node(
 
 
 def _pass(client: Client, outcome: Outcome, told: Callable[[], None]) -> int:
-    """Over all objects, once; how many could not be moved now."""
+    """Tries all objects once; returns how many could not be moved now."""
     failed = cursor = 0
     outcome.left = outcome.left_bytes = outcome.corrupt = 0
     while True:

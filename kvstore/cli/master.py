@@ -32,10 +32,10 @@ Examples:
 @debug_option
 @version_option
 def command(config_path: str | None, parent_fd: int | None, **flags: object) -> int:
-    """Run the master: it knows which objects there are, and where."""
+    """Run the master, which knows all objects and where they are."""
     config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
     logs.configure(config.log_level)
-    from kvstore.master.app import run as serve  # after the settings: a typo is told at once
+    from kvstore.master.app import run as serve  # after the settings: a typo is reported at once
 
     return serve(config, parent_fd=parent_fd)
 

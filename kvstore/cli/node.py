@@ -35,12 +35,13 @@ Examples:
 def command(
     config_path: str | None, parent_fd: int | None, keep_orphaned: bool, **flags: object
 ) -> int:
-    """Run a node: it pools memory of this host and serves it."""
+    """Run a node, which adds memory of this host to the pool and serves it."""
     config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
     logs.configure(config.log_level)
-    from kvstore.node.app import run as serve  # after the settings: a typo is told at once
+    from kvstore.node.app import run as serve  # after the settings: a typo is reported at once
+    from kvstore.repairer import Repairer
 
-    return serve(config, parent_fd=parent_fd, keep_orphaned=keep_orphaned)
+    return serve(config, parent_fd=parent_fd, keep_orphaned=keep_orphaned, repairs=Repairer.of_node)
 
 
 def main() -> NoReturn:

@@ -1,6 +1,7 @@
-"""What all commands share: options made from the configuration classes, errors, exit codes.
+"""Shared by all commands: options made from the configuration classes, errors, exit codes.
 
-Exit codes: 0 done; 1 it failed; 2 it was asked wrongly; 3 there is no such object; 130 interrupted.
+Exit codes: 0 done; 1 failed; 2 wrong usage; 3 no such object; 130 interrupted.
+With ``--json`` an error is one line of JSON on stderr, whatever its exit code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from kvstore._version import __version__
-from kvstore.config import CONFIG_VARIABLE, Config, settings
+from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
 
 FAILED = 1
@@ -38,8 +39,8 @@ def config_options(
 ) -> Callable[[Command], Command]:
     """Adds an option for each setting of ``kind``, and ``--config``.
 
-    An option that was not given is ``None``: the defaults are the configuration's, not click's, so
-    that the environment and the file come between.
+    An option that is not given is ``None``: defaults come from the configuration and not from
+    click, because the environment and the file take precedence over them.
     """
 
     def add(command: Command) -> Command:
@@ -57,6 +58,14 @@ def config_options(
                 callback=_given if setting.many else None,
                 help=setting.help + note,
             )(command)
+        command = click.option(
+            "--strict-config",
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=_strict,
+            help=f"Refuse unknown variables and keys of the file.  [{STRICT_VARIABLE}]",
+        )(command)
         return click.option(
             "--config",
             "config_path",
@@ -67,8 +76,14 @@ def config_options(
     return add
 
 
+def _strict(_context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        os.environ[STRICT_VARIABLE] = "1"
+
+
 def _given(_context: click.Context, _option: click.Parameter, values: object) -> object:
-    """For click an option that may come several times is there even when it was not given."""
+    """``None`` for an option that was not given; click passes an empty value for repeatable
+    ones."""
     return values or None
 
 
@@ -76,6 +91,8 @@ def version_option(command: Command) -> Command:
     def show(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
         if wanted and not context.resilient_parsing:
             click.echo(__version__)
+            for notice in installation_notices():
+                click.echo(f"note: {notice}", err=True)
             context.exit()
 
     return click.option(
@@ -88,16 +105,23 @@ def version_option(command: Command) -> Command:
     )(command)
 
 
+def installation_notices() -> list[str]:
+    """What --version should report about the installation of kvstore."""
+    from kvstore.doctor.software import installation  # not above: it reads package metadata
+
+    return [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
+
+
 def debug_option(command: Command) -> Command:
-    """Read by ``run`` from the arguments, because it matters where no command is reached."""
+    """Adds --debug. ``run`` reads it from the arguments: it applies before a command is reached."""
     return click.option(
-        "--debug", is_flag=True, expose_value=False, help="Show where in the program it failed."
+        "--debug", is_flag=True, expose_value=False, help="Show a traceback on errors."
     )(command)
 
 
 def json_option(command: Command) -> Command:
     return click.option(
-        "--json", "as_json", is_flag=True, help="Print JSON, errors on stderr included."
+        "--json", "as_json", is_flag=True, help="Print JSON, including errors on stderr."
     )(command)
 
 
@@ -107,7 +131,7 @@ def parent_option(command: Command) -> Command:
         "--parent-fd",
         type=click.IntRange(min=0),
         hidden=True,
-        help="Descriptor of a socket: say there when ready, and stop cleanly when it ends.",
+        help="Socket descriptor: report readiness there, and stop cleanly when it closes.",
     )(command)
 
 
@@ -122,7 +146,7 @@ def orphan_option(command: Command) -> Command:
 
 
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs a command and ends the process. Whatever goes wrong is told in one line."""
+    """Runs a command and ends the process. Each error is reported in one line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given
     code = _run(command, name, given, as_json="--json" in options, debug="--debug" in options)
@@ -140,22 +164,24 @@ def _run(
         result = command.main(arguments, prog_name=name, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (click.Abort, KeyboardInterrupt):
+        if as_json:
+            print_json_error("interrupted", "interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # kvstore ls | head
         _forget_stdout()
         return FAILED
     except click.ClickException as error:
         if as_json:
-            _print_json("usage", error.format_message(), "", {})
+            print_json_error("usage", error.format_message(), "", {})
         else:
             error.show()
         return error.exit_code
     except KVStoreError as error:
         if debug:
             traceback.print_exc()
-        elif as_json:
-            _print_json(error.code, error.message, error.advice, error.fields)
-        else:
+        if as_json:
+            print_json_error(error.code, error.message, error.advice, error.fields)
+        elif not debug:
             click.echo(f"{name}: {error}", err=True)
         return ASKED_WRONGLY if isinstance(error, UsageError) else FAILED
     except OSError as error:
@@ -163,7 +189,7 @@ def _run(
             traceback.print_exc()
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         if as_json:
-            _print_json("os", what, "", {})
+            print_json_error("os", what, "", {})
         elif not debug:
             click.echo(f"{name}: {what}", err=True)
         return FAILED
@@ -173,17 +199,20 @@ def _run(
         what = f"unexpected {type(error).__name__}: {error}"
         advice = "This is a bug: run it again with --debug and report what it shows."
         if as_json:
-            _print_json("internal", what, advice, {})
+            print_json_error("internal", what, advice, {})
         else:
             click.echo(f"{name}: {what}. {advice}", err=True)
         return FAILED
 
 
-def _print_json(code: str, message: str, advice: str, fields: dict[str, Any]) -> None:
-    error = {"code": code, "message": message, "advice": advice, "fields": fields}
+def print_json_error(
+    code: str, message: str, advice: str = "", fields: dict[str, Any] | None = None
+) -> None:
+    """One line on stderr, so that stdout holds results only."""
+    error = {"code": code, "message": message, "advice": advice, "fields": fields or {}}
     click.echo(json.dumps({"error": error}), err=True)
 
 
 def _forget_stdout() -> None:
-    """Whoever read it is gone: let the interpreter's last flush go nowhere."""
+    """Redirects stdout, whose reader is gone, to /dev/null for the interpreter's last flush."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -24,7 +24,7 @@ Examples:
   kvstore-proxy --master 10.0.0.7:50001 --affinity prefix ...
 
 \b
-Engines come and go while it runs, by requests from this host:
+Requests from this host add and remove engines while the proxy runs:
   curl localhost:8000/admin/instances
   curl localhost:8000/admin/instances -d '{"role": "decode", "address": "10.0.0.4:8200"}'
   curl -X POST localhost:8000/admin/instances/10.0.0.4:8200/drain
@@ -38,18 +38,18 @@ EXTRA = ("aiohttp", "cbor2", "multidict", "prometheus_client")
 @debug_option
 @version_option
 def command(config_path: str | None, **flags: object) -> int:
-    """Run a proxy: clients speak OpenAI's protocol to it, it has prompts computed by prefillers
-    and answered by decoders, which meet in the store."""
+    """Run a proxy for clients of OpenAI's API: prefillers compute prompts, decoders answer, and the
+    store passes the KV cache between them."""
     config = load(ProxyConfig, flags, config_path=config_path, origin="{flag}")
     logs.configure(config.log_level)
     try:
-        from kvstore.proxy.app import run as serve  # after the settings: a typo is told at once
+        from kvstore.proxy.app import run as serve  # after the settings: a typo is reported at once
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:
             raise
         raise StartupError(
             f"the proxy needs {error.name}, which is not installed",
-            advice="pip install 'kvstore[proxy]'",
+            advice="pip install 'aiohttp>=3.12' 'prometheus-client>=0.21' 'cbor2>=5.6'",
         ) from None
     return serve(config)
 

@@ -1,4 +1,4 @@
-"""How values look: sizes, times, keys as people read them, replies as JSON."""
+"""Formats values: sizes, times and keys for people, replies as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.errors import InvalidKeyError
 from kvstore.limits import Key, check_key
 
 HEX = "hex:"
-"""Begins the written form of a key that is not printable text, and of text that begins so."""
+"""Prefix of the written form of a key that is not printable text, or that begins with it."""
 
 
 def key_text(key: bytes) -> str:
@@ -20,13 +20,13 @@ def key_text(key: bytes) -> str:
         text = key.decode()
     except UnicodeDecodeError:
         return HEX + key.hex()
-    # Spaces would blur where a column ends, and a leading "-" would be read as an option.
+    # Spaces would hide where a column ends, and a leading "-" would be read as an option.
     plain = text.isprintable() and " " not in text and not text.startswith((HEX, "-"))
     return text if plain else HEX + key.hex()
 
 
 def key_from_text(text: str, *, as_hex: bool = False) -> Key:
-    """``key_text`` backwards.
+    """The inverse of ``key_text``.
 
     Raises:
         InvalidKeyError: not hexadecimal, or a key that no object can have.
@@ -70,7 +70,7 @@ def duration_text(milliseconds: int) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A reply as JSON can hold it: named tuples as objects, bytes as hexadecimal text."""
+    """A reply in types of JSON: named tuples as objects, bytes as hexadecimal text."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).hex()
     if hasattr(value, "_asdict"):
@@ -83,5 +83,5 @@ def plain(value: Any) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """One line, so that lines of several calls stay apart."""
+    """Prints ``value`` on one line."""
     click.echo(json.dumps(plain(value)))

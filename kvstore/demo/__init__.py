@@ -1,13 +1,13 @@
 """One process reuses the KV cache that another one computed: ``python -m kvstore.demo``.
 
-To see how an engine is joined to kvstore, read ``engine.py``: ``Engine.load`` and ``Engine.save``
-are all of it. The rest:
+To see how an engine uses kvstore, read ``Engine.load`` and ``Engine.save`` in ``engine.py``: they
+are the whole integration. The rest:
 
-* ``scenario.py``: what the processes agree on, and what they report; imports nothing heavy
+* ``scenario.py``: what the processes agree on, and what they report; imports no large package
 * ``model.py``: a small real decoder with random weights, and memory for its KV
 * ``worker.py``: the two processes with an engine, a producer and a consumer
 * ``processes.py``: child processes that are started, watched and always ended
 * ``__main__.py``: the command: starts everything, prints what happened
 
-Needs the extra ``kvstore[demo]`` (torch and transformers).
+Needs the extra ``demo`` (torch and transformers).
 """

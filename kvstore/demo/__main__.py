@@ -30,7 +30,7 @@ from kvstore.demo.scenario import (
 MIB = 1 << 20
 READY_SECONDS = 30.0
 JOB_SECONDS = 150.0
-"""For a slow machine; two cores take a tenth of it for the default prefix."""
+"""Time-out, for a slow machine; two cores need a tenth of it for the default prefix."""
 
 EXAMPLE = """\b
 Example:
@@ -46,22 +46,22 @@ Example:
     show_default=True,
     help="Tokens that the two prompts have in common.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of weights and prompts.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights and prompts.")
 @click.option(
     "--transport",
     type=click.Choice(["shm", "tcp"]),
     default="shm",
     show_default=True,
-    help="How the bytes travel: through shared memory or over a socket.",
+    help="Transport of the bytes: shared memory or a socket.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of text.")
 def main(prefix_tokens: int, seed: int, transport: str, as_json: bool) -> None:
     """Watch one process reuse the KV cache that another one computed.
 
     Starts a master and a node, then a producer, which computes a long prompt and puts its KV
-    blocks, and once that is gone a consumer, which continues another prompt with the same
-    beginning: computing all of it, and with the beginning from the store. Both ways must give the
-    same tokens. The model is a small Llama with random weights, made on the spot: no download.
+    blocks. After the producer has ended, a consumer continues another prompt with the same prefix
+    in two ways: it computes all of it, and it takes the prefix from the store. Both ways must give
+    the same tokens. The model is a small Llama with random weights, created locally: no download.
 
     The last line begins with "demo:". The exit status is 0 only if the outputs were identical and
     every shared block came from the store.
@@ -94,7 +94,7 @@ def run(scenario: Scenario, console: Console) -> tuple[Produced, Consumed]:
     """Run the four processes; all of them have ended when this returns."""
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
-            raise ChildError(f"{module} is not installed; pip install 'kvstore[demo]'")
+            raise ChildError(f"{module} is not installed; pip install torch transformers")
     with Children(_environment()) as children:
         master = children.start("master", "kvstore.cli.master", "--port", "0")
         address = children.ready(master, r"listening on (\S+:\d+)", READY_SECONDS)[1]
@@ -123,7 +123,7 @@ def run(scenario: Scenario, console: Console) -> tuple[Produced, Consumed]:
 
 
 def find_problems(scenario: Scenario, produced: Produced, consumed: Consumed) -> list[str]:
-    """Whatever is not as it must be, in words."""
+    """Everything that went wrong, as texts."""
     problems = []
     if consumed.tokens_reused != consumed.tokens_computed:
         problems.append("outputs differ")
@@ -187,22 +187,22 @@ def show(consumed: Consumed, console: Console) -> None:
 
 
 def _pool_mib(scenario: Scenario) -> int:
-    """Memory for everything that the producer puts, and a quarter more for headers and gaps.
+    """Memory for all objects of the producer, and a quarter more for headers and gaps.
 
-    With the default prefix it stays below the 64 MiB of /dev/shm that a container has.
+    With the default prefix it stays below a container's default of 64 MiB for /dev/shm.
     """
     tokens = scenario.prefix_tokens + PRODUCER_TAIL_TOKENS
     return 8 + tokens * KV_BYTES_PER_TOKEN * 5 // 4 // MIB
 
 
 def _environment() -> dict[str, str]:
-    """Ours without any setting of kvstore, so that the demonstration is the same everywhere."""
+    """This process's environment without kvstore's settings, so that every run is the same."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
     return inherited | {
         "KVSTORE_CONFIG": "",  # no kvstore.toml either
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        # Threads of torch that wait sleep. Spinning saves a little on an idle machine, and makes
+        # Waiting threads of torch sleep. Spinning is slightly faster on an idle machine, but makes
         # a busy one ten times slower, which would make the comparison look better than it is.
         "OMP_WAIT_POLICY": "passive",
     }

@@ -1,6 +1,6 @@
-"""An LLM engine that keeps KV blocks in kvstore: the part to read before joining your own.
+"""An LLM engine that keeps KV blocks in kvstore: read it before you integrate your own engine.
 
-It takes three decisions:
+It makes three choices:
 
 * **Key**: the hash of a block covers its tokens *and* the hash of the block before it, so equal
   hashes mean equal prompts from the very beginning, and the blocks of a prompt are one chain.
@@ -42,11 +42,11 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What came of one prompt."""
+    """The result of one prompt."""
 
     tokens: list[int]
     logits: torch.Tensor
-    """What each token was chosen from: (tokens, vocabulary)."""
+    """The logits from which each token was chosen: (tokens, vocabulary)."""
     blocks_reused: int
     first_token_ms: float
     """From the prompt to its first token: look-up, transfer and prefill."""
@@ -77,7 +77,7 @@ class Engine:
         except KVStoreError as error:  # a cache that fails is a cache that misses
             log.warning("cannot load the prefix, computing it: %s", error)
             return 0
-        # A block can be lost between the two calls, with its node. What comes before it is good.
+        # A block can be lost between the two calls, with its node. Blocks before it are good.
         blocks = loaded.index(False) if False in loaded else matched
         self.memory.holds(blocks * BLOCK_TOKENS)
         return blocks

@@ -1,7 +1,7 @@
 """A small real decoder, and memory for its KV that the store can read and fill block by block."""
 
 # mypy: allow-untyped-calls, allow-subclassing-any
-# Because transformers annotates its cache classes only in part, and need not be installed.
+# transformers annotates its cache classes only in part, and may not be installed.
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def build_decoder(seed: int) -> LlamaForCausalLM:
 
 
 def fingerprint(model: LlamaForCausalLM, seed: int) -> str:
-    """Everything that decides whether KV of one process means the same to another.
+    """Everything that decides whether KV of one process means the same to another process.
 
-    It becomes the namespace, so that engines that disagree (other weights, dtype, block size,
-    layout) never meet: they miss instead of reading bytes that they would misunderstand. A real
-    engine names its model revision where this one names its seed.
+    It becomes the namespace, so that engines that differ (in weights, dtype, block size, layout)
+    never find each other's blocks: they miss instead of misreading bytes. A real engine names its
+    model revision where this one names its seed.
     """
     config = model.config.to_json_string(use_diff=False)
     parts = (config, seed, model.dtype, BLOCK_TOKENS, KV_LAYOUT)
@@ -68,8 +68,8 @@ class KVMemory(Cache):
     """The KV cache of one sequence, in one tensor that is allocated once.
 
     The token comes first: (tokens, layers, key and value, heads, dim). So the KV of a block of
-    tokens is one contiguous piece of memory, which the store takes and fills as it is, with nothing
-    to cut or join. Each layer of the model works on its own strided view of the same tensor.
+    tokens is one contiguous piece of memory, which the store reads and fills directly. Each layer
+    of the model works on its own strided view of the same tensor.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -84,25 +84,25 @@ class KVMemory(Cache):
         return [self.tensor[start : start + BLOCK_TOKENS] for start in starts]
 
     def holds(self, tokens: int) -> None:
-        """Say that the KV of the first ``tokens`` tokens is there now."""
+        """Declares that the memory now holds the KV of the first ``tokens`` tokens."""
         for layer in self._layers:
             layer.length = tokens
 
     def empty(self) -> None:
-        """Forget everything. What is read before it is written again turns every result to NaN."""
+        """Forgets everything. Memory that is read before it is written again makes results NaN."""
         self.tensor.fill_(torch.nan)
         self.holds(0)
 
 
 class _LayerMemory(DynamicLayer):
-    """What one layer sees of a ``KVMemory``; transformers calls ``update`` once a forward pass."""
+    """One layer's view of a ``KVMemory``; transformers calls ``update`` once a forward pass."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
         self.is_initialized = True
         self.length = 0
-        # (tokens, 2, heads, dim) as transformers wants it: keys and values, each with a batch of
-        # one, then (heads, tokens, dim)
+        # From (tokens, 2, heads, dim) to what transformers expects: keys and values, each with a
+        # batch of one, then (heads, tokens, dim).
         self._keys, self._values = memory.permute(1, 2, 0, 3).unsqueeze(1)
 
     def update(

@@ -1,9 +1,9 @@
 """Child processes that are watched while they run and always ended.
 
 Life of a ``Children``: enter; ``start`` services and wait until they are ``ready``, start jobs and
-take their ``result``; leave. Leaving ends whatever still runs, the last started first, politely and
-then not, also when the reason is an exception or a signal. Every wait is bounded, and ends at once
-when any child fails.
+take their ``result``; leave. Leaving ends all running children, the last started first: by SIGTERM,
+then by SIGKILL; also after an exception or a signal. Every wait is bounded, and ends at once when
+any child fails.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
-"""What a child has for a clean end before it is killed."""
+"""Time that a child has for a clean end before it is killed."""
 GROUP_SECONDS = 2.0
-"""What its own children have after it: Python's tracker of resources ends last and unlinks what
+"""Time that its own children have after it: Python's resource tracker ends last and unlinks what
 the others left."""
 TAIL_LINES = 20
+
+PORTS = range(10_000, 32_000)
+"""Below those that Linux gives to outgoing connections (net.ipv4.ip_local_port_range)."""
+PORT_TRIES = 100
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,7 +43,7 @@ Result = TypeVar("Result")
 
 
 class ChildError(Exception):
-    """A child failed or took too long. The first line says what, the rest what it wrote last."""
+    """A child failed or took too long. After the first line follows the child's last output."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Child:
     stderr: Path
 
     def output(self) -> str:
-        """What it has written so far, standard error last."""
+        """The child's output so far, standard error last."""
         return "".join(path.read_text(errors="replace") for path in (self.stdout, self.stderr))
 
     def error(self, what: str) -> ChildError:
@@ -73,7 +78,7 @@ class Children:
 
     @property
     def directory(self) -> Path:
-        """Where the children write, temporary files included; it goes with them."""
+        """The directory of the children's files, temporary ones included; removed at the end."""
         return Path(self._directory.name)
 
     def start(
@@ -83,7 +88,7 @@ class Children:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Run ``python -m module arguments``; ``environment`` comes on top of everyone's."""
+        """Run ``python -m module arguments``; ``environment`` is added to that of all children."""
         return self.start_command(
             name, sys.executable, "-m", module, *arguments, environment=environment
         )
@@ -94,7 +99,7 @@ class Children:
         """Run a program; see ``start``."""
         stdout, stderr = (Path(self._directory.name, f"{name}.{end}") for end in ("out", "err"))
         with _signals_deferred(), stdout.open("wb") as out, stderr.open("wb") as err:
-            # A group of its own: Ctrl-C reaches the parent alone, which ends them in order.
+            # A process group of its own: Ctrl-C reaches only the parent, which ends the children.
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -111,14 +116,14 @@ class Children:
         """Wait until a service writes a line that matches, and remember its shared memory."""
 
         def said() -> re.Match[str] | None:
-            # Whole lines only: what follows the last line end may be half of one.
+            # Whole lines only: the text after the last line end may be half a line.
             lines = child.output().rpartition("\n")[0]
             return re.search(pattern, lines, re.MULTILINE)
 
         return self.until(child, said, seconds)
 
     def until(self, child: Child, ask: Callable[[], Result | None], seconds: float) -> Result:
-        """As ``ready``, for a service that shows otherwise than by a line that it serves."""
+        """As ``ready``, for a service that does not print a line when it is ready."""
         for _ in self._polls(child, seconds, "was not ready"):
             if found := ask():
                 self._shared_memory |= _shared_memory_of(child.process.pid)
@@ -139,7 +144,7 @@ class Children:
         return child.stdout.read_text()
 
     def _polls(self, child: Child, seconds: float, what: str) -> Iterator[None]:
-        """Yield every few milliseconds, as long as there is time and all others live."""
+        """Yield every few milliseconds, as long as time is left and all other children live."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for other in self._running:
@@ -161,26 +166,38 @@ class Children:
         with _signals_deferred():  # a second Ctrl-C must not leave half of them running
             for child in reversed(self._running):
                 _stop(child.process, self._stop_seconds)
-            for path in self._shared_memory:  # there only if its node had to be killed
+            for path in self._shared_memory:  # exists only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Free a moment ago, for a service that cannot choose one itself."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
+    """A port that is free, and so is the next one, which a master takes for its lane. Linux does
+    not give it to outgoing connections, so it stays free while a server is started again.
+
+    Raises:
+        OSError: none can be taken.
+    """
+    random = SystemRandom()
+    for tries_left in reversed(range(PORT_TRIES)):
+        port = random.randrange(PORTS.start, PORTS.stop, 2)
+        try:
+            with socket.create_server((host, port)), socket.create_server((host, port + 1)):
+                return port
+        except OSError:
+            if not tries_left:
+                raise
+    raise AssertionError
 
 
 def connects(host: str, port: int) -> bool:
-    """Whether somebody listens there."""
+    """Whether a process listens there."""
     with socket.socket() as asked:
         return asked.connect_ex((host, port)) == 0
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a process, and whatever it has left in its group."""
+    """End a process, and all processes that it left in its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -204,7 +221,7 @@ def _shared_memory_of(pid: int) -> set[Path]:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Let signals that would end this process wait until the block is done."""
+    """Defer signals that would end this process until the end of the block."""
     arrived: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

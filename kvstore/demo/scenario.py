@@ -1,6 +1,6 @@
 """What the producer and the consumer agree on beforehand, and what they report afterwards.
 
-They share a model and the beginning of a prompt. They do not know of each other.
+They share a model and the prefix of a prompt. They do not know each other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ fewer keys; engines use 16 to 256."""
 
 PORTION_TOKENS = 256
 """Prefill ends a portion at each multiple of this, as engines do (chunked prefill). It costs
-nothing here. A prefix from the store that ends at such a multiple leaves exactly the portions that
-would come last anyway: the same sums in the same order, so the same bits. After any other prefix
-the rest is cut differently and float32 may round differently, by much less than the distance
-between the two best tokens."""
+nothing here. If a prefix from the store ends at such a multiple, the remaining portions are the
+same as without the store: the same sums in the same order, so the same bits. After any other prefix
+the portions are different and float32 may round differently, by much less than the distance between
+the two best tokens."""
 
 # The decoder: 58 million weights, of which prefill multiplies 50 million with every token. One
 # query head in four has a key/value head, as in Llama 3, so a token's KV is small next to the work
@@ -34,10 +34,10 @@ KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values, fl
 
 PRODUCER_TAIL_TOKENS = 64
 CONSUMER_TAIL_TOKENS = 100
-"""Each more than a block, so that both prompts have a block of their own after the shared ones."""
+"""More than a block, as is the producer's tail: each prompt has a block of its own at its end."""
 
 PREFIX_TOKENS_MAX = 16_384
-"""What two cores compute in a minute or two."""
+"""Two cores compute this many in a minute or two."""
 
 NEW_TOKENS = 32
 TIMED_RUNS = 3
@@ -51,11 +51,11 @@ class Scenario:
     """Shared by both prompts; up to ``PREFIX_TOKENS_MAX``."""
     seed: int
     transport: str
-    """``shm`` or ``tcp``: how the bytes travel."""
+    """``shm`` or ``tcp``."""
 
     @property
     def shared_blocks(self) -> int:
-        """Whole blocks of the shared prefix: what the consumer can hope for."""
+        """Whole blocks of the shared prefix: all that the consumer can reuse."""
         return self.prefix_tokens // BLOCK_TOKENS
 
     @property
@@ -107,5 +107,5 @@ class Consumed:
     logit_difference_max: float
     """Between the two ways, over all generated tokens."""
     logit_lead_min: float
-    """How far a chosen token was ahead of the second best, at least. As long as this is larger
-    than twice the difference, rounding cannot change a token."""
+    """The least distance of a chosen token's logit from the second best. If it is larger than twice
+    the difference, rounding cannot change a token."""

@@ -1,7 +1,7 @@
 """The two processes with an engine: ``python -m kvstore.demo.worker MASTER SCENARIO ROLE``.
 
 Each prints its report as one line of JSON. The demonstration starts them one after the other, so
-the producer is gone when the consumer asks: what the consumer reuses can only come from the store.
+the producer has ended when the consumer starts: reused blocks can only come from the store.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def produce(engine: Engine, prompt: list[int]) -> Produced:
 
 
 def consume(engine: Engine, prompt: list[int]) -> Consumed:
-    """Continue a prompt both ways. Never puts anything."""
-    # The first run of each way is for the tokens, and warms caches and allocators; the times come
-    # from the runs after it, which alternate, so that a busy machine slows both ways alike.
+    """Continue a prompt both ways. Never puts a block."""
+    # The first run of each way gives the tokens, and warms caches and allocators. The times come
+    # from the later runs, which alternate, so that a busy machine slows both ways alike.
     reused, computed = (engine.generate(prompt, NEW_TOKENS, reuse=reuse) for reuse in (True, False))
     timed: dict[bool, list[Generation]] = {True: [], False: []}
     for _ in range(TIMED_RUNS):

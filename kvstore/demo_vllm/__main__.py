@@ -30,7 +30,7 @@ from kvstore.demo_vllm.scenario import (
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 
 STOP_SECONDS = 20.0
-"""What an engine has for a clean end."""
+"""Time that an engine has for a clean end."""
 
 EXAMPLE = """\b
 Example:
@@ -40,7 +40,7 @@ Example:
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-    """What takes part, once all of it serves."""
+    """The running servers."""
 
     proxy: str
     decoder: str
@@ -49,25 +49,25 @@ class Fleet:
 
 @click.command(epilog=EXAMPLE)
 @click.option(
-    "--prompts", type=click.IntRange(1, 50), default=4, show_default=True, help="How many."
+    "--prompts", type=click.IntRange(1, 50), default=4, show_default=True, help="Number of prompts."
 )
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(BLOCK_TOKENS + 1, PROMPT_TOKENS_MAX),
     default=1500,
     show_default=True,
-    help="Tokens in each.",
+    help="Tokens in each prompt.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of weights and prompts.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights and prompts.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of text.")
 def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
-    """Watch a vLLM decoder find in the store what a vLLM prefiller computed.
+    """Watch a vLLM decoder find blocks in the store that a vLLM prefiller computed.
 
     Starts a master, a node, two vLLM servers (a prefiller, kv_producer, and a decoder, kv_consumer)
-    and kvstore-proxy before them; sends each prompt three ways: the prefiller computes it for the
-    decoder, the decoder computes it alone, the decoder finds it in the store. The decoder's own
-    prefix cache is emptied in between. The model is a small Llama with random weights, made on the
-    spot: no download. All servers listen on the loopback interface.
+    and kvstore-proxy in front of them. Sends each prompt three ways: the prefiller computes it for
+    the decoder, the decoder computes it alone, the decoder finds it in the store. The decoder's own
+    prefix cache is emptied in between. The model is a small Llama with random weights, created
+    locally: no download. All servers listen on the loopback interface.
 
     The last line begins with "demo:". The exit status is 0 only if all tokens were identical and
     every full block came from the store.
@@ -106,10 +106,10 @@ def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
 def start(
     children: Children, console: Console, prompts: int, prompt_tokens: int, seed: int
 ) -> Fleet:
-    """Start all processes, and say what each is.
+    """Start all processes, and print a line about each.
 
     Raises:
-        ChildError: something is not installed, or one of them did not start.
+        ChildError: a package is not installed, or a process did not start.
     """
     servers.require("vllm", "aiohttp", "transformers")
     with _step(console, "making a model"):
@@ -137,7 +137,7 @@ def start(
 
 
 def run(fleet: Fleet, console: Console, prompts: list[list[int]], outcomes: list[Outcome]) -> None:
-    """Send each prompt three ways, and add what became of it to ``outcomes``.
+    """Send each prompt three ways, and add its outcome to ``outcomes``.
 
     The first prompt warms engines and connections, and is not counted.
     """
@@ -149,9 +149,9 @@ def run(fleet: Fleet, console: Console, prompts: list[list[int]], outcomes: list
 
 
 def ask_three_ways(fleet: Fleet, number: int, ids: list[int]) -> Outcome:
-    """All through the proxy, so that the times differ by what the engines do.
+    """Send all three through the proxy, so that the times differ only by the engines' work.
 
-    The two ways that are compared take turns, so that a busy machine slows both alike.
+    The two compared ways alternate, so that a busy machine slows both alike.
     """
     forget(fleet.decoder)
     first = complete(fleet.proxy, ids, NEW_TOKENS)

@@ -21,8 +21,11 @@ from kvstore.demo_vllm.scenario import HIDDEN, LAYERS, PROMPT_TOKENS_MAX, memory
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 
 STOP_SECONDS = 20.0
+WIDTH = 120
+"""Width of the tables if they go to a file."""
 MEMORY_MORE = 1.2
-"""Than all prompts take: no store evicts, and Mooncake begins when it is nearly full."""
+"""Memory of each store, relative to that of all prompts: so no store evicts. Mooncake begins to
+evict when it is nearly full."""
 
 EXAMPLE = """\b
 Examples:
@@ -35,32 +38,32 @@ def _systems(context: click.Context, parameter: click.Parameter, value: str) -> 
     names = list(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in names:
         if name not in systems.SYSTEMS:
-            raise click.BadParameter(f"{name!r} is none of {', '.join(systems.SYSTEMS)}")
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(systems.SYSTEMS)}")
     return names
 
 
 @click.command(epilog=EXAMPLE)
 @click.option(
     "--prompts", type=click.IntRange(1, 100), default=8, show_default=True,
-    help="In each phase of a round; a round has two phases of fresh ones.",
+    help="Prompts in each phase of a round; a round has three phases of fresh ones.",
 )  # fmt: skip
 @click.option(
     "--prompt-tokens", type=click.IntRange(BLOCK_TOKENS + 1, PROMPT_TOKENS_MAX), default=1500,
-    show_default=True, help="Tokens in each.",
+    show_default=True, help="Tokens in each prompt.",
 )  # fmt: skip
 @click.option(
     "--rounds", type=click.IntRange(1, 100), default=5, show_default=True,
-    help="That count; one more comes before them.",
+    help="Rounds that count; one more comes before them.",
 )  # fmt: skip
 @click.option(
     "--at-once", type=click.IntRange(2, 64), default=4, show_default=True,
-    help="Requests under way at a time, where throughput is measured.",
+    help="Parallel requests in the measurement of throughput.",
 )  # fmt: skip
 @click.option(
     "--new-tokens", type=click.IntRange(1, 40), default=1, show_default=True,
-    help="Generated for each prompt.",
+    help="Tokens generated for each prompt.",
 )  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Of weights and prompts.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights and prompts.")
 @click.option(
     "--systems", "names", default=",".join(systems.DEFAULT_SYSTEMS), show_default=True,
     callback=_systems, help=f"Some of {', '.join(systems.SYSTEMS)}.",
@@ -72,10 +75,11 @@ def _systems(context: click.Context, parameter: click.Parameter, value: str) -> 
 def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
     """Measure vLLM without a store, with this one, and with its built-in one on Mooncake.
 
-    Time to first token (one request at a time) and throughput (several), on a miss (fresh prompts)
-    and on a hit (their blocks are in the store, the engine's own prefix cache is emptied). All
-    systems run at the same time and are asked in turns, so that a ratio compares what happened
-    within seconds. The model is a small Llama with random weights, made on the spot.
+    Time to first token (one request at a time), throughput (several), and the time per output token
+    of a request that runs beside others, on a miss (fresh prompts) and on a hit (their blocks are
+    in the store, the engine's own prefix cache is emptied). All
+    systems run at the same time and get requests in turns, so that a ratio compares measurements
+    within seconds. The model is a small Llama with random weights, created locally.
 
     The last line begins with "bench:". The exit status is 0 only if all systems generated the same
     tokens and every full block was found on a hit.
@@ -84,6 +88,8 @@ def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
         signal.signal(number, signal.default_int_handler)
     plan = Plan(**sizes)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
     try:
         summary, status = run(names, plan, json_file, console)
     except (ChildError, RequestError) as error:
@@ -100,10 +106,10 @@ def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
 def run(
     names: list[str], plan: Plan, json_file: IO[str] | None, console: Console
 ) -> tuple[str, int]:
-    """Start, measure, show. The last line and the exit status.
+    """Start, measure, show. Returns the last line and the exit status.
 
     Raises:
-        ChildError: something did not start.
+        ChildError: a process did not start.
         RequestError: an engine did not answer.
     """
     servers.require("vllm", "transformers")
@@ -135,7 +141,7 @@ def run(
 
 
 def find_problems(measured: Measured) -> list[str]:
-    """What makes the numbers worthless, in words."""
+    """Reasons why the numbers are invalid, as texts."""
     found = []
     if measured.differing:
         found.append(f"{measured.differing} answers differ between systems")

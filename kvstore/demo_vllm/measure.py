@@ -1,23 +1,24 @@
-"""The rounds of the benchmark, what they find, and the ratios of it.
+"""The benchmark's rounds, samples and ratios.
 
-A round has four phases; in each, the systems take turns with the same prompts, and who begins moves
-on from round to round:
+A round sends fresh prompts (a *miss*), then the same ones again (a *hit*), each in three manners
+with prompts of their own: one request at a time, several at once, and one at a time beside a
+request that generates tokens. In each of these six phases the systems take turns with the same
+prompts, and the system that begins changes from phase to phase.
 
-* ``miss``: fresh prompts, one after the other; ``miss at once``: others, several at a time
-* ``hit``: those of ``miss`` again; ``hit at once``: those of ``miss at once`` again
-
-Before each, every engine's own prefix cache is emptied, which waits until all its saves are done.
+Before each phase every engine's own prefix cache is emptied, which waits until its saves are done.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
+from threading import Event
 
-from kvstore.demo_vllm.requests import Completion, complete, forget
+from kvstore.demo_vllm.requests import Completion, RequestError, complete, forget, token_times
 from kvstore.demo_vllm.scenario import full_blocks, prompt
 from kvstore.demo_vllm.systems import System
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
@@ -25,8 +26,13 @@ from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 MISS = "miss"
 HIT = "hit"
 KINDS = (MISS, HIT)
+ONE, SEVERAL, BESIDE = MANNERS = ("one at a time", "several at once", "beside a running request")
+RUNNING_PROMPT_TOKENS = 32
+"""Less than a block: no store holds any of it."""
+RUNNING_TOKENS = 1_500
+"""More than are generated before the other requests end; then this request is ended."""
 SETTLE_SECONDS = 0.3
-"""Between two systems: threads that wait for work spin for 0.2 s."""
+"""Pause between two systems: threads that wait for work spin for 0.2 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +40,7 @@ class Plan:
     """How much is measured."""
 
     prompts: int
-    """In each phase."""
+    """Prompts in each phase."""
     prompt_tokens: int
     rounds: int
     at_once: int
@@ -43,28 +49,46 @@ class Plan:
 
     @property
     def prompts_in_all(self) -> int:
-        """Different ones, the round for warming up included."""
-        return 2 * self.prompts * (self.rounds + 1)
+        """Number of different prompts, those of the warm-up round included."""
+        return len(MANNERS) * self.prompts * (self.rounds + 1)
 
-    def ids(self, round_number: int, several: bool) -> list[list[int]]:
-        """The prompts of a round's phases with one, or several, at a time."""
-        first = (2 * round_number + several) * self.prompts
+    def ids(self, round_number: int, manner: str) -> list[list[int]]:
+        """The prompts of a round's two phases of this manner."""
+        first = (len(MANNERS) * round_number + MANNERS.index(manner)) * self.prompts
         return [
             prompt(self.seed, number, self.prompt_tokens)
             for number in range(first, first + self.prompts)
         ]
 
+    def running_ids(self, round_number: int, kind: str) -> list[int]:
+        """The prompt of the request that runs beside the others."""
+        number = -1 - len(KINDS) * round_number - KINDS.index(kind)
+        return prompt(self.seed, number, RUNNING_PROMPT_TOKENS)
+
 
 @dataclass(kw_only=True)
 class Samples:
-    """Of one system and one kind; a list for each round."""
+    """The samples of one system and one kind; one list for each round."""
 
     first_token_ms: list[list[float]] = field(default_factory=list)
     """One request at a time."""
     seconds: list[float] = field(default_factory=list)
-    """For all prompts of a phase, several at a time."""
+    """Time for all prompts of a phase, several at once."""
+    token_ms: list[list[float]] = field(default_factory=list)
+    """Times between two tokens of the running request, while it runs beside others."""
     cached_tokens: list[int] = field(default_factory=list)
-    """Found anywhere, added up over both phases."""
+    """Tokens found in any cache, added up over the three manners."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratios:
+    """One number for each round."""
+
+    first_token: list[float]
+    """Ratio of the medians."""
+    requests_per_second: list[float]
+    per_token: list[float]
+    """Ratio of the means."""
 
 
 @dataclass(kw_only=True)
@@ -82,33 +106,42 @@ class Measured:
         return [ms for each in self.samples[system][kind].first_token_ms for ms in each]
 
     def requests_per_second(self, system: str, kind: str) -> list[float]:
-        """One for each round."""
+        """Throughput, one number for each round."""
         return [self.plan.prompts / seconds for seconds in self.samples[system][kind].seconds]
 
+    def per_token_ms(self, system: str, kind: str) -> list[float]:
+        """Time per token of the running request: its mean in each round."""
+        return [statistics.fmean(each) for each in self.samples[system][kind].token_ms]
+
+    def longest_pause_ms(self, system: str, kind: str) -> list[float]:
+        """Longest time between two tokens of the running request, for each round."""
+        return [max(each) for each in self.samples[system][kind].token_ms]
+
     def found(self, system: str, kind: str) -> float:
-        """The part of what could be found that was found."""
+        """The part of the stored tokens that was found."""
         cached = self.samples[system][kind].cached_tokens
-        possible = 2 * self.plan.prompts * full_blocks(self.plan.prompt_tokens) * BLOCK_TOKENS
+        possible = (
+            len(MANNERS) * self.plan.prompts * full_blocks(self.plan.prompt_tokens) * BLOCK_TOKENS
+        )
         return sum(cached) / (possible * len(cached))
 
-    def ratios(self, above: str, below: str, kind: str) -> tuple[list[float], list[float]]:
-        """``above / below``, one for each round: times to the first token (medians), requests/s."""
-        times, rates = [], []
-        for one, other in zip(
-            self.samples[above][kind].first_token_ms, self.samples[below][kind].first_token_ms,
-            strict=True,
-        ):  # fmt: skip
-            times.append(statistics.median(one) / statistics.median(other))
-        for first, second in zip(
-            self.requests_per_second(above, kind), self.requests_per_second(below, kind),
-            strict=True,
-        ):  # fmt: skip
-            rates.append(first / second)
-        return times, rates
+    def ratios(self, above: str, below: str, kind: str) -> Ratios:
+        """``above / below``, for each round."""
+
+        def divided(values: Callable[[str], Iterable[float]]) -> list[float]:
+            return [one / other for one, other in zip(values(above), values(below), strict=True)]
+
+        return Ratios(
+            first_token=divided(
+                lambda name: map(statistics.median, self.samples[name][kind].first_token_ms)
+            ),
+            requests_per_second=divided(lambda name: self.requests_per_second(name, kind)),
+            per_token=divided(lambda name: self.per_token_ms(name, kind)),
+        )
 
 
 def measure(systems: Sequence[System], plan: Plan, progress: Callable[[str], None]) -> Measured:
-    """All rounds. The first one warms up and is not counted.
+    """Measures all rounds. The first one warms up and is not counted.
 
     Raises:
         RequestError: an engine did not answer.
@@ -118,19 +151,23 @@ def measure(systems: Sequence[System], plan: Plan, progress: Callable[[str], Non
     said: dict[tuple[int, ...], list[int]] = {}
     for number in range(plan.rounds + 1):
         counted = measured.samples if number else _empty(names)
-        for kind, several, system in _turns(systems, number):
+        for kind, manner, system in _turns(systems, number):
             what = f"round {number} of {plan.rounds}" if number else "warming up"
-            progress(f"{what}: {kind}{', several at once' if several else ''}, {system.name}")
-            prompts = plan.ids(number, several)
+            progress(f"{what}: {kind}, {manner}, {system.name}")
+            prompts = plan.ids(number, manner)
             samples = counted[system.name][kind]
-            answers, seconds = _ask(system, prompts, plan.at_once if several else 1, plan)
-            cached = sum(each.cached_tokens for each in answers)
-            if several:
-                samples.seconds.append(seconds)
-                samples.cached_tokens[-1] += cached
-            else:
+            if manner == ONE:
+                answers = _ask(system, prompts, plan)
                 samples.first_token_ms.append([each.first_token_ms for each in answers])
-                samples.cached_tokens.append(cached)
+                samples.cached_tokens.append(0)
+            elif manner == SEVERAL:
+                answers, seconds = _ask_several(system, prompts, plan)
+                samples.seconds.append(seconds)
+            else:
+                running = plan.running_ids(number, kind)
+                answers, token_ms = _ask_beside(system, prompts, plan, running)
+                samples.token_ms.append(token_ms)
+            samples.cached_tokens[-1] += sum(each.cached_tokens for each in answers)
             for ids, each in zip(prompts, answers, strict=True):
                 if said.setdefault(tuple(ids), each.tokens) != each.tokens:
                     measured.differing += 1
@@ -143,37 +180,60 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def p90(values: Sequence[float]) -> float:
-    """The smallest value that at least 90 % do not exceed."""
+    """The smallest value that at least 90 % of the values do not exceed."""
     return sorted(values)[-(-len(values) * 9 // 10) - 1]
 
 
-def _turns(systems: Sequence[System], number: int) -> Iterator[tuple[str, bool, System]]:
-    """Who does what, in a round. Before each phase all engines are emptied."""
-    for turn, (kind, several) in enumerate(
-        [(MISS, False), (MISS, True), (HIT, False), (HIT, True)]
-    ):
+def _turns(systems: Sequence[System], number: int) -> Iterator[tuple[str, str, System]]:
+    """The kind, manner and system of each turn in a round. Before each phase it empties the prefix
+    caches of all engines."""
+    phases = [(kind, manner) for kind in KINDS for manner in MANNERS]
+    for turn, (kind, manner) in enumerate(phases):
         for system in systems:
             forget(system.address)
         first = (number + turn) % len(systems)
         for system in [*systems[first:], *systems[:first]]:
-            yield kind, several, system
+            yield kind, manner, system
             forget(system.address)  # its saves are done before another one is measured
             time.sleep(SETTLE_SECONDS)
 
 
-def _ask(
-    system: System, prompts: list[list[int]], at_once: int, plan: Plan
+def _ask(system: System, prompts: list[list[int]], plan: Plan) -> list[Completion]:
+    """The answers to the prompts, sent one after the other."""
+    return [complete(system.address, ids, plan.new_tokens) for ids in prompts]
+
+
+def _ask_several(
+    system: System, prompts: list[list[int]], plan: Plan
 ) -> tuple[list[Completion], float]:
-    """The answers, and how long all of them took, in seconds."""
+    """The answers to prompts sent in parallel, and the seconds for all of them."""
     start = time.perf_counter()
-    if at_once == 1:
-        answers = [complete(system.address, ids, plan.new_tokens) for ids in prompts]
-    else:
-        with ThreadPoolExecutor(at_once) as pool:
-            answers = list(
-                pool.map(lambda ids: complete(system.address, ids, plan.new_tokens), prompts)
-            )
+    with ThreadPoolExecutor(plan.at_once) as pool:
+        answers = list(
+            pool.map(lambda ids: complete(system.address, ids, plan.new_tokens), prompts)
+        )
     return answers, time.perf_counter() - start
+
+
+def _ask_beside(
+    system: System, prompts: list[list[int]], plan: Plan, running: list[int]
+) -> tuple[list[Completion], list[float]]:
+    """The answers to the prompts, sent one after the other, and the milliseconds between two tokens
+    of a request that generates meanwhile."""
+    stop, started = Event(), Event()
+    with ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(token_times, system.address, running, RUNNING_TOKENS, stop, started)
+        try:
+            started.wait()
+            start = time.perf_counter()
+            answers = _ask(system, prompts, plan)
+            end = time.perf_counter()
+        finally:
+            stop.set()
+        times = [when for when in tokens.result() if start <= when <= end]
+    if len(times) < 2:
+        raise RequestError(f"{system.address} generated no tokens beside other requests")
+    return answers, [(late - early) * 1e3 for early, late in pairwise(times)]
 
 
 def _empty(names: Sequence[str]) -> dict[str, dict[str, Samples]]:

@@ -1,6 +1,6 @@
-"""HTTP to an engine or to the proxy, and what an engine counts. Times are wall-clock milliseconds.
+"""HTTP to an engine or to the proxy, and an engine's counters. Times are wall-clock milliseconds.
 
-Everything that goes wrong is a ``RequestError``.
+Every failure is a ``RequestError``.
 """
 
 from __future__ import annotations
@@ -8,19 +8,21 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 MODEL = "tiny"
-"""What the engines call the model."""
+"""The engines' name for the model."""
 REQUEST_SECONDS = 120.0
 RESET_SECONDS = 20.0
 COUNTERS = "vllm:kvstore_"
 
 
 class RequestError(Exception):
-    """A server did not answer, or not as it should."""
+    """A server did not answer, or its answer is wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Completion:
 
     tokens: list[int]
     cached_tokens: int
-    """Of the prompt: not computed by the engine that answered."""
+    """Tokens of the prompt that the answering engine did not compute."""
     first_token_ms: float
     """From sending the request to the first token."""
     total_ms: float
@@ -38,7 +40,7 @@ class Completion:
 def complete(
     address: str, prompt: list[int], tokens: int, *, params: Mapping[str, object] | None = None
 ) -> Completion:
-    """Ask for greedy tokens, streamed, over a connection of its own.
+    """Request greedy tokens, streamed, over a new connection.
 
     Args:
         prompt: token ids.
@@ -48,37 +50,21 @@ def complete(
     Raises:
         RequestError: no answer, one that is not 200, or one without tokens.
     """
-    body: dict[str, object] = {
-        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
-        "ignore_eos": True, "return_token_ids": True, "stream": True,
-        "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    body = _body(prompt, tokens)
     if params is not None:
         body["kv_transfer_params"] = dict(params)
     found: list[int] = []
     cached = 0
     first = 0.0
-    connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
-    data = json.dumps(body)
     start = time.perf_counter()
-    try:
-        connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RequestError(f"{address} answered {answer.status}: {answer.read(500)!r}")
-        for event in _events(answer):
-            if "error" in event:
-                raise RequestError(f"{address}: {event['error']}")
-            for choice in event.get("choices") or ():
-                found += choice.get("token_ids") or ()
+    with closing(_stream(address, body)) as events:
+        for event in events:
+            if ids := _tokens(event):
+                found += ids
                 first = first or (time.perf_counter() - start) * 1e3
             if usage := event.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
                 cached = details.get("cached_tokens") or 0
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RequestError(f"{address}: {type(error).__name__}: {error}") from error
-    finally:
-        connection.close()
     if not found:
         raise RequestError(f"{address} answered without a token")
     total_ms = (time.perf_counter() - start) * 1e3
@@ -87,11 +73,37 @@ def complete(
     )  # fmt: skip
 
 
-def forget(address: str) -> None:
-    """Empty an engine's own prefix cache. What the store has stays.
+def token_times(
+    address: str, prompt: list[int], tokens: int, stop: Event, started: Event
+) -> list[float]:
+    """The times at which the tokens of a streamed answer came, by ``time.perf_counter``.
+
+    Args:
+        stop: when set, ends the request at its next token.
+        started: is set at the first token, and when the request has ended.
 
     Raises:
-        RequestError: it still holds blocks after ``RESET_SECONDS``, or did not answer.
+        RequestError: as for ``complete``.
+    """
+    times: list[float] = []
+    try:
+        with closing(_stream(address, _body(prompt, tokens))) as events:
+            for event in events:
+                times += [time.perf_counter()] * len(_tokens(event))
+                if times:
+                    started.set()
+                if stop.is_set():
+                    break
+    finally:
+        started.set()
+    return times
+
+
+def forget(address: str) -> None:
+    """Empty an engine's own prefix cache. The store keeps its blocks.
+
+    Raises:
+        RequestError: the engine still holds blocks after ``RESET_SECONDS``, or did not answer.
     """
     deadline = time.monotonic() + RESET_SECONDS
     while not json.loads(ask(address, "POST", "/reset_prefix_cache")).get("success"):
@@ -115,7 +127,7 @@ def ask(address: str, method: str, path: str) -> str:
     """The text of an answer.
 
     Raises:
-        RequestError: none, or one that is not 200.
+        RequestError: no answer, or one that is not 200.
     """
     connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
     try:
@@ -131,8 +143,36 @@ def ask(address: str, method: str, path: str) -> str:
     return text
 
 
-def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event."""
-    for line in answer:
-        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-            yield json.loads(line[6:])
+def _body(prompt: list[int], tokens: int) -> dict[str, object]:
+    """The body of a request for greedy tokens, streamed."""
+    return {
+        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+def _tokens(event: dict[str, Any]) -> list[int]:
+    """The token ids of a streamed event."""
+    return [each for choice in event.get("choices") or () for each in choice.get("token_ids") or ()]
+
+
+def _stream(address: str, body: dict[str, object]) -> Generator[dict[str, Any]]:
+    """Yields the JSON of each server-sent event. Closing the generator ends the request."""
+    connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RequestError(f"{address} answered {answer.status}: {answer.read(500)!r}")
+        for line in answer:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RequestError(f"{address}: {event['error']}")
+                yield event
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise RequestError(f"{address}: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()

@@ -1,7 +1,7 @@
-"""How the processes around a vLLM engine are started: model, master, node, engines, proxy.
+"""Starts the processes around a vLLM engine: model, master, node, engines, proxy.
 
-Everything listens on the loopback interface alone, and everything that is written (models, logs,
-sockets) lies in the directory of the ``Children``, which goes with them.
+All processes listen only on the loopback interface. All files (models, logs, sockets) are in the
+directory of the ``Children``, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from kvstore.demo_vllm.requests import MODEL
 
 HOST = "127.0.0.1"
 SERVE = "vllm.entrypoints.openai.api_server"
-"""As ``vllm serve``, which looks for a package that vLLM's build for CPUs is not called."""
+"""The module behind ``vllm serve``. That command does not find vLLM's build for CPUs, because the
+package has another name."""
 CONNECTOR = "MooncakeStoreConnector"
-"""Ours has the name of vLLM's own, so that a deployment changes one line."""
+"""kvstore's connector, under the name of vLLM's own: a deployment changes one line."""
 CONNECTOR_MODULE = "kvstore.connectors.vllm"
 POSITIONS = 2048
 """``--max-model-len``: prompt and answer."""
@@ -28,19 +29,19 @@ POSITIONS = 2048
 READY_SECONDS = 30.0
 MODEL_SECONDS = 120.0
 ENGINE_SECONDS = 300.0
-"""Several engines that start at once on two cores."""
+"""Time-out of the start of several engines at once on two cores."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A child and where it listens."""
+    """A child and its address."""
 
     child: Child
     address: str
 
 
 def require(*modules: str) -> None:
-    """Say early and plainly what is missing.
+    """Checks early that these modules are installed.
 
     Raises:
         ChildError: one of the modules cannot be imported.
@@ -51,7 +52,8 @@ def require(*modules: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Ours without any setting of kvstore or Mooncake, and with what a small engine needs."""
+    """This process's environment without settings of kvstore or Mooncake, and with those that a
+    small engine needs."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -72,12 +74,12 @@ def environment() -> dict[str, str]:
 
 
 def transfer_config(master: str, role: str, **extra: object) -> dict[str, object]:
-    """What ``--kv-transfer-config`` takes for our connector.
+    """The value of ``--kv-transfer-config`` for kvstore's connector.
 
     Args:
         role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
-        extra: more settings. By default lookups and the wait for writers have far more time than
-            usual: here several engines share a few cores.
+        extra: more settings. The time-outs of lookups and of the wait for writers are far longer
+            than usual, because several engines share a few cores here.
     """
     return {
         "kv_connector": CONNECTOR,
@@ -103,7 +105,7 @@ def start_store(children: Children, memory_mib: int, *, name: str = "") -> str:
     """A master and a node; returns the master's address.
 
     Args:
-        name: put before those of the processes, where there are several stores.
+        name: prefix of the processes' names, if there are several stores.
     """
     master = children.start(f"{name}master", "kvstore.cli.master", "--port", "0")
     address = children.ready(master, r"listening on (\S+:\d+)", READY_SECONDS)[1]
@@ -121,11 +123,11 @@ def start_engine(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> Server:
-    """A vLLM server that is starting; ``engine_ready`` waits for it.
+    """Starts a vLLM server; ``engine_ready`` waits for it.
 
     Args:
-        transfer: for ``--kv-transfer-config``; None: without a connector.
-        environ: on top of that of the children.
+        transfer: value of ``--kv-transfer-config``; None: without a connector.
+        environ: added to the environment of the children.
     """
     port = free_port()
     arguments = [*engine_arguments(model, transfer), "--port", str(port)]
@@ -134,7 +136,7 @@ def start_engine(
 
 
 def engine_arguments(model: Path, transfer: Mapping[str, object] | None) -> list[str]:
-    """Those of ``SERVE``, for a small engine among several; all but its port."""
+    """Arguments of ``SERVE``, for a small engine among several; all but its port."""
     arguments = [
         "--model", str(model), "--served-model-name", MODEL, "--dtype", "float32",
         "--max-model-len", str(POSITIONS), "--enforce-eager", "--gpu-memory-utilization", "0.1",
@@ -146,19 +148,19 @@ def engine_arguments(model: Path, transfer: Mapping[str, object] | None) -> list
 
 
 def proxy_arguments(master: str, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
-    """Those of ``kvstore-proxy``, from addresses; all but its port."""
+    """Arguments of ``kvstore-proxy``, from addresses; all but its port."""
     return ["--master", master, "--prefill", ",".join(prefill), "--decode", ",".join(decode)]
 
 
 def engine_ready(children: Children, engine: Server) -> None:
-    """Wait until it serves."""
+    """Wait until the engine serves."""
     children.ready(engine.child, r"Application startup complete", ENGINE_SECONDS)
 
 
 def start_proxy(
     children: Children, master: str, prefill: Sequence[Server], decode: Sequence[Server]
 ) -> Server:
-    """A proxy that serves."""
+    """Starts a proxy, and waits until it serves."""
     port = free_port()
     addresses = [[engine.address for engine in engines] for engines in (prefill, decode)]
     arguments = [*proxy_arguments(master, *addresses), "--port", str(port)]

@@ -1,7 +1,7 @@
-"""What the benchmark compares: vLLM without a store, with this one, with its built-in on Mooncake.
+"""The compared systems: vLLM without a store, with this one, and with its built-in on Mooncake.
 
-Each system is one engine (``kv_both``) and, where it has one, a store of its own in processes of
-its own. All of them live at the same time and are asked in turns.
+Each system is one engine (``kv_both``) and, if it has one, a store in processes of its own. All
+systems run at the same time and get requests in turns.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ SYSTEMS = {
     MOONCAKE: "with vLLM's built-in connector; Mooncake's memory in a process of its own, over TCP",
     MOONCAKE_EMBEDDED: "with vLLM's built-in connector; Mooncake's memory inside the engine",
 }
-DEFAULT_SYSTEMS = (NONE, KVSTORE, MOONCAKE)
+DEFAULT_SYSTEMS = (NONE, KVSTORE, KVSTORE_TCP, MOONCAKE)
 
 BUFFER_MIB = 512
-"""Mooncake's own for transfers; its default of 4 GiB is more than a small machine can spare."""
+"""Mooncake's transfer buffer; its default of 4 GiB is more than a small machine can spare."""
 MOONCAKE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class System:
-    """One of ``SYSTEMS`` that serves."""
+    """A running system, one of ``SYSTEMS``."""
 
     name: str
     address: str
 
 
 def missing(name: str) -> str | None:
-    """Why a system cannot be started here; None: it can."""
+    """Why this system cannot be started here; None: it can."""
     if name not in (MOONCAKE, MOONCAKE_EMBEDDED):
         return None
     return mooncake.missing()
@@ -54,17 +54,17 @@ def start(children: Children, names: Sequence[str], model: Path, memory_mib: int
     """Start stores and engines, and wait until all of them serve.
 
     Args:
-        memory_mib: of each store.
+        memory_mib: memory of each store.
 
     Raises:
-        ChildError: something did not start.
+        ChildError: a process did not start.
     """
     engines = {name: _start(children, name, model, memory_mib) for name in names}
     for engine in engines.values():
         servers.engine_ready(children, engine)
-    if MOONCAKE_EMBEDDED in engines:  # its memory has come with the engine
-        config = children.directory / f"{MOONCAKE_EMBEDDED}.json"
-        _touch(children, MOONCAKE_EMBEDDED, config, memory_mib)
+    for name in (MOONCAKE, MOONCAKE_EMBEDDED):
+        if name in engines:
+            _touch(children, name, memory_mib)
     return [System(name, engine.address) for name, engine in engines.items()]
 
 
@@ -83,7 +83,8 @@ def _start(children: Children, name: str, model: Path, memory_mib: int) -> Serve
 
 
 def _start_mooncake(children: Children, name: str, memory_mib: int) -> Path:
-    """Its master and, unless the engine has it, its memory. Returns the engine's configuration."""
+    """Starts Mooncake's master and, unless the engine holds the memory, its memory process. Returns
+    the path of the engine's configuration."""
     embedded = name == MOONCAKE_EMBEDDED
     started = mooncake.start(children, 0 if embedded else memory_mib << 20, name=name)
     settings = {
@@ -94,16 +95,16 @@ def _start_mooncake(children: Children, name: str, memory_mib: int) -> Path:
     }  # fmt: skip
     config = children.directory / f"{name}.json"
     config.write_text(json.dumps(settings))
-    if not embedded:
-        _touch(children, name, config, memory_mib)
     return config
 
 
-def _touch(children: Children, name: str, config: Path, memory_mib: int) -> None:
-    """Write through Mooncake's memory once: the first touch of a page costs ten times a copy.
+def _touch(children: Children, name: str, memory_mib: int) -> None:
+    """Write all of Mooncake's memory once: the first touch of a page costs ten times a copy.
 
-    Our node does the same when it starts.
+    kvstore's node does the same when it starts. Called when all engines serve, because starting
+    engines use the whole CPU.
     """
+    config = children.directory / f"{name}.json"
     module = "kvstore.demo_vllm.touch_mooncake"
     job = children.start(f"{name}-touch", module, str(config), str(memory_mib))
     children.result(job, MOONCAKE_SECONDS)

@@ -1,11 +1,11 @@
-"""A random model on disk, made on the spot, that vLLM serves like any other.
+"""A random model on disk, created locally, that vLLM serves like any other.
 
-``python -m kvstore.demo_vllm.tiny DIRECTORY [--sliding] [--seed N] [--hidden N] [--layers N]``
-makes one.
+``python -m kvstore.demo_vllm.tiny DIRECTORY [--sliding] [--kind KIND] [--seed N] [--hidden N]
+[--layers N]`` makes one.
 """
 
 # mypy: allow-untyped-calls
-# Because transformers annotates its models only in some of its releases.
+# transformers annotates its models only in some of its releases.
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from typing import Any
 
 VOCABULARY = 512
 TEXT_TOKENS = range(2, 258)
-"""Those that stand for a byte."""
+"""Tokens that stand for a byte."""
 BLOCK_TOKENS = 128
 """vLLM's on a CPU."""
 HEAD_DIM = 64
 POSITIONS_MAX = 4096
 SPREAD = 1.92
-"""Standard deviation of the weights times the square root of their columns. Weights are drawn wide:
-narrow ones repeat one token whatever stands in the KV cache, and would hide every mistake."""
+"""Standard deviation of the weights times the square root of their columns. The distribution is
+wide: with a narrow one the model repeats one token whatever the KV cache holds, which would hide
+every mistake."""
 
 
 def make_model(
-    directory: Path, *, seed: int = 0, sliding: bool = False, hidden: int = 256, layers: int = 4
-) -> Path:
+    directory: Path, *, seed: int = 0, sliding: bool = False, hidden: int = 256, layers: int = 4,
+    kind: str = "plain",
+) -> Path:  # fmt: skip
     """A decoder with random weights and a byte-level tokenizer; equal arguments give equal files.
 
     Without ``sliding`` it is a Llama; with it, a Gemma 3 with one sliding-window and one full layer
-    in turn. Two query heads share a key/value head.
+    in turn. Two query heads share a key/value head. Kind ``longrope`` is a Phi-3 whose rotary
+    factors depend on the longest prompt, ``latent`` a DeepSeek-V2 with latent attention.
 
     Args:
         directory: created if need be; returned.
-        hidden: of a token, a multiple of 128; the feed-forward part is twice as wide.
+        hidden: hidden size, a multiple of 128; the feed-forward part is twice as wide.
         layers: an even number.
 
     Raises:
@@ -45,6 +48,7 @@ def make_model(
     if hidden < 128 or hidden % 128 or layers < 2 or layers % 2:
         raise ValueError(f"hidden must be a multiple of 128, layers of 2: {hidden}, {layers}")
     import torch
+    import transformers
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -61,6 +65,26 @@ def make_model(
         types = ["sliding_attention", "full_attention"] * (layers // 2)
         config = Gemma3TextConfig(**shape, sliding_window=256, layer_types=types)
         model: Any = Gemma3ForCausalLM(config)
+    elif kind == "longrope":
+        factors = HEAD_DIM // 2
+        rope = {
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * factors,
+            "long_factor": [4.0] * factors, "original_max_position_embeddings": 1024,
+        }  # fmt: skip
+        del shape["head_dim"]
+        phi = transformers.Phi3Config(
+            **shape, original_max_position_embeddings=1024, rope_parameters=rope
+        )
+        model = transformers.Phi3ForCausalLM(phi)
+    elif kind == "latent":
+        shape |= {
+            "num_key_value_heads": heads, "kv_lora_rank": 512, "q_lora_rank": None,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+            "first_k_dense_replace": layers, "n_routed_experts": 4, "n_shared_experts": 1,
+            "moe_intermediate_size": 128,
+        }  # fmt: skip
+        deepseek = transformers.DeepseekV2Config(**shape)
+        model = transformers.DeepseekV2ForCausalLM(deepseek)
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape))
     model.save_pretrained(directory, safe_serialization=True)
@@ -96,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--sliding", action="store_true")
+    parser.add_argument("--kind", choices=("plain", "longrope", "latent"), default="plain")
     for name, value in (("--seed", 0), ("--hidden", 256), ("--layers", 4)):
         parser.add_argument(name, type=int, default=value)
     print(make_model(**vars(parser.parse_args())))

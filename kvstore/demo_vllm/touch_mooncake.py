@@ -1,6 +1,6 @@
-"""Write through Mooncake's memory: ``python -m kvstore.demo_vllm.touch_mooncake CONFIG MIB``.
+"""Write all of Mooncake's memory: ``python -m kvstore.demo_vllm.touch_mooncake CONFIG MIB``.
 
-Fails when most of it cannot be written within half a minute.
+Fails if most of it cannot be written within half a minute.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ PIECE = 1 << 20
 BUFFER = 64 << 20
 WAIT_SECONDS = 30.0
 FULL = 0.85
-"""Of the memory; above 0.95 Mooncake begins to evict."""
+"""The part of the memory that is written; above 0.95 Mooncake begins to evict."""
 
 
 def main(config: str, memory_mib: str) -> None:
     import numpy as np
 
     settings: dict[str, Any] = json.loads(Path(config).read_text())
-    mooncake: Any = importlib.import_module("mooncake.store")  # is there only if it was installed
+    mooncake: Any = importlib.import_module("mooncake.store")  # exists only if it is installed
     store = mooncake.MooncakeDistributedStore()
     master = settings["master_server_address"]
     failed = store.setup("127.0.0.1", "P2PHANDSHAKE", 0, BUFFER, "tcp", "", master)

@@ -1,4 +1,4 @@
-"""Findings, and running checks so that none of them can make the others wait."""
+"""Findings, and a runner of checks in which no check delays another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Finding(NamedTuple):
 
     subject: str
     state: State
-    """problem: something that a user would want does not work; warning: works, but slower or less
+    """problem: something that a user needs does not work; warning: it works, but slower or less
     safely than it could."""
     found: str
     advice: str = ""
@@ -38,10 +38,10 @@ def problem(subject: str, found: str, advice: str) -> Finding:
 
 
 def run_all(checks: Sequence[tuple[str, Check]], timeout_s: float) -> Iterator[Finding]:
-    """What the checks find, in their order; all of them run at once, each in a thread.
+    """Runs all checks in parallel, each in a thread, and yields their findings in their order.
 
-    A check that has not returned after ``timeout_s``, or raises, is a finding itself. Its thread is
-    left behind: it must not hold anything that matters.
+    A check that has not returned after ``timeout_s``, or that raises, is a finding itself. The
+    thread of a late check keeps running, so a check must not hold a lock that others need.
     """
     running = [_Running(subject, check) for subject, check in checks]
     deadline = time.monotonic() + timeout_s
@@ -62,7 +62,7 @@ class _Running:
             self._found = self._check()
         except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
             what = f"could not be checked: {type(error).__name__}: {error}"
-            advice = "If no other line says why, report it."
+            advice = "If no other line explains it, report this as a bug."
             self._found = [warning(self._subject, what, advice)]
 
     def findings(self, deadline: float, timeout_s: float) -> Sequence[Finding]:

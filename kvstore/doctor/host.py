@@ -1,4 +1,4 @@
-"""This host: shared memory, huge pages, NUMA, limits, RDMA, clock, what dead nodes left."""
+"""This host: shared memory, huge pages, NUMA, limits, RDMA, clock, memory that dead nodes left."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Final
 
 from kvstore.cli.show import size_text
 from kvstore.doctor.findings import Finding, ok, problem, warning
-from kvstore.memory import numa, pages
-from kvstore.memory.segment import SHM_DIRECTORY, SHM_PREFIX, directories, is_locked
+from kvstore.errors import MemoryLimitError
+from kvstore.memory import cgroup, numa, pages
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_locked
 
 GIB: Final = 1 << 30
 HUGE_BYTES: Final = 2 << 20
 OPEN_FILES_MIN: Final = 4_096
-"""A master with its 1,024 connections, a node with 256, and what their libraries open."""
+"""Enough for a master's 1,024 connections, a node's 256, and the files of their libraries."""
 
 CLOCK_US_MAX: Final = 1.0
-"""A call reads the clock some ten times."""
+"""Of one reading. A call reads the clock about ten times."""
 
 RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 RDMA_FILES: Final = Path("/dev/infiniband")
@@ -30,16 +31,22 @@ _IPC_LOCK: Final = 1 << 14
 
 
 def entries(node_memory: int) -> list[Finding]:
-    """All that is asked of ``/dev/shm`` and its like.
+    """All checks of ``/dev/shm`` and of hugetlbfs.
 
-    In one check, one after the other: each makes an entry for a moment, and the others would count
-    its pages, or take it for a dead node's.
+    They run one after the other in one check: each creates a file for a moment, and a parallel
+    check would count its pages, or take it for a dead node's.
     """
-    return [*shared_memory(node_memory), *huge_pages(), *left_overs()]
+    return [
+        *shared_memory(node_memory),
+        *memory_limit(node_memory),
+        *huge_pages(),
+        *left_overs(),
+    ]
 
 
 def shared_memory(node_memory: int) -> list[Finding]:
-    """``/dev/shm``: there, writable, large enough for a node of ``node_memory`` bytes."""
+    """Whether ``/dev/shm`` exists, is writable, and has room for a node of ``node_memory``
+    bytes."""
     subject = "shared memory"
     options = mount_options(SHM_DIRECTORY)
     if options is None and not os.path.isdir(SHM_DIRECTORY):
@@ -50,7 +57,7 @@ def shared_memory(node_memory: int) -> list[Finding]:
         ]
     found = []
     if options is None or options[0] != "tmpfs":
-        what = f"{SHM_DIRECTORY} is " + ("no mount of its own" if options is None else options[0])
+        what = f"{SHM_DIRECTORY} is " + ("not a mount" if options is None else options[0])
         found.append(problem(subject, what, f"mount -t tmpfs tmpfs {SHM_DIRECTORY}"))
     path = f"{SHM_DIRECTORY}/{SHM_PREFIX}doctor-{os.getpid()}"
     try:
@@ -58,7 +65,7 @@ def shared_memory(node_memory: int) -> list[Finding]:
         os.close(fd)
         os.unlink(path)
     except OSError as error:
-        what = f"{SHM_DIRECTORY} cannot be written: {error.strerror}"
+        what = f"{SHM_DIRECTORY} is not writable: {error.strerror}"
         return [*found, problem(subject, what, f"mount -o remount,rw,mode=1777 {SHM_DIRECTORY}")]
     room = os.statvfs(SHM_DIRECTORY)
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
@@ -73,23 +80,38 @@ def shared_memory(node_memory: int) -> list[Finding]:
         found.append(problem(subject, what, advice))
     elif available is not None and available < node_memory:
         what = f"the system has {size_text(available)} left, a node wants {size_text(node_memory)}"
-        found.append(problem(subject, what, "Give the node less --memory, or stop something."))
+        advice = "Give the node less --memory, or stop other programs."
+        found.append(problem(subject, what, advice))
     else:
         what = f"{size_text(free)} of {size_text(size)} free" if room.f_blocks else "no limit"
         found.append(ok(subject, f"{what}, writable"))
     return found
 
 
+def memory_limit(node_memory: int) -> list[Finding]:
+    """Whether the control groups of this process allow a node of ``node_memory`` bytes."""
+    subject = "memory limit"
+    found = cgroup.limits()
+    if not found:
+        return [ok(subject, "no control group sets one")]
+    what = f"{size_text(found[0].limit)} ({found[0].group}), {size_text(found[0].used)} taken"
+    try:
+        cgroup.check(node_memory)
+    except MemoryLimitError as error:
+        return [problem(subject, f"{what}; a node wants {size_text(node_memory)}", error.advice)]
+    return [ok(subject, what)]
+
+
 def huge_pages() -> list[Finding]:
-    """Transparent ones, by trying; reserved ones, by asking the kernel."""
+    """Transparent huge pages, found by trying; reserved ones, found by asking the kernel."""
     subject = "huge pages"
     found = []
     if transparent_work():
-        found.append(ok(subject, f"{SHM_DIRECTORY} gives transparent ones; nodes take them"))
+        found.append(ok(subject, f"{SHM_DIRECTORY} provides transparent ones, which nodes use"))
     else:
         switch = read(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
         setting = (mount_options(SHM_DIRECTORY) or ("", ""))[1]
-        why = "huge=never" if "huge=" not in setting else "but not now: memory is in pieces"
+        why = "huge=never" if "huge=" not in setting else "memory is fragmented now"
         if not switch:
             found.append(
                 warning(
@@ -104,7 +126,7 @@ def huge_pages() -> list[Finding]:
                 f"mount -o remount,huge=advise {SHM_DIRECTORY} (for good: in /etc/fstab): nodes "
                 "start ten times faster, see docs/memory.md"
             )
-            what = f"{SHM_DIRECTORY} gives no transparent ones ({why})"
+            what = f"{SHM_DIRECTORY} provides no transparent ones ({why})"
             found.append(warning(subject, what, advice))
     found += reserved_pages()
     return found
@@ -125,7 +147,7 @@ def reserved_pages() -> list[Finding]:
         command = "mkdir -p /dev/hugepages && mount -t hugetlbfs -o mode=1777 none /dev/hugepages"
         return [warning(subject, f"reserved: {', '.join(counts)}, but no hugetlbfs", command)]
     if not any(os.access(each, os.W_OK) for each in mounted):
-        what = f"reserved: {', '.join(counts)}, but {mounted[0]} cannot be written"
+        what = f"reserved: {', '.join(counts)}, but {mounted[0]} is not writable"
         return [warning(subject, what, f"chmod 1777 {mounted[0]}")]
     return [ok(subject, f"reserved: {', '.join(counts)}, at {mounted[0]}")]
 
@@ -155,8 +177,8 @@ def locked_memory(node_memory: int) -> list[Finding]:
     if rdma_devices():
         return [problem(subject, f"{what}: RDMA cannot register it", advice)]
     if has_swap():
-        return [warning(subject, f"{what}: it may be swapped out", advice)]
-    return [ok(subject, f"{what}; nothing here needs it (no swap, no RDMA)")]
+        return [warning(subject, f"{what}: a node's memory may be swapped out", advice)]
+    return [ok(subject, f"{what}; no locking needed here (no swap, no RDMA)")]
 
 
 def open_files() -> list[Finding]:
@@ -168,7 +190,8 @@ def open_files() -> list[Finding]:
 
 
 def clock() -> list[Finding]:
-    """What reading it costs: a virtual machine without a good clock source pays a system call."""
+    """What a reading of the clock costs: with a poor clock source, as on some virtual machines,
+    each reading is a system call."""
     source = read(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
     rounds = 2_000
     best_us = float("inf")
@@ -186,7 +209,7 @@ def clock() -> list[Finding]:
 
 
 def rdma() -> list[Finding]:
-    """Devices, their ports, and whether this user may open them."""
+    """RDMA devices, their ports, and whether this user may open them."""
     subject = "RDMA"
     devices = rdma_devices()
     if not devices:
@@ -204,7 +227,7 @@ def rdma() -> list[Finding]:
         if any(" active " in state for state in states):
             found.append(ok(subject, what))
         else:
-            found.append(warning(subject, what, "ibv_devinfo; is the cable in, the link up?"))
+            found.append(warning(subject, what, "ibv_devinfo shows more; is the link up?"))
     verbs = sorted(RDMA_FILES.glob("uverbs*"))
     denied = [str(each) for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
     if not verbs:
@@ -225,7 +248,7 @@ def rdma() -> list[Finding]:
 
 
 def left_overs() -> list[Finding]:
-    """Entries that no living process owns: their memory is taken until somebody removes them."""
+    """Memory files that no living process owns: they take memory until they are removed."""
     subject = "left-overs"
     left, size, unknown = [], 0, 0
     for directory in directories():
@@ -242,30 +265,30 @@ def left_overs() -> list[Finding]:
                 size += entry.stat().st_blocks * 512
     if left:
         advice = (
-            "A node started again as it was (name, --memory) serves what its memory holds. "
-            f"Otherwise: rm {' '.join(left)}"
+            "A node that is restarted with the same name and --memory serves what its memory "
+            "holds. Otherwise: kvstore clean"
         )
-        what = f"{len(left)} of dead nodes hold {size_text(size)}"
+        what = f"{len(left)} memory files of dead nodes hold {size_text(size)}"
         return [warning(subject, what, advice)]
-    others = f" ({unknown} of other users were not looked at)" if unknown else ""
-    return [ok(subject, f"none of dead nodes{others}")]
+    others = f" ({unknown} of other users could not be checked)" if unknown else ""
+    return [ok(subject, f"no memory of dead nodes{others}")]
 
 
-# --- what they look at -------------------------------------------------------------------------
+# --- what the checks read ----------------------------------------------------------------------
 
 
 def is_owned(entry: Path) -> bool | None:
-    """Whether a living process has it locked; None: we may not look."""
+    """Whether a living process has ``entry`` locked; None: this user may not look."""
     try:
         return is_locked(entry)
     except FileNotFoundError:
-        return True  # gone meanwhile
+        return True  # removed meanwhile
     except OSError:
         return None
 
 
 def transparent_work() -> bool:
-    """Whether a huge page comes when one is asked for, in shared memory."""
+    """Whether the kernel provides a huge page in shared memory on request."""
     path = f"{SHM_DIRECTORY}/{SHM_PREFIX}doctor-huge-{os.getpid()}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -291,7 +314,7 @@ def mount_options(directory: str) -> tuple[str, str] | None:
     for line in (read(Path("/proc/self/mounts")) or "").splitlines():
         _, where, kind, options, *_ = line.split(" ")
         if where == directory:
-            found = kind, options  # the last one hides those before
+            found = kind, options  # the last mount hides those before it
     return found
 
 
@@ -318,7 +341,7 @@ def rdma_devices() -> list[Path]:
 
 
 def read(path: Path) -> str | None:
-    """A small file of the kernel's; None where it is not there or not for us."""
+    """The text of a small kernel file; None where it is missing or not readable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -1,7 +1,7 @@
 """Python, the packages that kvstore needs, and those that it can use.
 
-What is imported is imported in another process: a broken package ends that one, and a slow one is
-left to its deadline.
+Packages are imported in another process: a broken package ends only that process, and a slow
+import ends at its deadline.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,16 +18,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from kvstore import distribution, native
 from kvstore._version import __version__
 from kvstore.doctor.findings import Finding, ok, problem, warning
+from kvstore.native import compiled
 
 NEEDED: Final = ("numpy", "grpcio", "protobuf", "pydantic", "xxhash", "click", "rich")
 OPTIONAL: Final = {
-    "torch": "tensors as values: pip install 'kvstore[torch]'",
+    "torch": "tensors as values: pip install torch",
     "vllm": "the connector: pip install vllm",
-    "aiohttp": "kvstore-proxy: pip install 'kvstore[proxy]'",
+    "aiohttp": "kvstore-proxy: pip install aiohttp prometheus-client cbor2",
 }
 ENGINES: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+
+_STATE: Final = Path(native.__file__).parents[1] / "master" / "state"
 
 _PROBE: Final = (
     "import json; from kvstore.transport.mooncake import probe; "
@@ -38,18 +43,55 @@ _IMPORT_ALL: Final = "import kvstore.client.sync, kvstore.master.app, kvstore.no
 
 
 def python(timeout_s: float) -> list[Finding]:
-    """The interpreter and what kvstore cannot do without."""
+    """The interpreter and the packages that kvstore needs."""
     versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in NEEDED)
     found = [ok("Python", f"{platform.python_version()}, kvstore {__version__}")]
     failure = import_failure(_IMPORT_ALL, timeout_s)
     if failure is None:
         return [*found, ok("packages", versions)]
-    advice = f"{sys.executable} -m pip install --upgrade kvstore"
+    needed = distribution.requirements() or NEEDED
+    advice = f"{sys.executable} -m pip install --upgrade {shlex.join(needed)}"
     return [*found, problem("packages", f"{versions}; {failure}", advice)]
 
 
+def installation() -> list[Finding]:
+    """Whether another project's package hides this one, and whether the C parts are compiled."""
+    return [*_same_name(), _compiled()]
+
+
+def _same_name() -> list[Finding]:
+    return [
+        warning(
+            "distribution",
+            f"{stranger} is installed, which is another project (this one is "
+            f"{distribution.NAME}); its module is also called kvstore, and may hide this one",
+            f"{sys.executable} -m pip uninstall {distribution.NAME_BEFORE}",
+        )
+        for stranger in distribution.strangers()
+    ]
+
+
+def _compiled() -> Finding:
+    subject = "compiled parts"
+    if os.environ.get("KVSTORE_NATIVE") == "0":
+        return ok(subject, "not used, because KVSTORE_NATIVE=0")
+    missing = []
+    if native.fast is None:
+        missing.append("the steps of the hot path")
+    if not compiled.library(str(_STATE)).exists():
+        missing.append("the master's state")
+    if not missing:
+        return ok(subject, "the steps of the hot path and the master's state")
+    what = f"not compiled: {', '.join(missing)}; plain Python does the same work, slower"
+    advice = (
+        "Install a compiler (apt-get install gcc python3-dev), then kvstore again: "
+        "pip install . in a checkout compiles them."
+    )
+    return warning(subject, what, advice)
+
+
 def optional() -> list[Finding]:
-    """Looks at versions only: importing vLLM takes many seconds."""
+    """Reads only the versions of optional packages: importing vLLM takes many seconds."""
     found = []
     for name, purpose in OPTIONAL.items():
         number = version(name)
@@ -81,13 +123,13 @@ def transfer_engine(timeout_s: float, *, transfer: bool) -> list[Finding]:
 
 
 def _probed(installed: str, timeout_s: float) -> list[Finding]:
-    """What the transport itself says of the engine: protocols, kinds of metadata servers, cards."""
+    """What the transport reports of the engine: protocols, kinds of metadata servers, cards."""
     subject = "transfer engine"
     try:
         done = _run([sys.executable, "-c", _PROBE], timeout_s)
         rows = json.loads(done.stdout.strip().rpartition("\n")[2])
     except (subprocess.TimeoutExpired, ValueError):
-        what = f"{installed}: the probe of its transport did not end well within {timeout_s:.0f} s"
+        what = f"{installed}: the probe of its transport failed or took over {timeout_s:.0f} s"
         return [warning(subject, what, f"{sys.executable} -c '{_PROBE}'")]
     found = []
     for row in rows:
@@ -100,7 +142,8 @@ def _probed(installed: str, timeout_s: float) -> list[Finding]:
 
 
 def loop_back(timeout_s: float) -> Finding:
-    """Puts and gets of a store on this host through the engine, by RDMA where there is a card."""
+    """Runs puts and gets through the engine, against a store on this host; by RDMA where there is
+    a card."""
     subject = "transfer engine"
     protocol = os.environ.get("KVSTORE_CLIENT_PROTOCOL") or "tcp"
     if "KVSTORE_CLIENT_PROTOCOL" not in os.environ and any(Path("/sys/class/infiniband").glob("*")):
@@ -113,7 +156,7 @@ def loop_back(timeout_s: float) -> Finding:
         done = _run(command, timeout_s, environ)
     except subprocess.TimeoutExpired:
         what = f"no bytes arrived by {protocol} within {timeout_s:.0f} s"
-        return problem(subject, what, f"{again} shows where it stays")
+        return problem(subject, what, f"{again} shows where it stops")
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     speeds = [row["ours_gb_per_second"] for row in rows if row.get("op") == "get"]
     if done.returncode != 0 or not speeds:
@@ -122,7 +165,7 @@ def loop_back(timeout_s: float) -> Finding:
     return ok(subject, f"bytes arrive by {protocol}: gets at {max(speeds):.2f} GB/s")
 
 
-# --- what they look at -------------------------------------------------------------------------
+# --- what the checks read ----------------------------------------------------------------------
 
 
 def version(name: str) -> str | None:
@@ -133,7 +176,7 @@ def version(name: str) -> str | None:
 
 
 def import_failure(code: str, timeout_s: float) -> str | None:
-    """Why these imports fail, in one line; None: they do not."""
+    """Why ``code`` fails to import, in one line; None: it does not."""
     script = (
         "import json, sys\n"
         "try:\n"
@@ -144,7 +187,7 @@ def import_failure(code: str, timeout_s: float) -> str | None:
     try:
         done = _run([sys.executable, "-c", script], timeout_s)
     except subprocess.TimeoutExpired:
-        return f"was not imported within {timeout_s:.0f} s"
+        return f"the import took over {timeout_s:.0f} s"
     if done.returncode != 0:
         return f"the import ended with status {done.returncode}"
     last = done.stdout.strip().rpartition("\n")[2]

@@ -1,15 +1,16 @@
-"""What a candidate asks of etcd: leases, one key that names the leader, and news of its end."""
+"""A candidate's calls to etcd: leases, the key that names the leader, and a watch for its end."""
 
 from __future__ import annotations
 
-import time
-from typing import Any, Final, NamedTuple, TypeVar
+import asyncio
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
 from kvstore.addresses import EtcdPlace
+from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, NotLeaderError, ProtocolError
 from kvstore.etcd import rpc_pb2 as rpc
 from kvstore.etcd.wire import (
@@ -22,6 +23,7 @@ from kvstore.etcd.wire import (
     TXN,
     WATCH,
     Method,
+    attempt_s,
     credentials,
     metadata,
     refused,
@@ -31,43 +33,40 @@ from kvstore.etcd.wire import (
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
-ATTEMPT_S: Final = 1.0
-"""How long one of several members may take before the next one is asked."""
-
 
 class Lease(NamedTuple):
     lease_id: int
     ttl_s: int
-    """Given by etcd; may be more than what was asked for."""
+    """Granted by etcd; may be longer than requested."""
 
 
 class Leader(NamedTuple):
-    """What stands in the leader's key."""
+    """The content of the leader's key."""
 
     address: str
     lease_id: int
     revision: int
-    """At which the key was created: grows from leader to leader."""
+    """Revision at which the key was created: grows from leader to leader."""
 
 
 class Sight(NamedTuple):
-    """The leader's key at one time."""
+    """The leader's key at one revision."""
 
     leader: Leader | None
     revision: int
-    """Of the store, when that was so."""
+    """The revision of etcd's store at that moment."""
 
 
 class Etcd:
-    """One etcd, of one member or several. Threads: those of one event loop.
+    """One etcd, with one member or several. Threads: that of one event loop.
 
-    Every method takes ``deadline``, a value of ``time.monotonic()`` by which it returns or raises.
-    What a member cannot do is tried at the next one, so a call may be done twice, which does no
-    harm: the second ``new_epoch`` fails.
+    Every method takes ``deadline``, a value of ``uptime()`` by which it returns or raises.
+    A call that fails at one member is tried at the next one, so it may be executed twice. That does
+    no harm: the second ``new_epoch`` fails.
 
     Raises (all of them):
-        EtcdUnreachableError: no member answered in time; whether it was done is not known.
-        PermissionDeniedError: it did not let us.
+        EtcdUnreachableError: no member answered in time; the call may have been executed.
+        PermissionDeniedError: etcd refused the user.
     """
 
     def __init__(self, place: EtcdPlace) -> None:
@@ -91,13 +90,13 @@ class Etcd:
         return Lease(granted.ID, granted.TTL)
 
     async def keep_alive(self, lease_id: int, deadline: float) -> int:
-        """For how many seconds more the lease lives, from a moment after this was called; 0: there
-        is no such lease any more."""
+        """Renews the lease. Returns its remaining seconds, counted from a moment after this call
+        began; 0: the lease does not exist any more."""
         kept = await self._call(KEEP_ALIVE, rpc.LeaseKeepAliveRequest(ID=lease_id), deadline)
         return max(kept.TTL, 0)
 
     async def revoke(self, lease_id: int, deadline: float) -> None:
-        """Ends the lease, and with it every key that hangs on it. Idempotent."""
+        """Ends the lease, which deletes every key attached to it. Idempotent."""
         await self._call(
             REVOKE, rpc.LeaseRevokeRequest(ID=lease_id), deadline, missing_is_fine=True
         )
@@ -109,7 +108,7 @@ class Etcd:
         return Sight(_leader(found), found.header.revision)
 
     async def campaign(self, lease_id: int, address: str, deadline: float) -> Leader:
-        """Enters ``address`` as the leader's if there is none. Returns who leads then."""
+        """Writes ``address`` into the leader's key if there is no leader. Returns the leader."""
         key = self.place.leader_key
         nobody = rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)
         put = rpc.PutRequest(key=key, value=address.encode(), lease=lease_id)
@@ -122,8 +121,26 @@ class Etcd:
         if done.succeeded:
             return Leader(address, lease_id, done.header.revision)
         leader = _leader(done.responses[0].response_range)
-        assert leader is not None, "what could not be created is there"
+        assert leader is not None, "a key that could not be created exists"
         return leader
+
+    async def cluster_named(self, name: str, deadline: float) -> str:
+        """The name of the cluster whose masters use this prefix: sets it to ``name`` if it had
+        none; empty if there is no name on either side."""
+        key = self.place.cluster_key
+        read = rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
+        if not name:
+            found = await self._call(RANGE, read.request_range, deadline)
+            return found.kvs[0].value.decode(errors="replace") if found.kvs else ""
+        transaction = rpc.TxnRequest(
+            compare=[rpc.Compare(target=rpc.Compare.CREATE, key=key, create_revision=0)],
+            success=[rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=name.encode()))],
+            failure=[read],
+        )
+        done = await self._call(TXN, transaction, deadline)
+        if done.succeeded:
+            return name
+        return done.responses[0].response_range.kvs[0].value.decode(errors="replace")
 
     async def watch_for_end(self, revision: int, deadline: float) -> bool:
         """Whether the leader's key changed after ``revision``; False: not until the deadline."""
@@ -132,20 +149,20 @@ class Etcd:
         try:
             await self._call(WATCH, request, deadline)
         except KVStoreError:
-            if time.monotonic() < deadline - 0.001:
+            if uptime() < deadline - 0.001:
                 raise
             return False
         return True
 
     async def new_epoch(self, leader: Leader, least: int, deadline: float) -> int:
-        """A higher one than any before, for ``leader``, if it is the leader still.
+        """An epoch higher than any before, for ``leader``, if it still leads.
 
         Args:
-            least: at least this one: Unix time in milliseconds, which is what a master without etcd
-                takes for its epoch, so that those count as before, too.
+            least: the least epoch: Unix time in milliseconds. A master without etcd takes that as
+                its epoch, so the new one is also higher than those of masters without etcd.
 
         Raises:
-            NotLeaderError: the key names another one by now, or none.
+            NotLeaderError: the key now names another leader, or none.
         """
         key = self.place.epoch_key
         found = await self._call(RANGE, rpc.RangeRequest(key=key), deadline)
@@ -155,8 +172,9 @@ class Etcd:
             if not value.isdigit():
                 raise ProtocolError(
                     f"{key.decode()} in the etcd at {self.place.shown} holds {value[:40]!r}, "
-                    "no number",
-                    advice="Who else uses this prefix? Give each cluster its own: --etcd-prefix.",
+                    "not a number",
+                    advice="Another program may use this prefix. Give each cluster its "
+                    "own --etcd-prefix.",
                 )
             last = int(value)
         epoch = max(last + 1, least)
@@ -169,7 +187,7 @@ class Etcd:
             compare=[still, unchanged], success=[rpc.RequestOp(request_put=put)]
         )
         if not (await self._call(TXN, transaction, deadline)).succeeded:
-            raise NotLeaderError("the lease ended before there was an epoch", leader="")
+            raise NotLeaderError("the lease ended before the epoch was written", leader="")
         return epoch
 
     # --- carrying it --------------------------------------------------------------------------
@@ -185,23 +203,24 @@ class Etcd:
         members = self.place.endpoints
         reasons: dict[str, str] = {}
         authenticated = False
-        for _ in range(len(members) + 1):  # once around, and the first one a second time
+        for tried in range(len(members) + 1):  # each member once, and the first one twice
             member = members[self._turn % len(members)]
-            left_s = deadline - time.monotonic()
+            left_s = deadline - uptime()
             if left_s <= 0:
                 break
-            timeout_s = left_s if len(members) == 1 or method is WATCH else min(left_s, ATTEMPT_S)
+            first_s = attempt_s(left_s, len(members) - tried)
+            timeout_s = left_s if method is WATCH else first_s
             try:
                 if self.place.user and not self._token:
-                    self._token = await self._authenticate(member, timeout_s)
-                return await self._ask(member, method, request, timeout_s)
+                    self._token = await self._authenticate(member, first_s)
+                return await self._ask(member, method, request, timeout_s, first_s)
             except grpc.RpcError as error:
                 failure = error
             code, details = failure.code(), failure.details() or ""
             if missing_is_fine and code is grpc.StatusCode.NOT_FOUND:
                 return method.response()
             if "auth" in details and self._token and not authenticated:
-                self._token, authenticated = "", True  # it was given out by another life of etcd
+                self._token, authenticated = "", True  # etcd has restarted since it gave the token
                 continue
             if not worth_another_member(failure):
                 raise refused(failure, self.place)
@@ -212,12 +231,17 @@ class Etcd:
 
     async def _authenticate(self, member: str, timeout_s: float) -> str:
         request = rpc.AuthenticateRequest(name=self.place.user, password=self.place.password)
-        return (await self._ask(member, AUTHENTICATE, request, timeout_s)).token
+        return (await self._ask(member, AUTHENTICATE, request, timeout_s, timeout_s)).token
 
     async def _ask(
-        self, member: str, method: Method[ResponseT], request: Message, timeout_s: float
+        self,
+        member: str,
+        method: Method[ResponseT],
+        request: Message,
+        timeout_s: float,
+        first_s: float,
     ) -> ResponseT:
-        """Raises grpc.RpcError."""
+        """``first_s``: time-out of a stream's first message. Raises grpc.RpcError."""
         channel = self._channel(member)
         encode, decode = type(request).SerializeToString, method.response.FromString
         if not method.streams:
@@ -230,15 +254,23 @@ class Etcd:
             timeout=timeout_s, metadata=metadata(self._token)
         )
         try:
-            await stream.write(request)
-            while (response := await stream.read()) is not grpc.aio.EOF:
+            async with asyncio.timeout(first_s):
+                await stream.write(request)
+                response = await stream.read()
+            while response is not grpc.aio.EOF:
                 if method is not WATCH or response.events or response.canceled:
                     found: ResponseT = response
                     return found
+                response = await stream.read()
             raise grpc.aio.AioRpcError(
                 grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(),
-                "it ended the stream",
+                "the member ended the stream",
             )  # fmt: skip
+        except TimeoutError:
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(),
+                "the member does not answer",
+            ) from None  # fmt: skip
         finally:
             stream.cancel()
 
@@ -255,7 +287,8 @@ class Etcd:
         return channel
 
     async def _forget(self, member: str) -> None:
-        """The next call connects anew at once; the old channel would wait for its backoff."""
+        """Drops the member's channel: the next call connects at once, instead of after the old
+        channel's backoff."""
         channel = self._channels.pop(member, None)
         if channel is not None:
             await channel.close()

@@ -1,24 +1,27 @@
-"""Where the leader is, for clients and nodes: one read of one key, by a call that blocks.
+"""Finds the leader, for clients and nodes: one read of one key, by a call that blocks.
 
-By gRPC's blocking channels, because ``grpc.aio`` serves one event loop per process without noise,
-and that one may be the user's own.
+Uses gRPC's blocking channels: ``grpc.aio`` works without warnings only in one event loop per
+process, which may be the user's own.
 """
 
 from __future__ import annotations
 
-import time
-from typing import TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from kvstore.addresses import EtcdPlace
+from kvstore.clocks import uptime
+from kvstore.errors import EtcdUnreachableError
 from kvstore.etcd import rpc_pb2 as rpc
 from kvstore.etcd.wire import (
     AUTHENTICATE,
     CHANNEL_OPTIONS,
     RANGE,
+    STATUS,
     Method,
+    attempt_s,
     credentials,
     metadata,
     refused,
@@ -28,35 +31,36 @@ from kvstore.etcd.wire import (
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
+_answered: Final[dict[tuple[str, ...], str]] = {}
+"""The member that answered last, by the members of its etcd. A program uses few etcds."""
+
 
 def find_leader(place: EtcdPlace, deadline: float) -> str:
-    """The leader's ``host:port``; empty where nobody leads now. Threads: any.
+    """The leader's ``host:port``; empty if no master leads now. Threads: any.
 
     Args:
-        deadline: a ``time.monotonic()`` value, by which this returns or raises.
+        deadline: a ``uptime()`` value, by which this returns or raises.
 
     Raises:
         EtcdUnreachableError: no member of the etcd answered.
-        PermissionDeniedError: it did not let us.
+        PermissionDeniedError: etcd refused the user.
         StartupError: a file for TLS cannot be read.
     """
     secure = credentials(place)
     reasons: dict[str, str] = {}
-    for number, member in enumerate(place.endpoints):
-        left_s = deadline - time.monotonic()
+    for number, member in enumerate(_best_first(place)):
+        left_s = deadline - uptime()
         if left_s <= 0:
             break
-        timeout_s = left_s / (len(place.endpoints) - number)
-        if secure is None:
-            channel = grpc.insecure_channel(member, options=CHANNEL_OPTIONS)
-        else:
-            channel = grpc.secure_channel(member, secure, options=CHANNEL_OPTIONS)
+        timeout_s = attempt_s(left_s, len(place.endpoints) - number)
+        by = uptime() + timeout_s
         try:
-            return _look(channel, place, time.monotonic() + timeout_s)
+            with _channel(member, secure) as channel:
+                found = _leader(channel, place, _token(channel, place, by), by)
+            _answered[place.endpoints] = member
+            return found
         except grpc.RpcError as error:
             failure = error
-        finally:
-            channel.close()
         if not worth_another_member(failure):
             raise refused(failure, place)
         details = failure.details() or failure.code().name.lower()
@@ -64,11 +68,61 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
     raise unavailable(place, reasons)
 
 
-def _look(channel: grpc.Channel, place: EtcdPlace, deadline: float) -> str:
-    token = ""
-    if place.user:
-        request = rpc.AuthenticateRequest(name=place.user, password=place.password)
-        token = _ask(channel, AUTHENTICATE, request, "", deadline).token
+class MemberSeen(NamedTuple):
+    """The answer of one member of an etcd."""
+
+    version: str
+    leads: bool
+    """Whether this member leads the etcd itself."""
+    master: str
+    """The leading master, as this member knows it; empty: there is none."""
+
+
+def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
+    """Asks one member of ``place`` for its state. Threads: any.
+
+    Raises: as ``find_leader``; also if the member answers but has no quorum.
+    """
+    alone = place._replace(endpoints=(member,))
+    try:
+        with _channel(member, credentials(place)) as channel:
+            token = _token(channel, place, deadline)
+            said = _ask(channel, STATUS, rpc.StatusRequest(), token, deadline)
+            if not said.leader:
+                raise EtcdUnreachableError(
+                    f"etcd member {member} answers, but has no quorum",
+                    advice="Check that the other members run and reach each other.",
+                )
+            master = _leader(channel, place, token, deadline)
+    except grpc.RpcError as error:
+        if not worth_another_member(error):
+            raise refused(error, alone) from None
+        reason = error.details() or error.code().name.lower()
+        raise unavailable(alone, {member: reason.rpartition(": ")[2][:80]}) from None
+    return MemberSeen(said.version, said.leader == said.header.member_id, master)
+
+
+def _best_first(place: EtcdPlace) -> list[str]:
+    """The members, starting with the one that answered last, so that a hanging member costs only
+    one call."""
+    best = _answered.get(place.endpoints)
+    return sorted(place.endpoints, key=lambda member: member != best)
+
+
+def _channel(member: str, secure: grpc.ChannelCredentials | None) -> grpc.Channel:
+    if secure is None:
+        return grpc.insecure_channel(member, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(member, secure, options=CHANNEL_OPTIONS)
+
+
+def _token(channel: grpc.Channel, place: EtcdPlace, deadline: float) -> str:
+    if not place.user:
+        return ""
+    request = rpc.AuthenticateRequest(name=place.user, password=place.password)
+    return _ask(channel, AUTHENTICATE, request, "", deadline).token
+
+
+def _leader(channel: grpc.Channel, place: EtcdPlace, token: str, deadline: float) -> str:
     found = _ask(channel, RANGE, rpc.RangeRequest(key=place.leader_key), token, deadline)
     return found.kvs[0].value.decode(errors="replace") if found.kvs else ""
 
@@ -84,4 +138,4 @@ def _ask(
     call = channel.unary_unary(
         method.path, type(request).SerializeToString, method.response.FromString
     )
-    return call(request, timeout=max(deadline - time.monotonic(), 0.001), metadata=metadata(token))
+    return call(request, timeout=max(deadline - uptime(), 0.001), metadata=metadata(token))

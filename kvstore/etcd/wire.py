@@ -1,4 +1,4 @@
-"""etcd's calls: their names, messages, credentials and failures; the same for both clients."""
+"""etcd's calls: their names, messages, credentials and failures, shared by both clients."""
 
 from __future__ import annotations
 
@@ -34,10 +34,15 @@ KEEP_ALIVE: Final = Method(
     "/etcdserverpb.Lease/LeaseKeepAlive", rpc.LeaseKeepAliveResponse, streams=True
 )
 WATCH: Final = Method("/etcdserverpb.Watch/Watch", rpc.WatchResponse, streams=True)
+STATUS: Final = Method("/etcdserverpb.Maintenance/Status", rpc.StatusResponse)
 AUTHENTICATE: Final = Method("/etcdserverpb.Auth/Authenticate", rpc.AuthenticateResponse)
 
+ATTEMPT_S: Final = 1.0
+"""How long one of several members may take before the next one is asked. A healthy member takes
+milliseconds; a hanging one cannot be told from a slow one."""
+
 CHANNEL_OPTIONS: Final = (
-    # gRPC's own backoff grows to two minutes, in which an etcd that is back is not seen.
+    # gRPC's own backoff grows to two minutes, so it would notice a restarted etcd too late.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -47,10 +52,10 @@ CHANNEL_OPTIONS: Final = (
 
 
 def credentials(place: EtcdPlace) -> grpc.ChannelCredentials | None:
-    """For TLS; None without. Reads the files.
+    """The credentials for TLS; None without TLS. Reads the files.
 
     Raises:
-        StartupError: one of them cannot be read.
+        StartupError: a file cannot be read.
     """
     if not place.ca:
         return None
@@ -63,13 +68,13 @@ def _read(name: str) -> bytes | None:
         return Path(name).expanduser().read_bytes() if name else None
     except OSError as error:
         raise StartupError(
-            f"cannot read {name}, which is for etcd: {error.strerror}",
+            f"cannot read {name}, a certificate or key for etcd: {error.strerror}",
             advice="Give certificates as PEM files.",
         ) from error
 
 
 def worth_another_member(error: grpc.RpcError) -> bool:
-    """Whether another member of the same etcd may do what this one could not."""
+    """Whether another member of the same etcd may succeed where this one failed."""
     return error.code() in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -80,7 +85,7 @@ def worth_another_member(error: grpc.RpcError) -> bool:
 
 
 def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
-    """What it means that etcd refused a call."""
+    """The error for a call that etcd refused."""
     details = error.details() or error.code().name.lower()
     kind: type[KVStoreError] = EtcdUnreachableError
     if error.code() in (
@@ -91,7 +96,7 @@ def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
         kind = PermissionDeniedError
     return kind(
         f"the etcd at {place.shown} refused a call: {details[:200]}",
-        advice="Check its user, its password and what that user may do.",
+        advice="Check the user, the password and the user's roles in etcd.",
     )
 
 
@@ -99,8 +104,13 @@ def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableErr
     why = "; ".join(f"{member}: {reason}" for member, reason in reasons.items())
     return EtcdUnreachableError(
         f"no etcd answers at {place.shown} ({why or 'no time left'})"[:400],
-        advice="Is it running, and is this its client port?",
+        advice="Check that etcd is running and that this is its client port.",
     )
+
+
+def attempt_s(left_s: float, members_left: int) -> float:
+    """Time-out of the next member, such that each of ``members_left`` members gets its turn."""
+    return left_s if members_left <= 1 else min(ATTEMPT_S, left_s / members_left)
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:

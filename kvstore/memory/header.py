@@ -6,9 +6,9 @@ A segment is one superblock and then extents, all of them aligned to ``EXTENT_AL
     | superblock | header | payload .... | header | payload ... |   (free)   |
                  ^ 1024 bytes            ^ the next multiple of 1024
 
-A header is believed only with the magic, this format's version, sane lengths and a checksum that
-is seeded with *segment seed XOR offset of the extent*. So bytes of a payload that look like a
-header, a header that was copied elsewhere and one left by another segment do not pass.
+A header is valid only with the magic, this format's version, lengths within bounds, and a checksum
+that is seeded with *segment seed XOR offset of the extent*. So payload bytes that look like a
+header, a header copied elsewhere, and a header left by another segment are not valid.
 
     offset  size   header                        offset  size   superblock
          0     8   magic                              0     8   magic
@@ -26,8 +26,16 @@ header, a header that was copied elsewhere and one left by another segment do no
         56     8   payload checksum, xxh3_64
         64         namespace, key, parent key, descriptor, end to end; the rest is undefined
 
-The superblock goes on at 256 with two words that are not in the checksum either: the mark's epoch
-and counter (``kvstore.calls.MasterWipe``).
+The superblock continues, outside of that checksum, with fields that change while the segment is
+used:
+
+    offset  size
+       256    16   the mark's epoch and counter (``kvstore.calls.MasterWipe``)
+       272     8   the highest epoch of a master that the node has joined
+       280     8   the same, xxh3_64 of it
+       512     8   checksum of the rest of the owner: 520 up to its end
+       520     8   u16 each: flags (1: volatile), bytes of the cluster's name, of the places, 0
+       528         the cluster's name, and the places, separated by line feeds
 
 Numbers are little-endian. Everything here is a pure function of the given bytes.
 """
@@ -45,25 +53,29 @@ from kvstore.limits import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, Key, Namespace
 
 HEADER_BYTES: Final = 1024
 EXTENT_ALIGN: Final = 1024
-"""Extents start and end here. As large as the header, so payloads are aligned for any tensor and a
-scan looks at one place per KiB."""
+"""Extents start and end at multiples of this. It is as large as the header, so payloads are aligned
+for any tensor and a scan looks at one place per KiB."""
 
 SUPERBLOCK_BYTES: Final = 4096
-"""Extents start here: a page, of which 256 bytes are used."""
+"""The superblock is one page; extents start behind it."""
 
 FORMAT_VERSION: Final = 2
-"""Also what a whole header means. 1: of an object, or of one that was evicted, whose payload may be
-written over. 2: of an object, or of a put that has not ended. ``native/fast.c`` has it, too."""
+"""The version also says what a valid header means. 1: an object, or an evicted one, whose payload
+may be overwritten. 2: an object, or a put that has not ended. ``native/fast.c`` has it as well."""
 
 WIPE: Final = bytes(64)
-"""Written at the header position it kills magic, checksum and lengths at once."""
+"""Written over a header, these bytes erase its magic, checksum and lengths."""
 
 DESCRIPTOR_BYTES_MAX: Final = 320
 NODE_NAME_BYTES_MAX: Final = 192
 GENERATION_OFFSET: Final = 16
-"""Of the u64 in the superblock that a mapped reader or writer compares; naturally aligned."""
+"""Offset of the u64 in the superblock that mapped readers and writers compare; aligned."""
 MARK_OFFSET: Final = 256
-"""Of two u64 in the superblock."""
+"""Offset of two u64 in the superblock."""
+EPOCH_OFFSET: Final = 272
+"""Offset of two u64 in the superblock."""
+OWNER_OFFSET: Final = 512
+OWNER_BYTES_MAX: Final = 2048
 
 _MAGIC: Final = b"KVextnt\x01"
 _MAGIC_WORD: Final = np.uint64(int.from_bytes(_MAGIC, "little"))
@@ -75,8 +87,12 @@ _SUPERBLOCK_MAGIC: Final = b"KVsegmt\x01"
 _SUPERBLOCK: Final = struct.Struct("<8sQQIIQQ16s192s")
 _SUPERBLOCK_CHECKED_FROM: Final = 24
 
+_OWNER: Final = struct.Struct("<QHHHH")
+_OWNER_CHECKED_FROM: Final = 8
+_VOLATILE: Final = 1
+
 _SCAN_BYTES: Final = 64 << 20
-"""Looked at in one step of a scan, so that its index arrays stay small."""
+"""Bytes per step of a scan, so that its index arrays stay small."""
 
 assert _FIXED.size == len(WIPE)
 assert _FIXED.size + NAMESPACE_BYTES_MAX + 2 * KEY_BYTES_MAX + DESCRIPTOR_BYTES_MAX == HEADER_BYTES
@@ -84,7 +100,7 @@ assert _SUPERBLOCK.size == 256
 
 
 class Header(NamedTuple):
-    """What an extent says about itself. Lengths are bounded by ``kvstore.limits``."""
+    """The description of an extent's object. Lengths are bounded by ``kvstore.limits``."""
 
     namespace: Namespace
     key: Key
@@ -97,7 +113,7 @@ class Header(NamedTuple):
     payload_checksum: int
     """xxh3_64 of the payload, unseeded."""
     descriptor: bytes
-    """What the client needs to give the payload its type back; opaque here."""
+    """What the client needs to restore the payload's type; opaque here."""
 
 
 def extent_bytes(payload_size: int) -> int:
@@ -145,13 +161,13 @@ def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset:
 
 
 def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> Header | None:
-    """The header at the start of ``buffer``, or None when no valid one stands there.
+    """The header at the start of ``buffer``, or None if there is no valid one.
 
-    Never raises, whatever the bytes are. Takes a private copy first: what is checked is what is
-    returned, also when ``buffer`` is shared memory that somebody writes to.
+    Never raises, whatever the bytes are. Takes a private copy first: the checked bytes are the
+    returned ones, even if ``buffer`` is shared memory that another process writes to.
 
     Args:
-        buffer: at least ``HEADER_BYTES`` are looked at where they are there.
+        buffer: up to ``HEADER_BYTES`` of it are read.
         seed: of the segment's header checksums, 64 bits.
         offset: of the extent in its segment, bytes.
     """
@@ -207,9 +223,9 @@ def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> He
 def scan(memory: memoryview, seed: int) -> Iterator[tuple[int, Header]]:
     """Every valid header of a segment with its offset, ascending.
 
-    Found extents may overlap: an evicted object's header stays until something is written over it,
-    and the space behind it may hold a younger object. Who wins is the caller's to say (the newer
-    version does), so nothing that is found is skipped over.
+    Found extents may overlap: an evicted object's header stays until it is overwritten, and the
+    space behind it may hold a newer object. The caller decides which one counts (the newer version
+    does), so the scan skips no header.
 
     Args:
         memory: the whole segment, ``B``-formatted.
@@ -227,7 +243,7 @@ def scan(memory: memoryview, seed: int) -> Iterator[tuple[int, Header]]:
 
 
 class Superblock(NamedTuple):
-    """Who a segment is: what a process that finds one in ``/dev/shm`` must know."""
+    """The identity of a segment, for a process that finds it in ``/dev/shm``."""
 
     uuid: bytes
     """16 bytes, new at each creation."""
@@ -252,8 +268,71 @@ def pack_superblock(superblock: Superblock) -> bytes:
     return packed[:8] + checksum + packed[16:]
 
 
+def check_of(epoch: int) -> int:
+    """The checksum stored beside ``epoch``: a damaged epoch would raise that of later masters."""
+    return xxh3_64_intdigest(_CHECKSUM.pack(epoch))
+
+
+class Owner(NamedTuple):
+    """The cluster that a segment belongs to; no other cluster may use its objects."""
+
+    cluster: str = ""
+    """The cluster's name; empty: none, or not known yet."""
+    places: tuple[str, ...] = ()
+    """Addresses of its masters, from the node's settings (``kvstore.host.places_of``)."""
+    volatile: bool = False
+    """Memory of a node that a client started: it is not kept for later."""
+
+
+def pack_owner(owner: Owner) -> bytes:
+    """The bytes to write at ``OWNER_OFFSET``; places that do not fit are left out."""
+    name = owner.cluster.encode()
+    places = list(owner.places)
+    while len(text := "\n".join(places).encode()) + len(name) + _OWNER.size > OWNER_BYTES_MAX:
+        places.pop()
+    flags = _VOLATILE if owner.volatile else 0
+    packed = _OWNER.pack(0, flags, len(name), len(text), 0) + name + text
+    return _CHECKSUM.pack(xxh3_64_intdigest(packed[_OWNER_CHECKED_FROM:])) + packed[8:]
+
+
+def unpack_owner(raw: bytes) -> Owner | None:
+    """The owner in the bytes from ``OWNER_OFFSET`` on; an empty one if none has been written; None:
+    damaged."""
+    if not any(raw[: _OWNER.size]):
+        return Owner()
+    checksum, flags, name_size, text_size, _ = _OWNER.unpack_from(raw)
+    text_start = _OWNER.size + name_size
+    end = text_start + text_size
+    if end > len(raw) or xxh3_64_intdigest(raw[_OWNER_CHECKED_FROM:end]) != checksum:
+        return None
+    try:
+        name, text = raw[_OWNER.size : text_start].decode(), raw[text_start:end].decode()
+    except UnicodeDecodeError:
+        return None
+    return Owner(name, tuple(text.split("\n")) if text else (), bool(flags & _VOLATILE))
+
+
+def why_not_of(left: Owner, wanted: Owner) -> str:
+    """Why a node of ``wanted`` may not use memory of the owner ``left``; empty: it may.
+
+    If both have a cluster name, the names decide. Otherwise the places do: at least one master must
+    be the same. Memory without either is of a release that wrote none, and any node may take it.
+    """
+    if left.cluster and wanted.cluster:
+        if left.cluster == wanted.cluster:
+            return ""
+        return f"it belongs to the cluster {left.cluster}, and this node to {wanted.cluster}"
+    if not left.cluster and not left.places:
+        return ""
+    if not set(left.places).isdisjoint(wanted.places):
+        return ""
+    where = ",".join(left.places) or "an unknown place"
+    of = f"the cluster {left.cluster}, whose master is" if left.cluster else "the master"
+    return f"it belongs to {of} at {where}; this node was told {','.join(wanted.places)}"
+
+
 def why_no_superblock(buffer: memoryview | bytearray | bytes) -> str:
-    """What is wrong where ``unpack_superblock`` finds none; empty: one was never written."""
+    """Why ``unpack_superblock`` finds no superblock; empty: none has been written."""
     raw = bytes(buffer[: _SUPERBLOCK.size])
     if not any(raw):
         return ""
@@ -265,11 +344,11 @@ def why_no_superblock(buffer: memoryview | bytearray | bytes) -> str:
         return f"its format is version {version}, this release writes {FORMAT_VERSION}"
     if checksum != xxh3_64_intdigest(raw[_SUPERBLOCK_CHECKED_FROM:]):
         return "the checksum of its superblock is wrong"
-    return "its superblock makes no sense"
+    return "its superblock has invalid fields"
 
 
 def unpack_superblock(buffer: memoryview | bytearray | bytes) -> Superblock | None:
-    """The superblock at the start of ``buffer``, or None when no valid one stands there."""
+    """The superblock at the start of ``buffer``, or None if there is no valid one."""
     raw = bytes(buffer[: _SUPERBLOCK.size])
     if len(raw) < _SUPERBLOCK.size:
         return None

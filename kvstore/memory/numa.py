@@ -1,4 +1,4 @@
-"""NUMA nodes of this host: which there are, and running on the processors of one."""
+"""NUMA nodes of this host: lists them, and binds threads to the processors of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NODES: Final = Path("/sys/devices/system/node")
 
 
 def nodes_with_memory() -> list[int]:
-    """In order; node 0 alone where the kernel does not tell."""
+    """The NUMA nodes that have memory, in order; only node 0 if the kernel does not tell."""
     try:
         return _numbers((NODES / "has_memory").read_text())
     except OSError:
@@ -34,7 +34,7 @@ def check_node(number: int) -> None:
 
 
 def processors_of(number: int) -> set[int]:
-    """Those of a NUMA node that this process may run on; none: its memory has no processors."""
+    """The processors of a NUMA node that this process may use; empty: it has only memory."""
     try:
         there = _numbers((NODES / f"node{number}" / "cpulist").read_text())
     except OSError:
@@ -43,7 +43,7 @@ def processors_of(number: int) -> set[int]:
 
 
 def run_on(number: int) -> None:
-    """Keep this thread, and all that it starts, on the processors of a NUMA node, if it has any."""
+    """Binds this thread, and those it starts, to the processors of a NUMA node, if it has any."""
     processors = processors_of(number)
     if processors:
         os.sched_setaffinity(0, processors)

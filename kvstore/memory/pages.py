@@ -1,10 +1,10 @@
-"""Pages of a mapping: brought in before somebody waits for them, huge, locked, near a processor.
+"""Pages of a mapping: pre-faulting, huge pages, locking, and binding to a NUMA node.
 
 A first touch is a minor fault: a get from a fresh mapping ran at 10 GB/s instead of 32, a put at 3
 instead of 40. What each of these calls costs and gains is measured in ``docs/memory.md``.
 
-They go through ctypes, which holds no GIL meanwhile (``mmap.madvise`` does), so that several
-threads can clear pages at once.
+The calls go through ctypes, which releases the GIL meanwhile (``mmap.madvise`` does not), so that
+several threads can clear pages at once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from functools import cache
 from typing import Any, Final
 
 POPULATE_READ: Final = 22
-"""Map the pages that are there. Shared memory needs no second fault for writing."""
+"""Map the pages that exist. Shared memory needs no second fault for writing."""
 POPULATE_WRITE: Final = 23
-"""Also allocate and clear those that are not."""
+"""Also allocate and clear missing pages."""
 
 _HUGEPAGE: Final = 14
 _LOCK_ON_FAULT: Final = 1
 _BIND: Final = 2
 _MBIND_NUMBERS: Final = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259}
-"""Of the system call, which libc has no function for."""
+"""Numbers of the system call ``mbind``, for which libc has no function."""
 
 
 @cache
@@ -36,7 +36,7 @@ def _function(name: str) -> Callable[..., int]:
 
 
 def _at(memory: mmap.mmap, start: int = 0) -> Any:
-    """A pointer, which keeps the memory mapped for as long as it is there itself."""
+    """A pointer into ``memory``, which keeps it mapped as long as the pointer exists."""
     return ctypes.byref(ctypes.c_char.from_buffer(memory, start))
 
 
@@ -50,10 +50,10 @@ def populate(memory: mmap.mmap, start: int, length: int, advice: int) -> bool:
     """Bring in ``length`` bytes from ``start``, both multiples of the page size.
 
     Returns:
-        False where the kernel (before 5.14) does not know how; then touching is left to the caller.
+        False if the kernel (before 5.14) lacks this call; then the caller has to touch the pages.
 
     Raises:
-        OSError: the pages cannot be had.
+        OSError: the kernel cannot provide the pages.
     """
     try:
         _call("madvise", _at(memory, start), ctypes.c_size_t(length), advice)
@@ -65,8 +65,8 @@ def populate(memory: mmap.mmap, start: int, length: int, advice: int) -> bool:
 
 
 def prefer_huge(memory: mmap.mmap) -> None:
-    """Ask for huge pages where pages are allocated from now on; a wish, which may not be granted
-    (``huge_bytes`` tells), and which a kernel without huge pages does not even hear."""
+    """Asks for huge pages for later allocations. The kernel may not grant them (``huge_bytes``
+    tells); a kernel without huge pages ignores the call."""
     try:
         _call("madvise", _at(memory), ctypes.c_size_t(len(memory)), _HUGEPAGE)
     except OSError as error:
@@ -75,7 +75,7 @@ def prefer_huge(memory: mmap.mmap) -> None:
 
 
 def lock_on_fault(memory: mmap.mmap) -> None:
-    """Keep what is brought in from now on from being swapped out, for as long as it is mapped.
+    """Locks pages that are faulted in from now on, as long as they are mapped: no swapping.
 
     Raises:
         OSError: all of it or nothing: EPERM or ENOMEM beyond the limit of locked memory.
@@ -84,24 +84,24 @@ def lock_on_fault(memory: mmap.mmap) -> None:
 
 
 def bind(memory: mmap.mmap, numa_node: int) -> None:
-    """Take what is brought in from now on, by any process, from this NUMA node and no other.
+    """Allocates pages from now on, for any process, from this NUMA node and no other.
 
     Raises:
-        OSError: the kernel has no such node for us (EINVAL), or does not know how (ENOSYS).
+        OSError: this process may not use such a node (EINVAL), or the kernel lacks it (ENOSYS).
     """
     number = _MBIND_NUMBERS.get(os.uname().machine)
     if number is None:
         raise OSError(errno.ENOSYS, f"mbind is not known on {os.uname().machine}")
     words = (ctypes.c_ulong * (numa_node // 64 + 1))()
     words[numa_node // 64] = 1 << numa_node % 64
-    bits = ctypes.c_ulong(64 * len(words) + 1)  # the kernel looks at one less
+    bits = ctypes.c_ulong(64 * len(words) + 1)  # the kernel reads one bit less
     length = ctypes.c_size_t(len(memory))
     _call("syscall", ctypes.c_long(number), _at(memory), length, _BIND, words, bits, 0)
 
 
 def huge_bytes(memory: mmap.mmap) -> int:
-    """How much of a mapping is mapped by huge pages, as the kernel says. Walks its page tables:
-    some milliseconds per GiB of small pages."""
+    """How many bytes of a mapping huge pages hold, as the kernel says. The kernel walks the page
+    tables: some milliseconds per GiB of small pages."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     here = False
     found = 0

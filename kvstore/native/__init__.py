@@ -11,14 +11,16 @@ from __future__ import annotations
 import importlib
 from typing import Final, cast
 
-from kvstore.native.kinds import Fast
+from kvstore.native.kinds import CLOCK, Fast
 
 
 def _load() -> Fast | None:
     try:
-        return cast(Fast, importlib.import_module("kvstore.native.fast"))
+        found = importlib.import_module("kvstore.native.fast")
     except ImportError:
         return None
+    # An older build compares deadlines with another clock than ``kvstore.clocks``.
+    return cast(Fast, found) if getattr(found, "CLOCK", None) == CLOCK else None
 
 
 fast: Final = _load()

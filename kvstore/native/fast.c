@@ -11,7 +11,9 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <linux/sockios.h>
 #include <stdatomic.h>
+#include <sys/ioctl.h>
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -343,5 +345,8 @@ PyMODINIT_FUNC PyInit_fast(void) {
         return NULL;
     }
     xxh3_choose();
-    return PyModule_Create(&MODULE);
+    PyObject *module = PyModule_Create(&MODULE);
+    if (module && PyModule_AddIntConstant(module, "CLOCK", CLOCK_BOOTTIME) < 0)
+        Py_CLEAR(module);
+    return module;
 }

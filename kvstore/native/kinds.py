@@ -9,6 +9,9 @@ from kvstore.limits import Key
 
 AnyRecord = TypeVar("AnyRecord")
 
+CLOCK: Final = 7
+"""Linux's number of the clock that ``kvstore.clocks.uptime`` reads."""
+
 BatchEnd = int
 """How a batch ended that was not carried out whole: ``GONE``, ``LATE`` or ``OUTSIDE``."""
 
@@ -68,7 +71,7 @@ class Fast(Protocol):
             generation: that the segment must have; looked at before each 256 KiB.
             seed: of its header checksums.
             verify: hash the payload as it is copied, and compare.
-            deadline: a ``time.monotonic()`` value, looked at as often.
+            deadline: a ``uptime()`` value, looked at as often.
             threads: at most so many copy, each its own rows.
 
         Returns:
@@ -117,7 +120,7 @@ class Fast(Protocol):
 
         Args:
             spin_s: how long to poll for the answer before sleeping.
-            deadline: a ``time.monotonic()`` value.
+            deadline: a ``uptime()`` value.
             length_max: of the answer's frame.
 
         Returns:
@@ -136,6 +139,7 @@ class Fast(Protocol):
         rows: list[ReadRow],
         verify: bool,
         deadline: float,
+        stall_s: float,
         spin_s: float,
         /,
     ) -> tuple[int, int, int, list[bytes | int] | None]:
@@ -145,6 +149,7 @@ class Fast(Protocol):
             fd: of a blocking socket; its time-outs are changed.
             size: of the segment, bytes.
             rows: at most ``RANGES_MAX``; none without buffers.
+            stall_s: it has ``TIMED_OUT``, too, when no byte moved in either direction for so long.
 
         Returns:
             ``ANSWERED``, whether polling was enough, 1, and the outcomes. Or what went wrong, the
@@ -160,6 +165,7 @@ class Fast(Protocol):
         namespace: str,
         rows: list[WriteRow],
         deadline: float,
+        stall_s: float,
         spin_s: float,
         /,
     ) -> tuple[int, int, int, None]:

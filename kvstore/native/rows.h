@@ -24,13 +24,14 @@ static const uint8_t MAGIC[8] = "KVextnt\x01";
 enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
 enum { WHOLE = 0, STALE = 1, CORRUPT = 2 };
 
+/* As kvstore.clocks.uptime. */
 static int64_t now_ns(void) {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
+    clock_gettime(CLOCK_BOOTTIME, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* A ``time.monotonic()`` value, which may be infinite. */
+/* A value of kvstore.clocks.uptime, which may be infinite. */
 static int64_t as_ns(double seconds) {
     return seconds > 9e9 ? INT64_MAX : (int64_t)(seconds * 1e9);
 }
@@ -90,6 +91,7 @@ static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint
     uint8_t *head = row->found;
     if (place != head)
         memcpy(head, place, FIXED_BYTES);
+    READ_ONCE();
     size_t name = load16(head + 20), key = load16(head + 22);
     size_t parent = load16(head + 24), descriptor = load16(head + 26);
     size_t end = FIXED_BYTES + name + key + parent + descriptor;
@@ -101,6 +103,7 @@ static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint
         return STALE;
     if (place != head)
         memcpy(head + FIXED_BYTES, place + FIXED_BYTES, end - FIXED_BYTES);
+    READ_ONCE();
     if (memcmp(head + FIXED_BYTES, batch->name, name) ||
         memcmp(head + FIXED_BYTES + name, row->key, key) ||
         xxh3(head + CHECKED_FROM, end - CHECKED_FROM, batch->seed ^ row->offset) != load64(head + 8))

@@ -16,17 +16,38 @@ enum { REFUSED = 8 };
 #define RECEIVED_AT_ONCE (256 << 10) /* hashed at once: it is in cache still */
 #define SENT_AT_ONCE (512 << 10)     /* each is one wake-up of the other end */
 #define GATHERED_MAX (32 << 10)      /* longer ranges are sent without copying */
+#define APART_BYTES (32 << 10)       /* the header of a longer payload is received, and checked, first */
 #define FILE_AT_ONCE (8 << 20)
 #define ARM_NS 5000000 /* deadlines are kept to so much */
+#define MOVED_MIN (64 << 10)
 
 /* A blocking socket, whose time-outs the kernel counts. */
 typedef struct {
     int fd;
     int64_t deadline_ns;
-    int64_t armed_ns[2]; /* when SO_RCVTIMEO and SO_SNDTIMEO were last set */
-    int number;          /* errno */
+    int64_t stall_ns;     /* the longest that no byte may move; 0: no such bound */
+    int64_t armed_ns[2];  /* when SO_RCVTIMEO and SO_SNDTIMEO were last set */
+    int64_t armed_for[2]; /* to what */
+    int unsent;           /* bytes that the other end had not acknowledged when it was last looked */
+    int number;           /* errno */
     PyThreadState *thread;
 } Wire;
+
+static int unsent_bytes(const Wire *wire) {
+    int bytes = 0;
+    return ioctl(wire->fd, SIOCOUTQ, &bytes) ? 0 : bytes;
+}
+
+/* After a time-out of the kernel's: whether nothing has moved for `stall_ns`. Much that was sent may
+ * move for long after the call that sent it; a little is acknowledged at once, also by the kernel of a
+ * process that was stopped. */
+static int stalled(Wire *wire, int sending) {
+    if (!wire->stall_ns || wire->armed_for[sending] < wire->stall_ns)
+        return 0;
+    int unsent = unsent_bytes(wire), moved = wire->unsent - unsent;
+    wire->unsent = unsent;
+    return moved < MOVED_MIN;
+}
 
 static int arm(Wire *wire, int sending) {
     int64_t now = now_ns(), left = wire->deadline_ns - now;
@@ -35,7 +56,10 @@ static int arm(Wire *wire, int sending) {
     if (wire->armed_ns[sending] && now - wire->armed_ns[sending] < ARM_NS)
         return ANSWERED;
     wire->armed_ns[sending] = now;
+    if (wire->stall_ns && left > wire->stall_ns)
+        left = wire->stall_ns;
     left = left > 3600000000000 ? 3600000000000 : left;
+    wire->armed_for[sending] = left;
     struct timeval time = {.tv_sec = left / 1000000000, .tv_usec = left % 1000000000 / 1000 + 1};
     setsockopt(wire->fd, SOL_SOCKET, sending ? SO_SNDTIMEO : SO_RCVTIMEO, &time, sizeof time);
     return ANSWERED;
@@ -45,7 +69,7 @@ static int arm(Wire *wire, int sending) {
 static int failed(Wire *wire, int sending) {
     if (errno == EAGAIN || errno == EWOULDBLOCK) {
         wire->armed_ns[sending] = 0;
-        return arm(wire, sending);
+        return stalled(wire, sending) ? TIMED_OUT : arm(wire, sending);
     }
     if (errno == EINTR) {
         if (!wire->thread)
@@ -80,9 +104,11 @@ static int send_parts(Wire *wire, struct iovec *parts, size_t count, int flags) 
             return status;
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
         ssize_t sent = sendmsg(wire->fd, &message, MSG_NOSIGNAL | flags);
-        if (sent >= 0)
+        if (sent >= 0) {
             count = behind(&parts, count, (size_t)sent);
-        else if ((status = failed(wire, 1)))
+            if (wire->stall_ns)
+                wire->unsent = unsent_bytes(wire);
+        } else if ((status = failed(wire, 1)))
             return status;
     }
     return ANSWERED;
@@ -175,24 +201,30 @@ static int receive_status(Wire *wire, int64_t *spin_until) {
     return wire->number ? REFUSED : ANSWERED;
 }
 
-/* Receives all rows, a window at a time, and hashes each while it is in cache. */
-static int receive_rows(Wire *wire, Batch *batch, int64_t *spin_until) {
+/* Receives all rows, a window at a time, and hashes each while it is in cache. Memory of the caller
+ * is written once the header was checked: another object may be longer than what is read in the end.
+ *
+ * ours: as long as a window, or as all rows. */
+static int receive_windows(Wire *wire, Batch *batch, uint8_t *ours, int64_t *spin_until) {
     struct iovec parts[IOVECS_MAX];
-    struct { Row *row; uint8_t *at; size_t size; } pieces[IOVECS_MAX];
+    struct { Row *row; uint8_t *at, *to; size_t size; } pieces[IOVECS_MAX];
     Xxh3 state;
     size_t row_index = 0, part_index = 0, part_done = 0, heads_taken = 0;
     while (row_index < batch->row_count) {
         size_t count = 0, bytes = 0;
-        while (row_index < batch->row_count && count < IOVECS_MAX && bytes < RECEIVED_AT_ONCE) {
+        int is_full = 0;
+        while (row_index < batch->row_count && count < IOVECS_MAX && bytes < RECEIVED_AT_ONCE && !is_full) {
             Row *row = &batch->rows[row_index];
-            uint8_t *at;
+            uint8_t *at, *to;
             size_t size;
             if (heads_taken == row_index) {
                 heads_taken++;
-                at = row->found;
+                at = to = row->found;
                 size = HEADER_BYTES;
+                is_full = row->size > APART_BYTES;
             } else if (part_index < row->part_count) {
-                at = row->parts[part_index].at + part_done;
+                to = row->parts[part_index].at + part_done;
+                at = row->size > APART_BYTES && row->status == WHOLE ? to : ours + bytes;
                 size = row->parts[part_index].size - part_done;
                 if (size > RECEIVED_AT_ONCE - bytes)
                     size = RECEIVED_AT_ONCE - bytes;
@@ -211,6 +243,7 @@ static int receive_rows(Wire *wire, Batch *batch, int64_t *spin_until) {
             parts[count] = (struct iovec){at, size};
             pieces[count].row = row;
             pieces[count].at = at;
+            pieces[count].to = to;
             pieces[count++].size = size;
             bytes += size;
         }
@@ -219,21 +252,38 @@ static int receive_rows(Wire *wire, Batch *batch, int64_t *spin_until) {
             return ended;
         for (size_t index = 0; index < count; index++) {
             Row *row = pieces[index].row;
-            if (pieces[index].at == row->found) {
+            uint8_t *at = pieces[index].at, *to = pieces[index].to;
+            size_t size = pieces[index].size;
+            if (at == row->found) {
                 row->status = check_header(row, row->found, batch, &row->checksum);
                 row->left = row->size;
                 if (batch->verify)
                     xxh3_begin(&state, 0);
             } else {
-                if (batch->verify)
-                    xxh3_feed(&state, NULL, pieces[index].at, pieces[index].size);
-                row->left -= pieces[index].size;
+                to = to == at ? NULL : to;
+                if (row->status == WHOLE && batch->verify)
+                    xxh3_feed(&state, to, at, size);
+                else if (row->status == WHOLE && to)
+                    memcpy(to, at, size);
+                row->left -= size;
             }
             if (!row->left && batch->verify && row->status == WHOLE && xxh3_end(&state) != row->checksum)
                 row->status = CORRUPT;
         }
     }
     return ANSWERED;
+}
+
+static int receive_rows(Wire *wire, Batch *batch, uint64_t total, int64_t *spin_until) {
+    uint64_t size = total + HEADER_BYTES * (uint64_t)batch->row_count;
+    uint8_t *ours = malloc(size < RECEIVED_AT_ONCE ? size : RECEIVED_AT_ONCE);
+    if (!ours) {
+        wire->number = ENOMEM;
+        return BROKEN;
+    }
+    int ended = receive_windows(wire, batch, ours, spin_until);
+    free(ours);
+    return ended;
 }
 
 /* Sends all rows behind the request, which travels with their first bytes. */
@@ -281,7 +331,7 @@ static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_
 
 /* (status, number, whether no byte can land any more, outcomes or None) */
 static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *rows, double deadline,
-                               double spin) {
+                               double stall, double spin) {
     PyObject *results = NULL;
     uint8_t *request = NULL;
     uint64_t total = 0;
@@ -292,7 +342,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
         return NULL;
     }
     int ended = take_rows(batch, rows, &total), status = ANSWERED, settled = 1;
-    Wire wire = {.fd = fd, .deadline_ns = as_ns(deadline)};
+    Wire wire = {.fd = fd, .deadline_ns = as_ns(deadline), .stall_ns = as_ns(stall)};
     if (ended > 0)
         results = Py_BuildValue("iiiO", REFUSED, STATUS_INVALID_RANGE, 1, Py_None);
     if (ended)
@@ -330,7 +380,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
         if (!status)
             status = receive_status(&wire, &spin_until);
         if (!status) /* who polls for a long answer keeps the socket from being filled */
-            status = receive_rows(&wire, batch, total <= GATHERED_MAX ? &spin_until : NULL);
+            status = receive_rows(&wire, batch, total, total <= GATHERED_MAX ? &spin_until : NULL);
     }
     PyEval_RestoreThread(wire.thread);
     if (status == SIGNALLED)
@@ -344,38 +394,38 @@ done:
     return results;
 }
 
-PyDoc_STRVAR(tcp_read_doc, "tcp_read(fd, size, seed, namespace, rows, verify, deadline, spin)\n"
+PyDoc_STRVAR(tcp_read_doc, "tcp_read(fd, size, seed, namespace, rows, verify, deadline, stall, spin)\n"
                            "See kvstore.native.kinds.Fast.");
 
 static PyObject *tcp_read(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
     int fd;
     unsigned long long size, seed;
-    double deadline, spin;
+    double deadline, stall, spin;
     PyObject *rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iKKs#Opdd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
-                          &batch.verify, &deadline, &spin))
+    if (!PyArg_ParseTuple(args, "iKKs#Opddd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
+                          &batch.verify, &deadline, &stall, &spin))
         return NULL;
     batch.seed = seed;
-    return exchange_rows(&batch, fd, size, rows, deadline, spin);
+    return exchange_rows(&batch, fd, size, rows, deadline, stall, spin);
 }
 
-PyDoc_STRVAR(tcp_write_doc, "tcp_write(fd, size, seed, namespace, rows, deadline, spin)\n"
+PyDoc_STRVAR(tcp_write_doc, "tcp_write(fd, size, seed, namespace, rows, deadline, stall, spin)\n"
                             "See kvstore.native.kinds.Fast.");
 
 static PyObject *tcp_write(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
     int fd;
     unsigned long long size, seed;
-    double deadline, spin;
+    double deadline, stall, spin;
     PyObject *rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iKKs#Odd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
-                          &deadline, &spin))
+    if (!PyArg_ParseTuple(args, "iKKs#Oddd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
+                          &deadline, &stall, &spin))
         return NULL;
     batch.seed = seed;
-    return exchange_rows(&batch, fd, size, rows, deadline, spin);
+    return exchange_rows(&batch, fd, size, rows, deadline, stall, spin);
 }
 
 /* --- the node's end ---------------------------------------------------------------------------- */

@@ -43,6 +43,11 @@ static const uint8_t SECRET[SECRET_BYTES] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
+/* Memory of others is not read again for what was read before: the compiler must not think that it is
+ * the same still. */
+#define READ_ONCE() __asm__ volatile("" ::: "memory")
+#define READ_ONCE_INTO(value) __asm__("" : "+x"(value))
+
 static inline uint32_t load32(const uint8_t *at) {
     uint32_t value;
     memcpy(&value, at, 4);
@@ -201,6 +206,7 @@ static inline void scramble(uint64_t *acc, const uint8_t *secret) {
     do { \
         uint64_t values[8]; \
         memcpy(values, from, STRIPE); \
+        READ_ONCE(); \
         if (how) \
             memcpy(to, values, STRIPE); \
         for (int lane = 0; lane < 8; lane++) { \
@@ -219,6 +225,7 @@ static Stripes *take_stripes = stripes_plain;
 #define HALF_STRIPE(sum, from, to, keys, how) \
     do { \
         __m256i value = _mm256_loadu_si256((const __m256i *)(from)); \
+        READ_ONCE_INTO(value); \
         if (how == STREAM) \
             _mm256_stream_si256((__m256i *)(to), value); \
         else if (how) \
@@ -240,6 +247,7 @@ STRIPES(stripes_avx2, __attribute__((target("avx2"))),
 #define AVX512_STRIPE(from, to, keys, how) \
     do { \
         __m512i value = _mm512_loadu_si512(from); \
+        READ_ONCE_INTO(value); \
         if (how == STREAM) \
             _mm512_stream_si512((__m512i *)(to), value); \
         else if (how) \
@@ -267,18 +275,28 @@ static inline void stream_fence(void) {}
 static void xxh3_choose(void) {}
 #endif
 
-/* `to` NULL: hash only. A stripe is taken only when more follows: the last one counts otherwise. */
+/* `to` NULL: hash only. A stripe is taken only when more follows: the last one counts otherwise.
+ *
+ * Others may write to `from` meanwhile. So each of its bytes is read once, into a register or memory of
+ * ours, and both hashed and copied from there: what is hashed is what was copied. */
 static void xxh3_feed(Xxh3 *state, uint8_t *to, const uint8_t *from, size_t size) {
-    if (state->total < SHORT_MAX) {
-        size_t room = SHORT_MAX - (size_t)state->total;
-        memcpy(state->first + state->total, from, size < room ? size : room);
+    if (state->total + size <= SHORT_MAX) {
+        uint8_t *own = state->first + state->total;
+        memcpy(own, from, size);
+        READ_ONCE();
+        if (to)
+            memcpy(to, own, size);
+        from = own;
+        to = NULL;
     }
     state->total += size;
     size_t room = STRIPE - state->held;
     size_t taken = size < room ? size : room;
-    memcpy(state->pending + state->held, from, taken);
+    uint8_t *pending = state->pending + state->held;
+    memcpy(pending, from, taken);
+    READ_ONCE();
     if (to) {
-        memcpy(to, from, taken);
+        memcpy(to, pending, taken);
         to += taken;
     }
     state->held += taken;
@@ -291,12 +309,17 @@ static void xxh3_feed(Xxh3 *state, uint8_t *to, const uint8_t *from, size_t size
     size_t stripes = (size - 1) / STRIPE, bytes = stripes * STRIPE;
     if (stripes) {
         int how = !to ? HASH : state->streams && !((uintptr_t)to % STRIPE) ? STREAM : COPY;
-        take_stripes(state->acc, state->secret, &state->done, to, from, stripes, how);
-        /* From the copy: what was hashed is what the reader has. */
-        memcpy(state->last, (to ? to : from) + bytes - STRIPE, STRIPE);
+        if (stripes > 1)
+            take_stripes(state->acc, state->secret, &state->done, to, from, stripes - 1, how);
+        memcpy(state->last, from + bytes - STRIPE, STRIPE);
+        READ_ONCE();
+        if (to)
+            memcpy(to + bytes - STRIPE, state->last, STRIPE);
+        take_stripes(state->acc, state->secret, &state->done, NULL, state->last, 1, HASH);
     }
     state->held = size - bytes;
     memcpy(state->pending, from + bytes, state->held);
+    READ_ONCE();
     if (to)
         memcpy(to + bytes, state->pending, state->held);
 }

@@ -1,1 +1,1 @@
-"""A node: a segment, its data server, its agent towards the master."""
+"""A node: a segment, its data server, and the agent that keeps it joined to the master."""

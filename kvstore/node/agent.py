@@ -1,16 +1,15 @@
-"""What a node says to its master: I am here with this memory, I am alive, that is wiped.
+"""The stream of a node to its master: join, heartbeats, inventory, completed wipes.
 
-    create segment, serve it ──► join ──► tell what is there, beat … ──► leave
+    create segment, serve it ──► join ──► report objects, beat …  ──► leave
                                   ▲  ▲      │ stream broken, or the master is silent
-                                  │  └──────┤ resume: the master knows us still
-                                  └─ fence ◄┘ refused: a new master, or we counted as dead
+                                  │  └──────┤ resume: the master still knows this node
+                                  └─ fence ◄┘ refused: a new master, or it declared this node dead
 
-*Fencing* ends whatever an older grant may still write: the segment's generation grows, which stops
-writers through shared memory and turns away their data connections, the open ones are closed, and a
-transfer engine has the segment at another address from then on.
-Only then does the node join anew, and tells what its memory holds (``kvstore.node.inventory``); the
-master gives out no space on it before it knows all, and the leases that its predecessor promised
-have ended.
+*Fencing* stops all writes under older grants: the node raises the segment's generation, which stops
+writers through shared memory and refuses new data connections of the older generation; it closes
+open connections; and it moves a transfer engine's segment to another address. Only then does the
+node join anew and report its objects (``kvstore.node.inventory``). The master grants no space on
+the node before it knows all of its objects and the leases of the previous master have ended.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from kvstore.background import start_task
 from kvstore.calls import (
     MasterAccepted,
     MasterBeat,
@@ -41,36 +41,42 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
-from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
+from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
+from kvstore.memory import header as layout
+from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
 from kvstore.transport.mooncake.server import EngineServer
+from kvstore.transport.tcp_protocol import DATA_PROTOCOL_VERSION
 from kvstore.transport.tcp_server import DataServer
 from kvstore.wire.node_stream import NodeStream
 
 log = logging.getLogger("kvstore.node")
 
 BACKOFF_S: Final = (0.05, 0.1, 0.2)
-"""Pauses between attempts to reach a master; the last one is repeated. A master that was started
-again waits for us that long (``JOINING_MS``), and a little longer."""
+"""Pauses between attempts to reach a master; the last one is repeated. A restarted master waits
+somewhat longer than that for its nodes (``JOINING_MS``)."""
 
 PAUSE_SEVERAL_S: Final = 0.25
-"""The longest pause where there are several masters, one of which will lead within seconds."""
+"""The longest pause if there are several masters, of which one will lead within seconds."""
 
 SILENCE_SEVERAL_S: Final = 2.0
-"""How long one of several masters may be silent before the others are asked: it may have been
-stopped. If it leads still, the stream is resumed."""
+"""How long one of several masters may be silent before the node tries the others. If the silent
+master still leads, the stream is resumed."""
 
 CONNECT_SEVERAL_S: Final = 1.0
 """How long connecting to one of several masters may take."""
+
+WORKING_S: Final = 5.0
+"""How often a node reports that it is still reading or verifying its memory."""
 
 JOIN_TIMEOUT_S: Final = 5.0
 LEAVE_TIMEOUT_S: Final = 1.0
 
 
 class NodeAgent:
-    """Keeps one segment joined to a master, until it is told to stop. One loop's thread only."""
+    """Keeps one segment joined to a master until ``stop``. Use it in one event loop's thread."""
 
     def __init__(
         self,
@@ -82,21 +88,25 @@ class NodeAgent:
         server: DataServer,
         address: str,
         engine: EngineServer | None = None,
+        owner: Owner | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
+        repair: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             name: unique among the master's nodes.
             host: ``kvstore.host.host_id()``.
-            master: ``host:port``; or several places where it may be, separated by commas, which
-                are tried in turn; or ``etcd://...``, which says where it is.
+            master: ``host:port``; or several addresses, separated by commas, which are tried in
+                turn; or ``etcd://...``, which names the leader.
             segment: owned by the caller, who closes it after ``run``.
-            server: serves ``segment``; the caller's, too.
+            server: serves ``segment``; owned by the caller.
             address: where clients find ``server``.
-            engine: serves ``segment``, too; the caller's.
-            joined: told of each join that is not a mere resumption.
-            waiting: told when the master is not reachable, once per outage.
+            engine: serves ``segment`` as well; owned by the caller.
+            owner: the cluster of this node, as far as its settings say.
+            joined: called at each join that is not a resumption.
+            waiting: called when the master is not reachable, once per outage.
+            repair: called when the master wants more replicas of objects in this node's memory.
         """
         self._name = name
         self._host = host
@@ -105,41 +115,50 @@ class NodeAgent:
         self._server = server
         self._address = address
         self._engine = engine
+        self._owner = owner or Owner()
         self._joined = joined
         self._waiting = waiting
+        self._repair = repair
         self._epoch = 0
-        """Of the master that we can resume with; 0: join anew."""
+        """The epoch of the master to resume with; 0: join anew."""
         self._epoch_max = 0
-        """The highest that we have joined: nobody before that is our master any more."""
+        """The highest epoch that this node has joined; a master of a lower one is refused."""
+        self._remembered = 0
+        """The highest epoch that the segment records."""
+        self._told_waiting = False
+        """Whether ``waiting`` was called for this outage."""
         self._fresh = not segment.attached
-        """Nobody was ever given an extent of our segment."""
+        """No master has ever granted an extent of the segment."""
         self._unverified = segment.attached
-        """Its bytes may have changed while nobody served it."""
+        """The segment's bytes may have changed while no node served it."""
         self._known = False
-        """Some master has accepted us."""
+        """A master has accepted this node."""
         self._untold = False
-        """The master that we have joined does not know all that our memory holds."""
+        """The joined master does not know all objects in the segment yet."""
         self._unanswered = False
-        """A join was sent, and whether a master has accepted it, and grants, is not known."""
+        """A join was sent without an answer: a master may have accepted it, and may grant."""
+        self._given_up: set[inventory.Attempt] = set()
+        """Puts whose bytes may still arrive although a master has ordered to wipe them."""
         self.drained = False
-        """Whether ``run`` ended because what the node held is elsewhere now."""
+        """Whether ``run`` ended because the node's objects have been moved elsewhere."""
         self._stopping = asyncio.Event()
         self._sending = asyncio.Lock()
-        """A stream takes one message at a time: beats, answers and the goodbye share it."""
+        """A stream takes one message at a time: beats, answers and the leave message share it."""
 
     def stop(self) -> None:
-        """Let ``run`` say goodbye and return, within ``LEAVE_TIMEOUT_S``."""
+        """Makes ``run`` leave the master and return, within ``LEAVE_TIMEOUT_S``."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Until ``stop``, or until the master says that the node was drained.
+        """Runs until ``stop``, or until the master says that the node is drained.
 
         Raises:
-            NodeNameTakenError, ProtocolError, InvalidArgumentError: the master refused the first
-                join, and would always.
+            NodeNameTakenError, ClusterMismatchError, ProtocolError, InvalidArgumentError: the
+                master refused the first join, and would refuse every further one.
         """
         failures = 0
         several = self._masters.several
+        self._remembered = await asyncio.to_thread(self._epoch_in_memory)
         while not self._stopping.is_set():
             started = time.monotonic()
             master, at_once = "", False
@@ -159,7 +178,8 @@ class NodeAgent:
                 if not isinstance(error, UnavailableError) and not self._known:
                     raise
                 at_once = self._masters.failed(master, error)
-                if failures == 0 and not at_once:
+                if not self._told_waiting and not at_once:
+                    self._told_waiting = True
                     self._waiting(error)
             if self._stopping.is_set():
                 return
@@ -173,6 +193,15 @@ class NodeAgent:
             pause = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
             await self._stopped_within(min(pause, PAUSE_SEVERAL_S) if several else pause)
 
+    def _epoch_in_memory(self) -> int:
+        """The epoch of the newest master that the segment records. Memory of a release that
+        recorded none is scanned."""
+        segment = self._segment
+        if segment.epoch or not segment.attached:
+            return segment.epoch
+        found = (header.epoch for _, header in layout.scan(segment.memory, segment.seed))
+        return max(segment.mark.epoch, max(found, default=0))
+
     def _fence(self) -> None:
         self._segment.bump_generation()
         self._server.fence()
@@ -181,11 +210,11 @@ class NodeAgent:
         log.info("node_fenced node=%s generation=%d", self._name, self._segment.generation)
 
     async def _session(self, master: str) -> None:
-        """One stream, from join to its end.
+        """Runs one stream, from the join to its end.
 
         Raises:
-            SegmentGoneError: what we held is forgotten; fence, then join anew.
-            KVStoreError: the stream broke, or we were refused.
+            SegmentGoneError: the master has forgotten this segment; fence, then join anew.
+            KVStoreError: the stream broke, or the master refused the node.
         """
         segment = self._segment
         async with NodeStream(master) as link:
@@ -201,21 +230,38 @@ class NodeAgent:
                 fresh=self._fresh,
                 mark=segment.mark,
                 engine=None if self._engine is None else self._engine.address,
+                data_protocol=DATA_PROTOCOL_VERSION,
             )
-            join = NodeJoin(self._name, self._host, PROTOCOL_VERSION, self._epoch, [offer])
+            join = NodeJoin(
+                name=self._name,
+                host=self._host,
+                protocol=PROTOCOL_VERSION,
+                resume_epoch=self._epoch,
+                segments=[offer],
+                protocol_min=PROTOCOL_MIN,
+                highest_epoch=max(self._epoch_max, self._remembered),
+                cluster=self._owner.cluster or segment.owner.cluster,
+            )
             accepted = await self._answer_to(link, join)
             if not isinstance(accepted, MasterAccepted):
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
             if accepted.epoch < self._epoch_max:
-                # It may have granted something meanwhile, and is not to have it.
+                # This master may have granted extents meanwhile; those grants must not hold.
                 self._fresh, self._unanswered = False, True
                 raise UnavailableError(
-                    f"the master at {master} has epoch {accepted.epoch}, and we have joined one "
+                    f"the master at {master} has epoch {accepted.epoch}, and this node "
+                    f"has joined one "
                     f"of epoch {self._epoch_max} before",
-                    advice="Its time is over. Of a single master the clock was put back.",
+                    advice="Its time is over; or it is of an older release, and its clock was put "
+                    "back.",
                 )
             self._epoch_max = accepted.epoch
+            segment.keep_epoch(accepted.epoch)
+            owner = self._owner._replace(cluster=accepted.cluster or join.cluster)
+            if owner != segment.owner:
+                segment.keep_owner(owner)
             self._masters.joined()
+            self._told_waiting = False
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             self._fresh = False
@@ -228,9 +274,11 @@ class NodeAgent:
             silence_s = accepted.dead_ms / 1000
             if self._masters.several:
                 silence_s = min(silence_s, SILENCE_SEVERAL_S)
-            beating = asyncio.create_task(self._beat(link, accepted))
-            reading = asyncio.create_task(self._listen(link, answers, silence_s))
-            telling = asyncio.create_task(self._tell(link, answers))
+            beating = start_task("beat", self._beat(link, accepted), expected=KVStoreError)
+            reading = start_task(
+                "listen", self._listen(link, answers, silence_s), expected=KVStoreError
+            )
+            telling = start_task("tell", self._tell(link, answers), expected=KVStoreError)
             stopping = asyncio.create_task(self._stopping.wait())
             tasks = (beating, reading, telling, stopping)
             try:
@@ -250,8 +298,8 @@ class NodeAgent:
         raise UnavailableError("the master closed the stream")
 
     async def _answer_to(self, link: NodeStream, join: NodeJoin) -> MasterMessage:
-        """What the master says to it. When it says nothing, it may have joined us all the same, and
-        grants what we do not know of: then we are not fresh, and ``run`` fences."""
+        """The master's answer to ``join``. A master that does not answer may have accepted the join
+        all the same and may grant extents: then the node is not fresh, and ``run`` fences."""
         await link.send(join)
         try:
             return await asyncio.wait_for(link.receive(), JOIN_TIMEOUT_S)
@@ -269,7 +317,7 @@ class NodeAgent:
             await link.send(message)
 
     async def _leave(self, link: NodeStream) -> None:
-        """Say goodbye, and wait until the master has heard it."""
+        """Sends the leave message, and waits until the master has received it."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self._send(link, NodeLeave())
@@ -287,20 +335,17 @@ class NodeAgent:
             await asyncio.sleep(accepted.beat_ms / 1000)
 
     async def _tell(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
-        """What our memory holds, if the master has to be told; then nothing, for ever."""
+        """Reports the node's objects, if the master needs that; then waits for ever."""
         if self._untold:
             started = time.monotonic()
-            found = await asyncio.to_thread(inventory.take, self._segment)
-            rows = inventory.ROWS_PER_MESSAGE
-            told = 0
-            for start in range(0, max(1, len(found)), rows):
-                chunk = found[start : start + rows]
-                last = start + rows >= len(found)
-                if self._unverified:
-                    chunk = await asyncio.to_thread(inventory.verified, self._segment, chunk)
-                told += len(chunk)
+            told = found = 0
+            begun = False
+            async for chunk, of, last in self._chunks():
                 await answers.acquire()
-                await self._send(link, inventory.claims(0, chunk, first=not start, last=last))
+                await self._send(link, inventory.claims(0, chunk, first=not begun, last=last))
+                begun = True
+                told += len(chunk)
+                found += of
             for _ in range(CLAIMS_UNANSWERED_MAX):
                 await answers.acquire()
             self._untold = self._unverified = False
@@ -308,13 +353,34 @@ class NodeAgent:
                 "inventory_told node=%s objects=%d corrupt=%d seconds=%.2f",
                 self._name,
                 told,
-                len(found) - told,
+                found - told,
                 time.monotonic() - started,
             )
         await asyncio.Event().wait()
 
+    async def _chunks(self) -> AsyncIterator[tuple[list[inventory.Found], int, bool]]:
+        """Yields the objects of one message, their number in all, and whether this is the last.
+        Yields no objects every ``WORKING_S`` while memory is read: a master drops a silent node."""
+        segment, rows = self._segment, inventory.ROWS_PER_MESSAGE
+        given_up, self._given_up = self._given_up, set()
+        taking = start_task("inventory", asyncio.to_thread(inventory.take, segment, given_up))
+        while not (await asyncio.wait((taking,), timeout=WORKING_S))[0]:
+            yield [], 0, False
+        found = taking.result()
+        for start in range(0, max(1, len(found)), rows):
+            chunk = found[start : start + rows]
+            good = chunk
+            if self._unverified:
+                checking = start_task(
+                    "inventory", asyncio.to_thread(inventory.verified, segment, chunk)
+                )
+                while not (await asyncio.wait((checking,), timeout=WORKING_S))[0]:
+                    yield [], 0, False
+                good = checking.result()
+            yield good, len(chunk), start + rows >= len(found)
+
     async def _listen(self, link: NodeStream, answers: asyncio.Semaphore, silence_s: float) -> None:
-        """Do what the master says; it echoes each beat, so silence means that it is not there."""
+        """Carries out the master's orders. The master echoes each beat, so a silent one is gone."""
         while True:
             try:
                 message = await asyncio.wait_for(link.receive(), silence_s)
@@ -323,17 +389,39 @@ class NodeAgent:
                     f"the master has been silent for {silence_s:.0f} s"
                 ) from None
             match message:
-                case MasterBeat():
-                    pass
+                case MasterBeat(repair=wanted):
+                    if wanted:
+                        self._repair()
                 case MasterClaimed():
                     answers.release()
-                case MasterWipe(order, uuid, offsets, epochs, counters, mark):
-                    if uuid == self._segment.uuid:
-                        self._segment.wipe(offsets, epochs, counters)
-                        self._segment.keep_mark(mark)
-                    await self._send(link, NodeWiped(order))
+                case MasterWipe():
+                    await self._wipe(message)
+                    await self._send(link, NodeWiped(message.order))
                 case _:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
+
+    async def _wipe(self, order: MasterWipe) -> None:
+        """Wipes extents as ordered. Bytes of a put that was given up may still be on their way, so
+        the connections that carry them are ended first. A writer through shared memory cannot be
+        stopped: what it writes is wiped when the master orders it once more, or before the node
+        reports to the next master.
+
+        Raises:
+            InternalError: a connection did not end. Nothing is wiped; the session ends and is
+                resumed, and then the master repeats its orders.
+        """
+        if order.uuid != self._segment.uuid:
+            return
+        attempts = zip(order.offsets, order.epochs, order.counters, strict=True)
+        if order.cut_clients:
+            self._given_up.update(attempts)
+            writers = list(zip(order.cut_clients, order.cut_connections, strict=True))
+            cut = await asyncio.to_thread(self._server.cut, writers)
+            log.info("connections_cut node=%s writers=%d cut=%d", self._name, len(writers), cut)
+        elif self._given_up:
+            self._given_up.difference_update(attempts)
+        self._segment.wipe(order.offsets, order.epochs, order.counters)
+        self._segment.keep_mark(order.mark)
 
     async def _stopped_within(self, seconds: float) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import signal
@@ -10,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -22,15 +23,30 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvstore.addresses import join_address, shown_place, split_address
+from kvstore import background, descriptors
+from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, shown_place, split_address
+from kvstore.background import EXIT_BROKEN
 from kvstore.calls import MasterAccepted
 from kvstore.children import ParentLink
-from kvstore.config import NodeConfig
-from kvstore.errors import KVStoreError, LeftOverMemoryError, NodeNameTakenError
-from kvstore.host import address_towards, host_id
+from kvstore.clocks import uptime
+from kvstore.config import DATA_PORTS, NodeConfig
+from kvstore.errors import (
+    AddressInUseError,
+    ClusterMismatchError,
+    KVStoreError,
+    LeftOverMemoryError,
+    NodeNameTakenError,
+    StartupError,
+)
+from kvstore.etcd.finding import find_leader
+from kvstore.host import address_towards, host_id, is_loopback, places_of
 from kvstore.memory import numa
-from kvstore.memory.segment import MemoryOptions, Segment, free_node_name
+from kvstore.memory.entries import free_node_name
+from kvstore.memory.header import Owner
+from kvstore.memory.segment import Segment
+from kvstore.memory.taking import MemoryOptions
 from kvstore.node.agent import NodeAgent
+from kvstore.node.masters import LOCATE_S
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
@@ -38,21 +54,39 @@ from kvstore.transport.tcp_server import DataServer
 log = logging.getLogger("kvstore.node")
 
 NAME_WAIT_S: Final = 2.0
-"""How long a node waits for the process of before to end that has its name."""
+"""How long a node waits for the previous process of its name to end."""
 
 EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
-def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool = False) -> int:
-    """Serve until SIGTERM or SIGINT, or until the parent is gone; the exit status.
+class Repairs(Protocol):
+    """Copies objects of this node to other nodes when the master wants more replicas."""
+
+    def wake(self) -> None:
+        """Called when there are objects to copy. Does not block."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+def run(
+    config: NodeConfig,
+    parent_fd: int | None = None,
+    *,
+    keep_orphaned: bool = False,
+    repairs: Callable[[NodeConfig, str], Repairs] | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT, or until the parent is gone, and returns the exit status:
+    ``EXIT_BROKEN`` if a part died that the node needs.
 
     Args:
-        config: of the node.
+        config: the node's settings.
         parent_fd: the child's end of a ``kvstore.children`` pair; told once the node has joined.
         keep_orphaned: leave the memory to the next node of this name if the parent is killed.
+        repairs: makes the ``Repairs`` for a node of this name; None: this process makes no copies.
 
     Raises:
-        KVStoreError: it could not start; nothing is left behind.
+        KVStoreError: the node could not start; nothing is left behind.
     """
     parent = ParentLink(parent_fd)
     # From here on a signal means a clean end, also while gigabytes are being reserved.
@@ -61,26 +95,42 @@ def run(config: NodeConfig, parent_fd: int | None = None, *, keep_orphaned: bool
         with ExitStack() as stack:
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
-                numa.run_on(config.numa_node)  # before there are threads: they inherit it
-            segment = _mount(config, is_child=parent_fd is not None)
-            drained = False
+                numa.run_on(config.numa_node)  # before threads start: they inherit it
+            kind = _Kind(parent_fd is not None, keep_orphaned)
+            config = config.model_copy(update={"host": _listens_on(config)})
+            segment = _mount(config, kind)
+            drained = broken = False
+            served: list[MasterAccepted] = []
 
             def close() -> None:
-                keep = config.keep or (keep_orphaned and parent.killed)
+                # A failed start leaves the memory that it found.
+                wanted = config.keeps if parent_fd is None or keep_orphaned else bool(config.keep)
+                keep = wanted if served else segment.attached
+                keep = keep or broken or (keep_orphaned and parent.killed)
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
-            server = DataServer(
-                [segment], config.host, config.port, connections_max=config.connections_max
-            )
-            server.start()
+            descriptors.allow(config.connections_max + descriptors.RESERVE)
+            server = _start_server(config, segment)
             stack.callback(server.stop)
             engine = _start_engine(config, segment)
             if engine is not None:
                 stack.callback(engine.close)
-            # Last in, first out: nothing interrupts the clean-up that follows.
+            copying = None if repairs is None else repairs(config, segment.node)
+            if copying is not None:
+                stack.callback(copying.stop)
+            # Callbacks run last in, first out: no signal interrupts the clean-up that follows.
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
-            drained = asyncio.run(_serve(config, segment, server, engine, parent))
+            try:
+                drained = asyncio.run(
+                    _serve(config, segment, server, engine, parent, served, copying)
+                )
+            except KVStoreError:
+                raise
+            except Exception:
+                log.exception("node_broken node=%s", segment.node)
+                broken = True  # the memory stays: the node's next process reports its objects
+                return EXIT_BROKEN
         return 0
     except KeyboardInterrupt:
         return 0
@@ -99,11 +149,15 @@ async def _serve(
     server: DataServer,
     engine: EngineServer | None,
     parent: ParentLink,
+    served: list[MasterAccepted],
+    copying: Repairs | None,
 ) -> bool:
-    """Until it is told to stop; whether that was because it was drained."""
+    """Serves until the node is told to stop; returns whether it was drained. ``served`` is called
+    at each join."""
     address = _advertised(config, server.port)
 
     def joined(accepted: MasterAccepted) -> None:
+        served[:] = [accepted]
         print(
             f"kvstore-node {segment.node} serves {segment.size >> 20} MiB on {address} "
             f"for the master at {shown_place(config.master)}",
@@ -122,10 +176,14 @@ async def _serve(
         server=server,
         address=address,
         engine=engine,
+        owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
         joined=joined,
         waiting=waiting,
+        repair=(lambda: None) if copying is None else copying.wake,
     )
     loop = asyncio.get_running_loop()
+    background.watch_loop(loop)
+    background.watch_threads()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stop)
     if parent.fd is not None:
@@ -139,21 +197,29 @@ async def _serve(
     return agent.drained
 
 
-def _mount(config: NodeConfig, *, is_child: bool) -> Segment:
-    """The memory that was left under our name, or new memory."""
+class _Kind(NamedTuple):
+    """How the process was started, which decides what happens to left-over memory."""
+
+    is_child: bool
+    """A parent process started it: there is no user to ask."""
+    of_master: bool
+
+
+def _mount(config: NodeConfig, kind: _Kind) -> Segment:
+    """The left-over memory of this node's name, or new memory."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
         TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    hidden = is_child or not console.is_terminal
+    hidden = kind.is_child or not console.is_terminal
     started = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("reserving memory", total=config.memory)
         segment = _named(
             config,
             lambda done, total: bar.update(task, completed=done, total=total),
-            is_child=is_child,
+            kind,
         )
     log.info(
         "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
@@ -167,29 +233,50 @@ def _mount(config: NodeConfig, *, is_child: bool) -> Segment:
     return segment
 
 
-def _named(config: NodeConfig, progress: Callable[[int, int], None], *, is_child: bool) -> Segment:
-    """By the name that was given, or by one that nobody has."""
+def _named(config: NodeConfig, progress: Callable[[int, int], None], kind: _Kind) -> Segment:
+    """The segment under the given name, or under a free one."""
     options = MemoryOptions(
-        huge_pages=config.huge_pages, numa_node=config.numa_node, lock=config.lock_memory
+        huge_pages=config.huge_pages,
+        numa_node=config.numa_node,
+        lock=config.lock_memory,
+        group=config.shm_group,
     )
+    owner = _owner(config, kind)
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
-    name = config.name or free_node_name(base)
+    of_no_use: set[str] = set()
+    name = config.name or free_node_name(base, owner)
     patience = time.monotonic() + NAME_WAIT_S
     while True:
         try:
             segment = None
             if not config.discard:
-                segment = _left(name, config, options, progress, is_child=is_child)
+                segment = _left(name, config, options, progress, owner, kind)
             return segment or Segment.create(
-                name, config.memory, progress=progress, options=options
+                name, config.memory, progress=progress, options=options, owner=owner
             )
         except NodeNameTakenError:
-            again = config.name or free_node_name(base)
+            again = config.name or free_node_name(base, owner, of_no_use)
             if again == name:
                 if time.monotonic() >= patience:
                     raise
-                time.sleep(0.05)  # its process may be ending
-            name = again  # somebody was faster
+                time.sleep(0.05)  # the other process may be ending
+            name = again  # another process was faster
+        except _OfNoUseError:
+            of_no_use.add(name)
+            name = free_node_name(base, owner, of_no_use)
+
+
+class _OfNoUseError(Exception):
+    """Left-over memory of an automatically chosen name cannot be used: choose another name."""
+
+
+def _owner(config: NodeConfig, kind: _Kind) -> Owner:
+    places = places_of(config.master)
+    if kind.of_master and not config.master.startswith(ETCD_SCHEME):
+        # The master is on this host, at any of its addresses.
+        _, port = split_address(config.master)
+        places = tuple(dict.fromkeys((*places, *places_of(f"127.0.0.1:{port}"))))
+    return Owner(config.cluster, places, volatile=kind.is_child and not kind.of_master)
 
 
 def _start_engine(config: NodeConfig, segment: Segment) -> EngineServer | None:
@@ -205,21 +292,105 @@ def _left(
     config: NodeConfig,
     options: MemoryOptions,
     progress: Callable[[int, int], None],
-    *,
-    is_child: bool,
+    owner: Owner,
+    kind: _Kind,
 ) -> Segment | None:
-    """What was left under this name, if it is of use. A child has no user who could be asked what
-    to do with what is not."""
+    """The left-over memory of this name, if it can be used.
+
+    Raises:
+        _OfNoUseError: it cannot; a child, which has no user to ask, leaves it to others.
+        ClusterMismatchError, LeftOverMemoryError: it cannot, and the user has to decide.
+    """
     try:
-        segment = Segment.attach(name, config.memory, progress=progress, options=options)
-    except LeftOverMemoryError as error:
-        if not is_child:
+        segment = Segment.attach(
+            name,
+            config.memory,
+            progress=progress,
+            options=options,
+            owner=owner,
+            adopt=config.adopt,
+        )
+    except ClusterMismatchError:
+        if config.name:
             raise
+        raise _OfNoUseError from None  # a node was killed after the name was chosen
+    except LeftOverMemoryError as error:
+        if not kind.is_child:
+            raise
+        if not kind.of_master and not error.fields.get("volatile"):
+            if config.name:
+                raise
+            raise _OfNoUseError from None
         log.warning("left_over_memory_discarded node=%s reason=%s", name, error.message)
         return None
     if segment is not None:
         log.info("memory_attached node=%s bytes=%d", name, segment.size)
+        segment.keep_owner(owner._replace(cluster=owner.cluster or segment.owner.cluster))
     return segment
+
+
+def _start_server(config: NodeConfig, segment: Segment) -> DataServer:
+    """Starts the data server on the given port; or on the default one, or the next free one.
+
+    Raises:
+        AddressInUseError, StartupError
+    """
+    ports = [config.port]
+    if "port" not in config.model_fields_set:
+        ports = [*range(config.port, config.port + DATA_PORTS), 0]
+    for port in ports:
+        server = DataServer([segment], config.host, port, connections_max=config.connections_max)
+        try:
+            server.start()
+        except AddressInUseError:
+            if port == ports[-1]:
+                raise
+            continue
+        if port != ports[0]:
+            log.warning(
+                "data_port_taken wanted=%d port=%d: open this port, or choose one with --port",
+                ports[0],
+                server.port,
+            )
+        return server
+    raise AssertionError("there is a last port")
+
+
+def _listens_on(config: NodeConfig) -> str:
+    """The address to serve the memory on.
+
+    Raises:
+        StartupError: it is a loopback address, but the master, and so clients, are elsewhere.
+    """
+    towards = _own_address(config.master)
+    if not config.host:
+        return towards
+    advertised, _ = split_address(_advertised(config, 0), default_port=0)
+    if not is_loopback(advertised) or is_loopback(towards):
+        return config.host
+    if config.advertise:
+        log.warning("advertises_loopback address=%s: others cannot reach it", config.advertise)
+        return config.host
+    raise StartupError(
+        f"clients on other hosts cannot reach {config.host}, and the master at "
+        f"{shown_place(config.master)} is on another one, or serves others",
+        advice=f"Leave out --host, or give --host {towards}. To serve this host only, say so: "
+        f"--advertise {config.host}",
+        host=config.host,
+    )
+
+
+def _own_address(masters: str) -> str:
+    """The address of this host that faces the master; of several masters, the first that is on
+    another host."""
+    if masters.startswith(ETCD_SCHEME):
+        place = parse_etcd(masters)
+        leader = ""
+        with contextlib.suppress(KVStoreError):
+            leader = find_leader(place, uptime() + LOCATE_S)
+        masters = leader or ",".join(place.endpoints)
+    found = [address_towards(master) for master in masters.split(",")]
+    return next((address for address in found if not is_loopback(address)), found[0])
 
 
 def _advertised(config: NodeConfig, port: int) -> str:
@@ -228,7 +399,7 @@ def _advertised(config: NodeConfig, port: int) -> str:
         return join_address(host, given or port)
     host = config.host
     if host in EVERY_INTERFACE:
-        host = address_towards(config.master)
+        host = _own_address(config.master)
     return join_address(host, port)
 
 

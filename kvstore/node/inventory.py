@@ -1,16 +1,16 @@
-"""What a segment holds, as its node tells a master that does not know it.
+"""The inventory of a segment, which its node reports to a master that does not know it.
 
-    scan for headers ──► of two that overlap, the newer ──► newest first, behind its ancestors
+    scan for headers ──► of two that overlap, the newer ──► newest first, each after its ancestors
                                                                  └──► messages, a few at a time
 
-Everything here may take long and runs in a thread of its own; the headers' fields are all that is
-kept of an object, some 400 bytes.
+The functions here may take long and run in a separate thread. They keep only the header's fields of
+each object, some 400 bytes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
@@ -29,12 +29,21 @@ Found = tuple[int, Header]
 """Offset and header."""
 
 
-def take(segment: Segment) -> list[Found]:
-    """Every object in the segment, in the order in which it is to be told.
+Attempt = tuple[int, int, int]
+"""Offset, epoch and counter of a put."""
 
-    Nobody may write there meanwhile: fence first. Headers that a newer one's extent overlaps are
-    wiped.
+
+def take(segment: Segment, given_up: Collection[Attempt] = ()) -> list[Found]:
+    """Every object in the segment, in the order in which the node reports them.
+
+    The segment must be fenced first, so that no client writes to it. Wipes headers that the extent
+    of a newer one overlaps, and headers of puts that were given up, whose bytes may have arrived
+    since.
     """
+    if given_up:
+        offsets, epochs, counters = zip(*given_up, strict=True)
+        if wiped := segment.wipe(offsets, epochs, counters):
+            log.info("late_headers_wiped node=%s count=%d", segment.node, wiped)
     found, overlapped = apart(layout.scan(segment.memory, segment.seed))
     if overlapped:
         log.warning("overlapping_headers_wiped node=%s count=%d", segment.node, len(overlapped))
@@ -47,7 +56,8 @@ def take(segment: Segment) -> list[Found]:
 
 
 def apart(found: Iterator[Found]) -> tuple[list[Found], list[Found]]:
-    """Of those that overlap the newest; and the others. ``found`` is in order of offset."""
+    """Splits ``found``, which is in order of offset: the objects to keep, the newest of those that
+    overlap; and the others."""
     kept: list[Found] = []
     lost: list[Found] = []
     for each in found:
@@ -63,8 +73,8 @@ def apart(found: Iterator[Found]) -> tuple[list[Found], list[Found]]:
 
 
 def verified(segment: Segment, found: list[Found]) -> list[Found]:
-    """Those whose payload has the checksum that its header says; the headers of others are wiped,
-    logged and not told."""
+    """The objects whose payload matches the checksum in the header. Other objects' headers are
+    wiped and logged, and those objects are not reported."""
     good: list[Found] = []
     memory = segment.memory
     for each in found:
@@ -86,8 +96,8 @@ def verified(segment: Segment, found: list[Found]) -> list[Found]:
 
 
 def in_order(found: list[Found]) -> list[Found]:
-    """The newest first, but each behind its ancestors: so what was used last can be had first,
-    and a chain is whole from its first block on."""
+    """Newest first, but each object after its ancestors: the newest objects are available first,
+    and a chain is complete from its first block on."""
     found = sorted(found, key=_version_of, reverse=True)
     by_name: dict[tuple[Namespace, Key], Found] = {}
     for each in reversed(found):
@@ -107,7 +117,7 @@ def in_order(found: list[Found]) -> list[Found]:
 
 
 def claims(index: int, found: list[Found], *, first: bool, last: bool) -> NodeClaims:
-    """One message. ``index``: which of the offered segments."""
+    """One message. ``index``: the number of the offered segment."""
     headers = [header for _, header in found]
     namespaces = list(dict.fromkeys(header.namespace for header in headers))
     places = {namespace: place for place, namespace in enumerate(namespaces)}

@@ -1,24 +1,24 @@
-"""Where a node looks for its master: one place, several in turn, or what an etcd says."""
+"""Where a node finds its master: at one address, at several in turn, or through etcd."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Final
 
 from kvstore.addresses import ETCD_SCHEME, parse_etcd
+from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, NotLeaderError
 from kvstore.etcd.finding import find_leader
 
 LOCATE_S: Final = 2.0
-"""How long etcd may take to say who leads."""
+"""How long etcd may take to name the leader."""
 
 HOPS_MAX: Final = 3
-"""How often a node goes straight to whom it was sent, before it pauses in between."""
+"""Redirections in a row that a node follows without a pause."""
 
 
 class Masters:
-    """The place to try next. One loop's thread."""
+    """Chooses the master to try next. Use it in one event loop's thread."""
 
     def __init__(self, places: str) -> None:
         """``places``: ``host:port,...`` or ``etcd://...``, as ``NodeConfig.master`` has them."""
@@ -30,14 +30,14 @@ class Masters:
 
     @property
     def several(self) -> bool:
-        """Whether another one may lead when this one is silent."""
+        """Whether another master may lead when this one is silent."""
         return len(self._addresses) != 1
 
     async def find(self) -> str:
-        """The address to try.
+        """The address to try next.
 
         Raises:
-            NotLeaderError: nobody leads now.
+            NotLeaderError: no master leads now.
             EtcdUnreachableError, PermissionDeniedError, StartupError: as ``find_leader``.
         """
         if self._leader:
@@ -45,18 +45,18 @@ class Masters:
             return leader
         if self._etcd is None:
             return self._addresses[self._turn % len(self._addresses)]
-        leader = await asyncio.to_thread(find_leader, self._etcd, time.monotonic() + LOCATE_S)
+        leader = await asyncio.to_thread(find_leader, self._etcd, uptime() + LOCATE_S)
         if not leader:
-            raise NotLeaderError("nobody leads now", leader="")
+            raise NotLeaderError("no master leads now", leader="")
         return leader
 
     def joined(self) -> None:
-        """That was the right one; it is the first to be tried again."""
+        """The last address was the leader's: it is the first to be tried again."""
         self._hops = 0
 
     def failed(self, address: str, error: KVStoreError) -> bool:
-        """``address`` (empty: none was found) was of no use; whether to try the next one at once,
-        because somebody said that it leads."""
+        """``address`` (empty: none was found) failed. Returns whether to try the next address at
+        once, because a master named it as the leader."""
         self._turn += 1
         leader = str(error.fields.get("leader", "")) if isinstance(error, NotLeaderError) else ""
         if not leader or leader == address or self._hops >= HOPS_MAX:

@@ -1,16 +1,16 @@
 """``kvstore-proxy``: between OpenAI clients and engines that share their KV cache in the store.
 
 A request first goes to a *prefiller*, which computes the prompt and puts its KV blocks into the
-store, and then to a *decoder*, which finds them there by their hashes and answers. Nobody is paired
-with anybody, and the first half is only an optimization: whatever goes wrong in it, the decoder can
-compute the prompt itself.
+store, and then to a *decoder*, which finds them there by their hashes and answers. Engines are not
+paired with each other. The first hop is only an optimization: if it fails, the decoder computes the
+prompt itself.
 
-What decides is pure, with time as an argument: ``breaker``, ``affinity``, ``instances`` (whom to
-ask), ``bodies`` (what to send), ``hashes`` and ``records`` (what the store would call a prompt).
-Around it: ``engine`` (HTTP towards engines), ``lookup`` (the store), ``prefill`` and ``decode``
-(the two hops), ``render`` before them, ``serving`` (one request), ``health``, ``admin``,
-``metrics``, ``app`` (the process).
+The modules that decide are pure and take the time as an argument: ``affinity``,
+``instances`` (which engine gets a request), ``bodies`` (what is sent), ``hashes`` and ``records``
+(the store's keys of a prompt). Around them: ``engine`` (HTTP to engines), ``lookup`` (the store),
+``prefill`` and ``decode`` (the two hops), ``render`` before them, ``serving`` (one request),
+``health``, ``admin``, ``metrics``, ``app`` (the process).
 
-One event loop, one thread; nothing here may be used from another. Nothing of this package is
-imported without the extra ``kvstore[proxy]``, and only ``kvstore.cli.proxy`` imports it.
+The proxy has one event loop and one thread; no other thread may use it. This package needs the
+extra ``proxy``; only ``kvstore.cli.proxy`` imports it.
 """

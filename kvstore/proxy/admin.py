@@ -1,7 +1,7 @@
 """Instances added, drained and removed while the proxy runs: ``/admin/instances``.
 
-For this host and, with ``--admin-token``, for whoever knows the token. A request that a browser
-makes for some page is refused, wherever it comes from.
+Open to this host and, with ``--admin-token``, to clients that send the token. A request that a
+browser makes on behalf of a page (one with ``Origin``) is always refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.proxy.metrics import clock_ms
 log = logging.getLogger("kvstore.proxy")
 
 INSTANCES_MAX: Final = 1_024
-"""Each is asked for its health at once."""
+"""All instances get their health checks at the same time."""
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -59,7 +59,7 @@ class Admin:
                 )  # fmt: skip
                 response = error_response(
                     403,
-                    "this is for the proxy's own host, or for who knows its --admin-token",
+                    "only the proxy's own host, or a client with its --admin-token, may do this",
                     "permission_denied",
                 )
             else:
@@ -77,14 +77,14 @@ class Admin:
         return web.json_response({"instances": rows(self._instances)})
 
     async def _add(self, request: web.Request) -> web.Response:
-        """The answer tells whether it is healthy, because it has been asked by then."""
+        """Adds an instance and checks its health, so that the answer can report it."""
         body = bodies.parse(await request.read())
         role = _role(body.get("role"))
         if role is None:
             raise InvalidArgumentError(f"role is one of {', '.join(ROLES)}")
         address = _address(body.get("address"))
         if not self._instances.at(address, role) and len(list(self._instances)) >= INSTANCES_MAX:
-            raise InvalidArgumentError(f"there are {INSTANCES_MAX} instances, no more are allowed")
+            raise InvalidArgumentError(f"there are {INSTANCES_MAX} instances, which is the limit")
         instance, is_new = self._instances.add(role, address)
         log.info("instance_added id=%s role=%s instance=%s", request_id_of(request), role, address)
         await self._health.check(instance)
@@ -107,7 +107,7 @@ class Admin:
         return web.json_response({"instances": views}) if found else _unknown()
 
     def _named(self, request: web.Request) -> list[Instance]:
-        """In every role, or in that of ``?role=``."""
+        """The instances at the request's address, in every role or in that of ``?role=``."""
         given = request.query.get("role")
         role = _role(given)
         if given is not None and role is None:
@@ -116,7 +116,8 @@ class Admin:
 
 
 def may(peer: str | None, headers: Mapping[str, str], token: str) -> bool:
-    """Whether a request of ``peer`` (an IP address) is to be obeyed; no ``token``: this host's."""
+    """Whether ``peer`` (an IP address) may use the admin API. Without a ``token`` only this host
+    may."""
     if "Origin" in headers:
         return False
     if _is_loopback(peer):
@@ -134,7 +135,7 @@ def _tell(event: str, request: web.Request, instance: Instance) -> None:
 
 
 def _unknown() -> web.Response:
-    return error_response(404, "there is no such instance", "not_found")
+    return error_response(404, "no such instance", "not_found")
 
 
 def _role(value: object) -> Role | None:

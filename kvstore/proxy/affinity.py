@@ -1,4 +1,4 @@
-"""Which instance lately had the longest beginning of a prompt, and so has it in its own cache."""
+"""Which instance lately computed or loaded the longest prefix of a prompt, and so caches it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import islice
 from typing import Final
 
 BLOCK_TOKENS: Final = 64
-"""How finely prefixes are told apart: a few blocks of an engine."""
+"""Prefixes are compared in steps of this many tokens: a few blocks of an engine."""
 
 Prints = Sequence[int]
-"""One number per full block of a prompt, which stands for all tokens up to the end of it."""
+"""One number per full block of a prompt; it identifies all tokens up to the end of that block."""
 
 
 def fingerprints(token_ids: Sequence[int], *, blocks_max: int) -> Prints:
-    """Of the first ``blocks_max`` full blocks.
+    """The fingerprints of the first ``blocks_max`` full blocks.
 
-    Equal numbers for different beginnings are possible and cost a worse choice, nothing else.
+    Two different prefixes may have equal fingerprints; that costs a worse choice, nothing else.
     """
     prints: list[int] = []
     last = 0
@@ -29,7 +29,7 @@ def fingerprints(token_ids: Sequence[int], *, blocks_max: int) -> Prints:
 
 
 class PrefixAffinity:
-    """Remembers the latest ``blocks_max`` blocks and who had each of them last."""
+    """Remembers the latest ``blocks_max`` blocks, and the instance that had each of them last."""
 
     def __init__(self, *, blocks_max: int) -> None:
         self._blocks_max = blocks_max
@@ -37,7 +37,7 @@ class PrefixAffinity:
 
     def remember(self, prints: Prints, address: str) -> None:
         """``address`` is computing or loading these blocks now."""
-        # The root last, so that of a chain the tail is forgotten first.
+        # The root is stored last, so that the tail of a chain is forgotten first.
         for each in reversed(list(islice(prints, self._blocks_max))):
             self._last[each] = address
             self._last.move_to_end(each)
@@ -45,7 +45,7 @@ class PrefixAffinity:
             self._last.popitem(last=False)
 
     def longest(self, prints: Prints, addresses: Collection[str]) -> str | None:
-        """Which of ``addresses`` had the most blocks from the beginning on; None: none had any."""
+        """Which of ``addresses`` had the longest prefix of the prompt; None: none had a block."""
         for each in reversed(prints):
             address = self._last.get(each)
             if address is not None and address in addresses:

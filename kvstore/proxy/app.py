@@ -1,4 +1,4 @@
-"""The process ``kvstore-proxy``: one event loop, one port, its engines and maybe a store."""
+"""The process ``kvstore-proxy``: one event loop, one port, engines, and optionally a store."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from functools import partial
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
+from kvstore import background
 from kvstore._version import __version__
 from kvstore.addresses import join_address, shown_place
+from kvstore.background import EXIT_BROKEN, start_task
 from kvstore.config import ProxyConfig
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.proxy import bodies, metrics
@@ -26,29 +29,39 @@ from kvstore.proxy.asked import (
     headers_for_engines,
     request_id_of,
 )
+from kvstore.proxy.doors import Doors, connections_max, listen
 from kvstore.proxy.engine import EngineError, Engines
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instances, Rules
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
+from kvstore.proxy.reading import BodyReader
 from kvstore.proxy.serving import serve
 
 log = logging.getLogger("kvstore.proxy")
 
 CUT_S: Final = 1.0
-"""What handlers get to notice that their time is over."""
+"""Time that cancelled handlers get to end."""
 
 LINE_BYTES_MAX: Final = 1 << 14
-"""Of a request's line and of each header."""
+"""Limit of the request line, and of each header."""
+
+IDLE_CONNECTION_S: Final = 600.0
+"""A connection without a request is closed after this time, which is longer than load balancers
+keep theirs."""
 
 MODELS_TIMEOUT_MS: Final = 5_000
 
+SAID_MAX: Final = 200
+"""Characters of the reason of a malformed request that are logged."""
+
 
 def run(config: ProxyConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status.
+    """Serves until SIGTERM or SIGINT, and returns the exit status: ``EXIT_BROKEN`` if a background
+    task died that the proxy needs.
 
     Raises:
-        AddressInUseError, StartupError: it could not start; nothing is left behind.
+        AddressInUseError, StartupError: the proxy could not start; nothing is left behind.
     """
     return asyncio.run(_serve(config))
 
@@ -56,10 +69,16 @@ def run(config: ProxyConfig) -> int:
 async def _serve(config: ProxyConfig) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
+    background.watch_loop(loop)
+    background.watch_threads()
+    broken = background.End()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     async with contextlib.AsyncExitStack() as stack:
-        parts = await _parts(config, stack)
+        clients_max = connections_max(config.inflight_max)
+        # Fewer than connections: there are always idle connections that can make room.
+        bodies_max = max(1, min(config.inflight_max, clients_max // 2))
+        parts = await _parts(config, stack, bodies_max=bodies_max)
         health = HealthChecks(
             parts.instances,
             parts.engines,
@@ -67,28 +86,39 @@ async def _serve(config: ProxyConfig) -> int:
             timeout_ms=config.health_timeout_ms,
         )
         await health.round()
-        checking = loop.create_task(health.run())
+        checking = start_task("health checks", health.run(), died=broken)
         stack.push_async_callback(_cancel, checking)
+        doors = Doors(clients_max)
         runner = web.AppRunner(
-            _application(parts, health),
+            _application(parts, health, doors),
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=CUT_S,
+            lingering_time=CUT_S,
+            keepalive_timeout=IDLE_CONNECTION_S,
             max_line_size=LINE_BYTES_MAX,
             max_field_size=LINE_BYTES_MAX,
+            logger=http_log,
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        site = web.TCPSite(runner, config.host, config.port)
-        await _listen(site, config)
-        _greet(config, runner)
-        await stopped.wait()
-        await _end(parts, site)
+        assert runner.server is not None
+        doors.open(runner.server)
+        server = await _listen(doors, config)
+        stack.callback(server.close)
+        _greet(config, server)
+        ends = [start_task("end", each.wait()) for each in (stopped, broken)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
+        await _end(parts, server)
     log.info("proxy_stopped")
-    return 0
+    return 0 if broken.error is None else EXIT_BROKEN
 
 
-async def _parts(config: ProxyConfig, stack: contextlib.AsyncExitStack) -> Parts:
+async def _parts(
+    config: ProxyConfig, stack: contextlib.AsyncExitStack, *, bodies_max: int
+) -> Parts:
     instances = Instances(
         Rules(
             breaker_failures=config.breaker_failures,
@@ -108,16 +138,22 @@ async def _parts(config: ProxyConfig, stack: contextlib.AsyncExitStack) -> Parts
     stack.push_async_callback(engines.close)
     lookup = None
     if config.master:
-        lookup = StoreLookup(config.master, timeout_ms=config.lookup_timeout_ms, metrics=numbers)
+        lookup = StoreLookup(
+            config.master,
+            timeout_ms=config.lookup_timeout_ms,
+            metrics=numbers,
+            cluster=config.cluster,
+        )
         stack.push_async_callback(lookup.close)
         lookup.start()
-    parts = Parts(config, instances, engines, numbers, lookup)
+    reader = BodyReader(bodies_max=bodies_max, timeout_ms=config.body_timeout_ms)
+    parts = Parts(config, instances, engines, numbers, lookup, reader)
     parts.idle.set()
     return parts
 
 
-def _application(parts: Parts, health: HealthChecks) -> web.Application:
-    app = web.Application(client_max_size=parts.config.body_max)
+def _application(parts: Parts, health: HealthChecks, doors: Doors) -> web.Application:
+    app = web.Application(client_max_size=parts.config.body_max, middlewares=[doors.middleware])
     for route in bodies.ROUTES:
         app.router.add_post(route.path, partial(serve, parts, route))
     app.router.add_get("/v1/models", partial(_models, parts))
@@ -127,20 +163,21 @@ def _application(parts: Parts, health: HealthChecks) -> web.Application:
     return app
 
 
-async def _listen(site: web.TCPSite, config: ProxyConfig) -> None:
+async def _listen(doors: Doors, config: ProxyConfig) -> asyncio.Server:
     at = join_address(config.host, config.port)
     try:
-        await site.start()
+        return await listen(doors, config.host, config.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUseError(f"{at} is in use", advice="Choose another --port.") from None
         raise StartupError(
-            f"cannot listen on {at}: {error.strerror or error}", advice="Is --host of this host?"
+            f"cannot listen on {at}: {error.strerror or error}",
+            advice="Is --host an address of this host?",
         ) from None
 
 
-def _greet(config: ProxyConfig, runner: web.AppRunner) -> None:
-    port = runner.addresses[0][1]
+def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
+    port = server.sockets[0].getsockname()[1]
     only = (
         "; this host only, use --host to serve others"
         if config.host in ("127.0.0.1", "localhost", "::1")
@@ -156,41 +193,66 @@ def _greet(config: ProxyConfig, runner: web.AppRunner) -> None:
     log.info("proxy_started version=%s", __version__)
 
 
-async def _end(parts: Parts, site: web.TCPSite) -> None:
-    """No new connections, no new requests; what runs gets its time."""
+async def _end(parts: Parts, server: asyncio.Server) -> None:
+    """Accepts no connection and no request any more; running requests get ``grace_ms`` to end."""
     parts.stopping = True
-    await site.stop()
-    log.info("proxy_stopping in_flight=%d grace_ms=%d", parts.in_flight, parts.config.grace_ms)
+    server.close()
+    log.info("proxy_stopping in_flight=%d grace_ms=%d", parts.under_way, parts.config.grace_ms)
     try:
         async with asyncio.timeout(parts.config.grace_ms / 1000):
             await parts.idle.wait()
     except TimeoutError:
-        log.warning("grace_over in_flight=%d", parts.in_flight)
+        log.warning("grace_over in_flight=%d", parts.under_way)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait([task])
+
+
+# --- what aiohttp says ---
+
+
+class _OneLine(logging.Filter):
+    """Logs a client's malformed request in one line, without a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            said = " ".join(error.message.split())[:SAID_MAX]
+            peer = record.args[0] if isinstance(record.args, tuple) and record.args else "?"
+            record.msg, record.args = "malformed_request peer=%s reason=%r", (peer, said)
+            record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+        return True
+
+
+http_log = logging.getLogger("kvstore.proxy.http")
+http_log.addFilter(_OneLine())
 
 
 # --- small handlers ----------------------------------------------------------------------------
 
 
 async def _healthz(parts: Parts, request: web.Request) -> web.Response:
-    """200 when a request could be answered now."""
+    """Answers 200 when a request could be answered now, as far as the proxy knows."""
     del request
-    usable = bool(parts.instances.usable("decode", clock_ms()))
-    ready = usable and not parts.stopping
+    now_ms = clock_ms()
+    status = "no decoder"
+    if parts.stopping:
+        status = "stopping"
+    elif parts.instances.usable("decode", now_ms):
+        status = "ok"
+    elif not all(each.refuses for each in parts.instances.last_resort("decode", now_ms)):
+        status = "no healthy decoder"
     return web.json_response(
         {
-            "status": "ok" if ready else "stopping" if parts.stopping else "no decoder",
+            "status": status,
             "version": __version__,
             "in_flight": parts.in_flight,
             "instances": rows(parts.instances),
             "models_known_in_store": parts.lookup.models if parts.lookup else [],
         },
-        status=200 if ready else 503,
+        status=200 if status in ("ok", "no healthy decoder") else 503,
     )
 
 
@@ -200,13 +262,14 @@ async def _metrics(parts: Parts, request: web.Request) -> web.Response:
 
 
 async def _models(parts: Parts, request: web.Request) -> web.Response:
-    """The first engine that answers, decoders before prefillers."""
+    """Relays the models of the first engine that answers, decoders before prefillers."""
     request_id = request_id_of(request)
     headers = headers_for_engines(request)
     headers[REQUEST_ID] = request_id
     now_ms = clock_ms()
     for role in reversed(ROLES):
-        for instance in parts.instances.usable(role, now_ms):
+        known = parts.instances
+        for instance in known.usable(role, now_ms) or known.last_resort(role, now_ms):
             try:
                 answer = await parts.engines.ask(
                     "GET", instance.address, "/v1/models",

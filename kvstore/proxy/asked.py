@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,16 +20,17 @@ from kvstore.proxy.engine import Engines
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
+from kvstore.proxy.reading import BodyReader
 
 REQUEST_ID: Final = "X-Request-Id"
 CLIENT_LEFT: Final = 499
-"""In the log and in the metrics, as nginx has it: nobody is there to be answered."""
+"""The status of a request whose client left before the answer, in logs and metrics, as in nginx."""
 
 RETRY_AFTER_S: Final = 1
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-# Between two neighbours only (RFC 9110, 7.6.1), or made anew for each hop.
+# Headers that concern one connection only (RFC 9110, 7.6.1), or that each hop sets anew.
 _HOP_HEADERS: Final = frozenset(
     {
         "accept-encoding",
@@ -50,35 +53,62 @@ _HOP_HEADERS: Final = frozenset(
 
 @dataclass
 class Parts:
-    """What a request needs of the process."""
+    """The parts of the process that a request needs."""
 
     config: ProxyConfig
     instances: Instances
     engines: Engines
     metrics: Metrics
     lookup: StoreLookup | None
+    reader: BodyReader
     in_flight: int = 0
+    """Requests whose body has arrived: only these take a slot."""
+    under_way: int = 0
+    """All requests, those with an incomplete body included."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no request is under way."""
     stopping: bool = False
 
+    @contextlib.contextmanager
+    def on_its_way(self) -> Iterator[None]:
+        """Counts a request as under way, from its arrival to its answer."""
+        self.under_way += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            if not self.under_way:
+                self.idle.set()
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[None]:
+        """Counts a request as in flight, from the arrival of its body to its answer."""
+        self.in_flight += 1
+        self.metrics.in_flight.inc()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self.metrics.in_flight.dec()
+
 
 @dataclass
 class Asked:
-    """One request, and what became of it: the line of the log."""
+    """One request and its outcome: the fields of its log line."""
 
     route: Route
     request_id: str
     raw: bytes
     body: Body
     headers: CIMultiDict[str]
-    """For engines, without the request id."""
+    """Headers for engines, without the request id."""
     arrived_ms: int
     token_ids: list[int] | None = None
     prints: Prints = ()
     stored: int | None = None
     prefill: str = ""
-    """Address, or why there was none."""
+    """The prefiller's address, or why no prefiller was used."""
     prefill_ms: int = 0
     decode: str = ""
     first_byte_ms: int | None = None
@@ -99,13 +129,13 @@ class Asked:
 def error_response(
     status: int, message: str, kind: str, *, headers: dict[str, str] | None = None
 ) -> web.Response:
-    """In the form of OpenAI's errors."""
+    """An error response in OpenAI's form."""
     error = {"message": message, "type": kind, "param": None, "code": status}
     return web.json_response({"error": error}, status=status, headers=headers)
 
 
 def request_id_of(request: web.Request) -> str:
-    """The client's, where it is fit for a header and a line of a log; else a new one."""
+    """The client's request id if it is valid in a header and in a log line; otherwise a new one."""
     given = request.headers.get(REQUEST_ID, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 

@@ -1,7 +1,7 @@
-"""Bodies of requests: what is read from the client's, and what each hop gets instead of it.
+"""Request bodies: what the proxy reads from a client's body, and what each hop is sent.
 
-A client's body is passed on as it came, byte for byte, unless something has to be said in it. What
-the proxy does not know it leaves alone; what is wrong with a body the decoder says.
+A client's body is passed on byte for byte, unless the proxy has to add a field. The proxy leaves
+unknown fields alone, and the decoder reports errors in a body.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Body = dict[str, Any]
 
 
 class Route(NamedTuple):
-    """One of the two ways to ask for text."""
+    """One of the two endpoints that generate text."""
 
     name: str
     path: str
@@ -31,7 +31,7 @@ TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - a field's name, no passwor
 STORED: Final = "stored_tokens"
 NO_LOAD: Final = "no_load"
 
-# What makes no sense with one token that nobody reads, or forbids it.
+# Fields that are useless with, or forbid, an answer of one token that is thrown away.
 _NOT_FOR_PREFILL: Final = (
     "best_of",
     "echo",
@@ -48,12 +48,12 @@ _NOT_FOR_PREFILL: Final = (
     "use_beam_search",
 )
 
-# With these the token ids are not all there is to a completion's prompt.
+# With these fields a completion's prompt is more than its token ids.
 _NOT_ONLY_IDS: Final = ("echo", "prompt_embeds", "suffix")
 
 
 def parse(raw: bytes) -> Body:
-    """Raises InvalidArgumentError: not a JSON object."""
+    """The body as an object. Raises InvalidArgumentError if it is not a JSON object."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -71,31 +71,31 @@ def dump(body: Body) -> bytes:
 
 
 def model_of(body: Body) -> str | None:
-    """None: the body names none."""
+    """The model's name; None: the body has none."""
     model = body.get("model")
     return model if isinstance(model, str) else None
 
 
 def is_salted(body: Body) -> bool:
-    """Whether it shares its cache only with requests that have the same salt."""
+    """Whether the request shares its cache only with requests that have the same salt."""
     return body.get("cache_salt") is not None
 
 
 def reason_against_prefill(body: Body) -> str | None:
-    """Why a prefiller would not help with it, whatever its length; None: it may."""
+    """Why a prefiller would not help this request, whatever its length; None: it may help."""
     params = body.get(PARAMS)
     if params is not None and not isinstance(params, dict):
         return "invalid"
     if params and params.get(NO_LOAD):
         return "no_load"
-    # An engine that is to score the whole prompt computes it, whatever is cached.
+    # An engine that scores the whole prompt computes all of it, whatever is cached.
     if body.get("prompt_logprobs") is not None or (body.get("echo") and _scores(body)):
         return "prompt_logprobs"
     return None
 
 
 def given_ids(route: Route, body: Body) -> list[int] | None:
-    """The prompt's token ids where the client sent those itself; None where it sent text."""
+    """The prompt's token ids if the client sent token ids; None if it sent text."""
     if route.chat:
         params = body.get(PARAMS)
         return _ids(params.get(TOKEN_IDS)) if isinstance(params, dict) and _is_text(body) else None
@@ -103,14 +103,15 @@ def given_ids(route: Route, body: Body) -> list[int] | None:
 
 
 def can_be_rendered(route: Route, body: Body) -> bool:
-    """Whether it is one prompt of nothing but text, so that its token ids are all of it."""
+    """Whether the request is one prompt of text alone, so that its token ids are all of it."""
     if route.chat:
         return _is_text(body)
     return isinstance(body.get("prompt"), str) and not any(body.get(key) for key in _NOT_ONLY_IDS)
 
 
 def ids_of_rendered(route: Route, answer: object) -> list[int] | None:
-    """The token ids in an engine's answer to ``.../render``; None: there is more than those."""
+    """The token ids in an engine's answer to ``.../render``; None: the prompt is more than token
+    ids."""
     if not route.chat:
         if not isinstance(answer, list) or len(answer) != 1:
             return None
@@ -121,14 +122,14 @@ def ids_of_rendered(route: Route, answer: object) -> list[int] | None:
 
 
 def stored_tokens(answer: object) -> int | None:
-    """How many tokens the prefiller is storing, by its answer; None: it does not say."""
+    """How many tokens the prefiller is storing, by its answer; None: the answer does not say."""
     params = answer.get(PARAMS) if isinstance(answer, dict) else None
     stored = params.get(STORED) if isinstance(params, dict) else None
     return stored if type(stored) is int and stored >= 0 else None
 
 
 def error_message(answer: object) -> str | None:
-    """What an engine says about its error, in OpenAI's form; None: it says nothing in that form."""
+    """The message in an engine's error; None: the error is not in OpenAI's form."""
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
     return message if isinstance(message, str) else None
@@ -138,7 +139,7 @@ def error_message(answer: object) -> str | None:
 
 
 def for_prefill(route: Route, body: Body, token_ids: list[int] | None) -> Body:
-    """The same prompt, to be computed and put into the store; one token is the least to ask for."""
+    """The body for a prefiller: the same prompt, and an answer of one token, the minimum."""
     sent = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     sent |= {"stream": False, "n": 1, "max_tokens": 1}
     if route.chat:
@@ -147,7 +148,7 @@ def for_prefill(route: Route, body: Body, token_ids: list[int] | None) -> Body:
 
 
 def for_decode(route: Route, body: Body, token_ids: list[int] | None, stored: int | None) -> Body:
-    """The client's own body, with what is known by now. Nothing known: an equal body.
+    """The body for a decoder: the client's own, with the token ids and ``stored`` where known.
 
     Args:
         stored: see ``stored_tokens``.
@@ -172,7 +173,7 @@ def _with_ids(route: Route, sent: Body, token_ids: list[int] | None) -> Body:
 
 
 def _ids(value: object) -> list[int] | None:
-    # bool is a kind of int, hence the exact type.
+    # Compares the exact type, because bool is a subclass of int.
     if not isinstance(value, list) or not value:
         return None
     return value if all(type(each) is int and each >= 0 for each in value) else None

@@ -1,8 +1,8 @@
-"""The second hop: a decoder's answer, relayed as it comes.
+"""The second hop: relays a decoder's answer to the client as it arrives.
 
-Before the first byte has gone to the client, another decoder can take over, and finds the prompt in
-the store. After it none can: the client is told by an event of the stream, or by a connection that
-ends too early.
+Before the client has received the first byte, another decoder can take over; it finds the prompt in
+the store. After the first byte, no other decoder can: the client sees an error event in the stream,
+or a connection that ends too early.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvstore.proxy import bodies
+from kvstore.proxy import bodies, health
 from kvstore.proxy.asked import REQUEST_ID, RETRY_AFTER_S, Asked, Parts, error_response
 from kvstore.proxy.engine import EngineError, Streamed
 from kvstore.proxy.instances import Turn
@@ -25,11 +25,11 @@ from kvstore.proxy.metrics import clock_ms
 log = logging.getLogger("kvstore.proxy")
 
 SUSPECT: Final = 500
-"""The one status that may be the request's fault as well as the engine's: it counts against an
-engine once another one has answered the same request."""
+"""The one status that may be the fault of the request or of the engine: it counts against an engine
+once another engine has answered the same request."""
 
 ERROR_BYTES_MAX: Final = 1 << 20
-"""Of an engine's own words about its failure."""
+"""Limit of an engine's error body."""
 
 _NOT_RELAYED: Final = frozenset(
     {"connection", "date", "keep-alive", "server", "transfer-encoding", "x-request-id"}
@@ -40,13 +40,13 @@ class _Failed(NamedTuple):
     """A decoder did not answer."""
 
     response: web.Response
-    """What the client is told if nobody else does better."""
+    """The client's answer if no other decoder succeeds."""
     is_final: bool = False
-    """Whoever has waited that long does not wait for another one."""
+    """Whether no other decoder is tried: the client has waited long enough."""
 
 
 async def decode(parts: Parts, asked: Asked, request: web.Request) -> web.StreamResponse:
-    """The client's answer, whatever it is; a relayed one is sent completely when this returns."""
+    """The client's answer, an error included. A relayed answer has been sent when this returns."""
     sent = asked.raw
     if asked.token_ids is not None or asked.stored is not None:
         body = bodies.for_decode(asked.route, asked.body, asked.token_ids, asked.stored)
@@ -72,7 +72,7 @@ async def decode(parts: Parts, asked: Asked, request: web.Request) -> web.Stream
 
 
 def no_decoder(asked: Asked) -> web.Response:
-    """For a client that nobody can answer now."""
+    """The response when no decoder is usable."""
     return error_response(
         503,
         "no decoder is usable now",
@@ -100,13 +100,16 @@ async def _attempt(
             if answer.status >= 500:
                 return await _refused(asked, turn, answer, suspects)
             turn.succeeded()
+            health.answered(turn.instance)
             for suspect in suspects:
                 suspect.failed(clock_ms())
             return await _relay(parts, asked, request, turn, answer)
     except EngineError as error:
         turn.failed(clock_ms())
-        if error.failure == "connect":
-            turn.instance.is_gone()
+        if error.is_unconnected:
+            health.unconnected(turn.instance, error)
+            if turn.forced:
+                return _Failed(no_decoder(asked))
         log.warning("decode_failed id=%s reason=%s", asked.request_id, error)
         late = error.failure == "timeout"
         response = error_response(
@@ -119,7 +122,7 @@ async def _attempt(
 
 
 async def _refused(asked: Asked, turn: Turn, answer: Streamed, suspects: list[Turn]) -> _Failed:
-    """An engine's own error, to be relayed if nobody does better."""
+    """An engine's own error, relayed if no other decoder succeeds."""
     log.warning(
         "decode_failed id=%s reason=%s: status %d",
         asked.request_id, turn.instance.address, answer.status,
@@ -135,7 +138,7 @@ async def _refused(asked: Asked, turn: Turn, answer: Streamed, suspects: list[Tu
             if len(content) > ERROR_BYTES_MAX:
                 break
     except EngineError:
-        pass  # what came says enough
+        pass  # the part that arrived is enough
     headers = _headers(asked, answer)
     headers.popall("Content-Length", None)
     return _Failed(
@@ -146,7 +149,7 @@ async def _refused(asked: Asked, turn: Turn, answer: Streamed, suspects: list[Tu
 async def _relay(
     parts: Parts, asked: Asked, request: web.Request, turn: Turn, answer: Streamed
 ) -> web.StreamResponse:
-    """Byte for byte, each piece when it comes. Raises nothing but CancelledError."""
+    """Relays the answer byte for byte, each piece when it arrives. Raises only CancelledError."""
     response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
     client = _Client(response, request, parts.config.idle_timeout_ms / 1000)
     last = answer.first
@@ -158,6 +161,7 @@ async def _relay(
         )
         await client.write(last)
         async for piece in answer.rest():
+            turn.instance.answered(clock_ms())
             await client.write(piece)
             last = piece
         await client.end()
@@ -177,11 +181,11 @@ async def _relay(
 
 
 class _ClientGoneError(Exception):
-    """The client takes nothing any more."""
+    """The client reads no more of its answer."""
 
 
 class _Client:
-    """The client's end: each write in time, or not at all."""
+    """The connection to the client: each write ends within ``idle_s``, or the client is gone."""
 
     def __init__(self, response: web.StreamResponse, request: web.Request, idle_s: float) -> None:
         self._response = response
@@ -199,7 +203,7 @@ class _Client:
         await self._within(self._response.write_eof())
 
     async def tell(self, data: bytes) -> None:
-        """The last words; then the connection is closed, so that nothing else is expected."""
+        """Sends ``data`` as the end of the answer, then closes the connection."""
         self._response.force_close()
         try:
             await self.write(data)
@@ -208,7 +212,8 @@ class _Client:
             self.cut()
 
     def cut(self) -> None:
-        """Close the connection in the middle of the answer: no end that looks like one."""
+        """Closes the connection without a regular end, so that the client sees an incomplete
+        answer."""
         self._response.force_close()
         if self._request.transport is not None:
             self._request.transport.abort()
@@ -218,7 +223,7 @@ class _Client:
             async with asyncio.timeout(self._idle_s):
                 await step
         except TimeoutError:
-            raise _ClientGoneError("it does not read") from None
+            raise _ClientGoneError("the client does not read") from None
         except OSError as error:
             raise _ClientGoneError(f"{type(error).__name__} {error}") from None
 
@@ -233,7 +238,7 @@ def _headers(asked: Asked, answer: Streamed) -> CIMultiDict[str]:
 
 
 def _broken_event(error: EngineError, last: bytes) -> bytes:
-    """An event of its own, also where the stream stopped inside of one."""
+    """An error event. If the stream stopped inside an event, that event is ended first."""
     code = 504 if error.failure == "timeout" else 502
     told = {
         "message": "the decoder stopped before the end of its answer",

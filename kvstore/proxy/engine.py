@@ -1,12 +1,12 @@
-"""HTTP towards engines: short questions and long answers, with a time-out at each place that waits.
+"""HTTP to engines: short requests and long answers, with a time-out at each place that waits.
 
-Whatever goes wrong on the way is an ``EngineError``; what an engine itself answers, errors
-included, is not.
+A failure on the way is an ``EngineError``; an engine's own answer, errors included, is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -16,32 +16,38 @@ import aiohttp
 from multidict import CIMultiDictProxy
 
 ANSWER_BYTES_MAX: Final = 64 << 20
-"""Of an answer that is read as a whole: a rendered prompt of a million tokens is 8 MiB."""
+"""Limit of an answer that is read as a whole: a rendered prompt of a million tokens is 8 MiB."""
 
 IDLE_CONNECTION_S: Final = 2.0
-"""How long a connection waits to be used again. uvicorn closes idle ones after 5 s, and a request
-that is sent at that very moment would fail."""
+"""How long an idle connection is kept. uvicorn closes idle ones after 5 s, and a request that is
+sent at that very moment would fail."""
 
 LINE_BYTES_MAX: Final = 1 << 16
 
-# Accept-Encoding: what engines compress could not be relayed as soon as it comes.
+# Accept-Encoding: a compressed answer could not be relayed piece by piece.
 AS_IT_IS: Final = {"Accept-Encoding": "identity"}
 
-EngineFailure = Literal["connect", "broken", "timeout"]
+EngineFailure = Literal["refused", "connect", "broken", "timeout"]
 
 
 class EngineError(Exception):
     """An engine did not answer, or not to the end.
 
     Attributes:
-        failure: ``connect``: nobody is there; ``broken``: the connection ended too early, or what
-            came was no HTTP; ``timeout``: it took too long.
+        failure: ``refused``: no process listens there; ``connect``: no connection for another
+            reason; ``broken``: the connection ended too early, or the answer was not HTTP;
+            ``timeout``: the engine took too long.
     """
 
     def __init__(self, address: str, failure: EngineFailure, detail: str) -> None:
         super().__init__(f"{address}: {failure}: {detail}")
         self.address: Final = address
         self.failure: Final = failure
+
+    @property
+    def is_unconnected(self) -> bool:
+        """Whether there was no connection, so that the engine has not seen the request."""
+        return self.failure in ("refused", "connect")
 
 
 class Answer(NamedTuple):
@@ -56,7 +62,7 @@ class Answer(NamedTuple):
         return 200 <= self.status < 300
 
     def json(self) -> object:
-        """None where it is not JSON."""
+        """The answer as JSON; None if it is not JSON."""
         try:
             value: object = json.loads(self.data)
         except (ValueError, RecursionError):
@@ -65,7 +71,7 @@ class Answer(NamedTuple):
 
 
 class Streamed:
-    """An answer whose first bytes are here; the rest comes."""
+    """An answer whose first bytes have arrived."""
 
     def __init__(
         self, address: str, response: aiohttp.ClientResponse, first: bytes, idle_s: float
@@ -74,7 +80,7 @@ class Streamed:
         self._response = response
         self._idle_s = idle_s
         self.first: Final = first
-        """Empty only when the whole answer is."""
+        """Empty only if the whole answer is empty."""
 
     @property
     def status(self) -> int:
@@ -89,10 +95,10 @@ class Streamed:
         return self._response.content_type == "text/event-stream"
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """What comes after ``first``, each piece as soon as it is there.
+        """The pieces after ``first``, each as soon as it arrives.
 
         Raises:
-            EngineError: silence for longer than the idle time-out, or it broke off.
+            EngineError: no piece within the idle time-out, or the connection broke.
         """
         while piece := await _piece(self._address, self._response, self._idle_s):
             yield piece
@@ -104,7 +110,7 @@ class Engines:
     def __init__(self, *, connect_timeout_ms: int, idle_timeout_ms: int) -> None:
         self._idle_s = idle_timeout_ms / 1000
         self._session = aiohttp.ClientSession(
-            # Requests are bounded where they come in; here a bound could only make them wait.
+            # The number of requests is bounded where they arrive; a bound here would only delay.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_ms / 1000),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -126,10 +132,10 @@ class Engines:
         headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
     ) -> Answer:
-        """One question and its whole answer. A redirection is an answer like any other.
+        """Sends a request and reads its whole answer. A redirection is an answer like any other.
 
         Raises:
-            EngineError: also when the answer is larger than ``ANSWER_BYTES_MAX``.
+            EngineError: no answer in time, or an answer larger than ``ANSWER_BYTES_MAX``.
         """
         with _errors(address):
             async with (
@@ -159,11 +165,11 @@ class Engines:
         headers: Mapping[str, str],
         data: bytes,
     ) -> AsyncIterator[Streamed]:
-        """A request whose answer has begun to come. Leaving the block before the end of the answer
-        closes the connection, which tells the engine to stop.
+        """Sends a request and waits for the first bytes of its answer. Leaving the block before the
+        end of the answer closes the connection, which tells the engine to stop.
 
         Raises:
-            EngineError: nothing came in time.
+            EngineError: no byte arrived in time, or the connection failed.
         """
         with _errors(address):
             async with asyncio.timeout(first_byte_timeout_ms / 1000):
@@ -181,11 +187,11 @@ class Engines:
         try:
             yield Streamed(address, response, first, self._idle_s)
         finally:
-            response.close()  # does nothing to a connection that is free again
+            response.close()  # no effect if the connection has been returned to the pool
 
 
 async def _piece(address: str, response: aiohttp.ClientResponse, idle_s: float) -> bytes:
-    """Empty: that was all."""
+    """The next piece; empty at the end of the answer."""
     with _errors(address):
         async with asyncio.timeout(idle_s):
             return await response.content.readany()
@@ -196,7 +202,9 @@ def _errors(address: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise EngineError(address, "connect", _detail(error)) from error
+        reason = getattr(error, "os_error", None)
+        refused = isinstance(reason, OSError) and reason.errno == errno.ECONNREFUSED
+        raise EngineError(address, "refused" if refused else "connect", _detail(error)) from error
     except TimeoutError as error:
         raise EngineError(address, "timeout", "no answer in time") from error
     except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:

@@ -1,8 +1,8 @@
-"""What vLLM calls the blocks of a prompt: the hashes under which connectors put them.
+"""vLLM's hashes of the blocks of a prompt, under which connectors put them.
 
 Each full block's hash covers the hash of the block before it and its own token ids; the third part,
-for LoRA, multimodal inputs and salts, is ``None`` here, because requests with those are not asked
-about. Which serialization is hashed is vLLM's ``--prefix-caching-hash-algo``.
+for LoRA, multimodal inputs and salts, is ``None`` here, because the proxy does not look up requests
+with those. vLLM's ``--prefix-caching-hash-algo`` selects the serialization that is hashed.
 
 Source: ``vllm/v1/core/kv_cache_utils.py`` (``hash_block_tokens``), ``vllm/utils/hashing.py``, 0.32.
 """
@@ -32,17 +32,17 @@ ALGORITHMS: Final[dict[str, Callable[[Part], bytes]]] = {
     "sha256": _sha256,
     "sha256_cbor": _sha256_cbor,
 }
-"""Those whose results are the same in every process."""
+"""The algorithms whose results are the same in every process."""
 
 
 def block_hashes(
     token_ids: Sequence[int], *, block_size: int, none_hash: bytes, algorithm: str, blocks_max: int
 ) -> Iterator[bytes]:
-    """Of the first ``blocks_max`` full blocks of ``block_size`` tokens, one by one: a long prompt
-    has thousands, at some 3 µs (sha256) or 8 µs each.
+    """Yields the hashes of the first ``blocks_max`` full blocks of ``block_size`` tokens, one by
+    one: a long prompt has thousands, at some 3 µs (sha256) or 8 µs each.
 
     Args:
-        none_hash: stands before the first block.
+        none_hash: the hash before the first block.
         algorithm: a key of ``ALGORITHMS``.
     """
     function = ALGORITHMS[algorithm]

@@ -1,4 +1,4 @@
-"""Asks every engine, again and again, whether it is well: ``GET /health``."""
+"""Health of engines: their own answer (``GET /health``), and how their requests end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 
 from kvstore.proxy.engine import EngineError, Engines
 from kvstore.proxy.instances import Instance, Instances
+from kvstore.proxy.metrics import clock_ms
 
 log = logging.getLogger("kvstore.proxy")
 
 
 class HealthChecks:
-    """In rounds; a round asks all at once, so that a silent one holds up nobody."""
+    """Health checks in rounds. A round asks all instances in parallel: a silent one delays no
+    other."""
 
     def __init__(
         self, instances: Instances, engines: Engines, *, interval_ms: int, timeout_ms: int
@@ -23,7 +25,7 @@ class HealthChecks:
         self._timeout_ms = timeout_ms
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs rounds until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -34,26 +36,48 @@ class HealthChecks:
         await asyncio.gather(*(self.check(each) for each in self._instances))
 
     async def check(self, instance: Instance) -> None:
-        """Ask one. Never raises."""
-        before = instance.healthy
+        """Checks one instance. Never raises."""
         reason: object
+        instance.is_asked(clock_ms())
         try:
             answer = await self._engines.ask(
                 "GET", instance.address, "/health", timeout_ms=self._timeout_ms
             )
         except EngineError as error:
-            reason = error
-            instance.is_silent()
+            before, reason = instance.healthy, error
+            if error.failure == "timeout":
+                instance.is_late()
+            else:
+                instance.is_absent(refused=error.failure == "refused")
         else:
-            reason = f"status {answer.status}"
+            before, reason = instance.healthy, f"status {answer.status}"
             if answer.is_ok:
                 instance.is_well()
             else:
-                instance.is_silent()
-        if instance.healthy and not before:
-            log.info("instance_healthy role=%s instance=%s", instance.role, instance.address)
-        elif before and not instance.healthy:
-            log.warning(
-                "instance_unhealthy role=%s instance=%s reason=%s",
-                instance.role, instance.address, reason,
-            )  # fmt: skip
+                instance.is_ill()
+        _tell(instance, before, reason)
+
+
+def answered(instance: Instance) -> None:
+    """The instance answers a request, or continues its answer."""
+    before = instance.healthy
+    instance.answered(clock_ms())
+    if not before:
+        _tell(instance, before, "it answers a request")
+
+
+def unconnected(instance: Instance, error: EngineError) -> None:
+    """A request could not connect to the instance."""
+    before = instance.healthy
+    instance.unconnected(clock_ms(), refused=error.failure == "refused")
+    _tell(instance, before, error)
+
+
+def _tell(instance: Instance, before: bool, reason: object) -> None:
+    if instance.healthy and not before:
+        log.info("instance_healthy role=%s instance=%s", instance.role, instance.address)
+    elif before and not instance.healthy:
+        log.warning(
+            "instance_unhealthy role=%s instance=%s reason=%s",
+            instance.role, instance.address, reason,
+        )  # fmt: skip

@@ -1,8 +1,10 @@
-"""The engines: which there are, how each of them does, and whom to ask next.
+"""The engines: the list of them, the state of each, and which one gets the next request.
 
 An instance is *usable* when it is healthy, not draining, and its breaker lets a request through. Of
-the usable ones the least busy is chosen, of several such the one that was chosen longest ago. An
-instance that drains gets nothing new and is gone when the last request on it ends.
+the usable instances the least busy is chosen; among equals, the one that was chosen longest ago.
+When no decoder is healthy, requests go to unhealthy ones all the same (*forced*): a busy engine may
+be too slow for health checks and still answer its requests, and no other engine can. A draining
+instance gets no new requests, and is removed when its last request ends.
 """
 
 from __future__ import annotations
@@ -11,14 +13,20 @@ from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
 
+from kvstore.breaker import Breaker, BreakerState
 from kvstore.proxy.affinity import PrefixAffinity, Prints
-from kvstore.proxy.breaker import Breaker, BreakerState
 
 Role = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 
 HEALTH_FAILURES_MAX: Final = 2
-"""Failed health checks in a row that make an instance unhealthy: one may be an accident."""
+"""Failed health checks in a row that make an instance unhealthy: a single one may be chance."""
+
+REFUSALS_MAX: Final = 3
+"""Requests in a row that could not connect, within ``REFUSALS_MS``, that make an instance
+unhealthy."""
+
+REFUSALS_MS: Final = 5_000
 
 
 class Rules(NamedTuple):
@@ -43,39 +51,98 @@ class InstanceView(NamedTuple):
 
 
 class Instance:
-    """One engine in one role. The same engine may be there in both, as two instances."""
+    """One engine in one role. An engine with both roles is two instances."""
 
     def __init__(self, role: Role, address: str, breaker: Breaker) -> None:
         self.role: Final = role
         self.address: Final = address
         self.breaker: Final = breaker
         self.healthy = False
-        """False until it was checked for the first time."""
+        """False before the first health check."""
         self.draining = False
         self.in_flight = 0
         self.chosen = 0
-        """Counts up with each choice of any instance: the smaller, the longer ago."""
+        """The number of the choice, counted over all instances: smaller means longer ago."""
         self.renders_from_ms = 0
-        """Before that it is not asked for token ids, because it said that it cannot."""
+        """Until then the engine gets no render requests, because it answered that it cannot."""
+        self.refuses = False
+        """Whether the last attempt to connect was refused: no process listens there."""
         self._health_failures = 0
+        self._says_ill = False
+        """Whether the engine itself said that it is not well, at its last health check."""
+        self._answered_ms = 0
+        self._asked_ms = 0
+        self._asked_before_ms = 0
+        self._unconnected: list[int] = []
+        """Times at which requests could not connect, since the last answered request."""
+
+    # --- health checks ------------------------------------------------------------------------
+
+    def is_asked(self, now_ms: int) -> None:
+        """A health check begins."""
+        self._asked_before_ms, self._asked_ms = self._asked_ms, now_ms
 
     def is_well(self) -> None:
-        """It answered a health check."""
+        """The instance answered the check: it is well."""
+        self._says_ill = self.refuses = False
+        self._recover()
+
+    def is_ill(self) -> None:
+        """The instance answered the check: it is not well."""
+        self._says_ill, self.refuses = True, False
+        self._check_failed()
+
+    def is_late(self) -> None:
+        """The instance did not answer the check in time. This does not count if it has answered a
+        request since the check before: it is busy."""
+        if self._answered_ms < self._asked_before_ms or not self._answered_ms:
+            self._check_failed()
+
+    def is_absent(self, *, refused: bool) -> None:
+        """The check could not connect, or lost its connection. ``refused``: no process listens
+        there."""
+        self.refuses = refused
+        self._check_failed()
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def answered(self, now_ms: int) -> None:
+        """The instance answers a request, which is as good as a passed health check, unless the
+        instance says itself that it is not well."""
+        self._answered_ms = now_ms
+        self.refuses = False
+        self._unconnected.clear()
+        if not self._says_ill:
+            self._recover()
+
+    def unconnected(self, now_ms: int, *, refused: bool) -> None:
+        """A request could not connect. A single failure may be chance; several in a row are not.
+
+        ``refused``: no process listens there.
+        """
+        self.refuses = refused
+        recent = [each for each in self._unconnected if now_ms - each < REFUSALS_MS]
+        self._unconnected = [*recent, now_ms][-REFUSALS_MAX:]
+        if len(self._unconnected) == REFUSALS_MAX:
+            self.healthy = False
+
+    def _recover(self) -> None:
         self.healthy = True
         self._health_failures = 0
 
-    def is_silent(self) -> None:
-        """It failed a health check."""
+    def _check_failed(self) -> None:
         self._health_failures += 1
         if self._health_failures >= HEALTH_FAILURES_MAX:
             self.healthy = False
 
-    def is_gone(self) -> None:
-        """Nobody took the connection of a request: no second opinion is needed."""
-        self.healthy = False
+    # --- use ----------------------------------------------------------------------------------
 
     def usable(self, now_ms: int) -> bool:
-        return self.healthy and not self.draining and self.breaker.allows(now_ms)
+        return self.healthy and self.possible(now_ms)
+
+    def possible(self, now_ms: int) -> bool:
+        """Whether the instance is usable, its health aside."""
+        return not self.draining and self.breaker.allows(now_ms)
 
     def view(self, now_ms: int) -> InstanceView:
         return InstanceView(
@@ -87,15 +154,19 @@ class Instance:
 class Turn:
     """One request on one instance, which counts as in flight until the ``with`` block ends."""
 
-    def __init__(self, instances: Instances, instance: Instance, now_ms: int) -> None:
+    def __init__(
+        self, instances: Instances, instance: Instance, now_ms: int, *, forced: bool
+    ) -> None:
         """Internal: use ``Instances.choose``."""
         self.instance: Final = instance
+        self.forced: Final = forced
+        """Whether the instance was chosen only because no instance of its role is healthy."""
         self._instances = instances
         self._undecided_probe = instance.breaker.begin(now_ms)
         instance.in_flight += 1
 
     def succeeded(self) -> None:
-        """It answers. May be followed by ``failed``, when it stops in the middle."""
+        """The instance answers. ``failed`` may follow, if it stops in the middle."""
         self._undecided_probe = False
         self.instance.breaker.succeeded()
 
@@ -105,7 +176,7 @@ class Turn:
 
     @property
     def is_probe(self) -> bool:
-        """Whether it tries an instance that failed, and nothing is known yet."""
+        """Whether this request is the probe of a half open breaker, without a result so far."""
         return self._undecided_probe
 
     def __enter__(self) -> Self:
@@ -124,7 +195,7 @@ class Turn:
 
 
 class Instances:
-    """All engines. Times are milliseconds of any clock that does not go back."""
+    """All engines. Times are milliseconds of any monotonic clock."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -141,7 +212,7 @@ class Instances:
         return [each for each in self._all.values() if each.role == role]
 
     def at(self, address: str, role: Role | None = None) -> list[Instance]:
-        """Those at an address, in one role or any."""
+        """The instances at an address, in one role or in any."""
         return [
             each
             for each in self._all.values()
@@ -151,28 +222,28 @@ class Instances:
     # --- coming and going ---------------------------------------------------------------------
 
     def add(self, role: Role, address: str) -> tuple[Instance, bool]:
-        """The instance, and whether it is new. One that was draining is taken back."""
+        """Adds an instance; returns it, and whether it is new. Ends the draining of a known one."""
         known = self._all.get((role, address))
         if known is not None:
             known.draining = False
             return known, False
         rules = self._rules
-        breaker = Breaker(failures_max=rules.breaker_failures, open_ms=rules.breaker_open_ms)
+        breaker = Breaker(failures_max=rules.breaker_failures, open_for=rules.breaker_open_ms)
         instance = self._all[role, address] = Instance(role, address, breaker)
         return instance, True
 
     def drain(self, instance: Instance) -> None:
-        """Nothing new for it; it is removed when nothing runs on it any more, maybe at once."""
+        """Stops new requests to the instance, and removes it when its last one ends, maybe now."""
         instance.draining = True
         self.ended(instance)
 
     def remove(self, instance: Instance) -> None:
-        """Forget it. What runs on it goes on."""
+        """Removes the instance. Its running requests continue."""
         instance.draining = True
         self._all.pop((instance.role, instance.address), None)
 
     def ended(self, instance: Instance) -> None:
-        """A request on it ended."""
+        """A request on the instance ended."""
         if instance.draining and not instance.in_flight and self._knows(instance):
             self.remove(instance)
 
@@ -183,16 +254,32 @@ class Instances:
             each for each in self.of(role) if each.address not in without and each.usable(now_ms)
         ]
 
+    def last_resort(
+        self, role: Role, now_ms: int, *, without: Collection[str] = ()
+    ) -> list[Instance]:
+        """Decoders that get requests although they are not healthy, because none is healthy.
+
+        Unhealthy prefillers get none: the decoder can do their work.
+        """
+        if role == "prefill" or self.usable(role, now_ms):
+            return []
+        return [
+            each for each in self.of(role) if each.address not in without and each.possible(now_ms)
+        ]
+
     def choose(
         self, role: Role, now_ms: int, *, without: Collection[str] = (), prints: Prints = ()
     ) -> Turn | None:
-        """Whom to ask; None when nobody is usable.
+        """Chooses an instance; None if none is usable, not even as a last resort.
 
         Args:
             without: addresses that have been tried for this request.
-            prints: of its prompt, for affinity.
+            prints: fingerprints of the prompt, for affinity.
         """
         usable = self.usable(role, now_ms, without=without)
+        forced = not usable
+        if forced:
+            usable = self.last_resort(role, now_ms, without=without)
         if not usable:
             return None
         chosen = least = min(usable, key=lambda each: (each.in_flight, each.chosen))
@@ -207,7 +294,7 @@ class Instances:
             affinity.remember(prints, chosen.address)
         self._choices += 1
         chosen.chosen = self._choices
-        return Turn(self, chosen, now_ms)
+        return Turn(self, chosen, now_ms, forced=forced)
 
     # --- for operators and tests --------------------------------------------------------------
 

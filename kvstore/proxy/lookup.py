@@ -1,8 +1,8 @@
-"""What the store holds of a prompt already: asked before a prefiller is.
+"""How much of a prompt the store holds already: looked up before a prefiller is used.
 
-The records of the fleet are read in the background, never while a request waits. A question has a
-short deadline; after failures in a row nobody asks for a second, so that a store that is gone costs
-a request nothing. Every failure means "unknown", and the prompt goes to a prefiller.
+The records of the fleet are read in the background, never while a request waits. A lookup has a
+short deadline. After several failures in a row no lookup is made for a second, so that a store that
+is gone does not delay requests. Every failure means "unknown", and the prompt goes to a prefiller.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
+from kvstore.background import start_task
+from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy import records
-from kvstore.proxy.breaker import Breaker
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.records import FleetRecord, Held
 
@@ -26,7 +27,7 @@ log = logging.getLogger("kvstore.proxy")
 
 REFRESH_S: Final = 3.0
 KEYS_AT_ONCE: Final = 512
-"""Hashed before others get a turn: some milliseconds."""
+"""Keys hashed before the event loop runs other tasks: some milliseconds."""
 
 CLIENT_TIMEOUT_MS: Final = 2_000
 FAILURES_MAX: Final = 3
@@ -34,21 +35,25 @@ REST_MS: Final = 1_000
 
 
 class StoreLookup:
-    """Between ``start`` and ``close``, in one event loop."""
+    """Lookups in the store. Usable between ``start`` and ``close``, in one event loop."""
 
-    def __init__(self, master: str, *, timeout_ms: int, metrics: Metrics) -> None:
+    def __init__(
+        self, master: str, *, timeout_ms: int, metrics: Metrics, cluster: str = ""
+    ) -> None:
         self._timeout_s = timeout_ms / 1000
         self._metrics = metrics
-        # Not loaded from the user's settings for clients: those may contribute memory.
-        self._client = AsyncClient(config=ClientConfig(master=master, timeout_ms=CLIENT_TIMEOUT_MS))
-        self._breaker = Breaker(failures_max=FAILURES_MAX, open_ms=REST_MS)
+        # Does not read the user's client settings, which may contribute memory.
+        self._client = AsyncClient(
+            config=ClientConfig(master=master, cluster=cluster, timeout_ms=CLIENT_TIMEOUT_MS)
+        )
+        self._breaker = Breaker(failures_max=FAILURES_MAX, open_for=REST_MS)
         self._records: dict[bytes, FleetRecord] = {}
         self._refused: set[bytes] = set()
         self._reading: asyncio.Task[None] | None = None
         self._reachable = True
 
     def start(self) -> None:
-        self._reading = asyncio.get_running_loop().create_task(self._read_on())
+        self._reading = start_task("fleet records", self._read_on())
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -59,11 +64,11 @@ class StoreLookup:
 
     @property
     def models(self) -> list[str]:
-        """Those that the store can be asked about."""
+        """The models whose prompts can be looked up."""
         return sorted({name for record in self._records.values() for name in record.models})
 
     async def held(self, model: str, token_ids: Sequence[int], request_id: str) -> Held | None:
-        """How much of the prompt is in the store; None: nobody knows. Never raises."""
+        """How much of the prompt is in the store; None: unknown. Never raises."""
         record = records.serving(self._records.values(), model)
         if record is None:
             self._metrics.lookups.labels("unknown").inc()
@@ -102,6 +107,10 @@ class StoreLookup:
                 self._told(reachable=True)
             except KVStoreError as error:
                 self._told(reachable=False, reason=error)
+            except Exception as error:
+                if self._reachable:
+                    log.exception("fleet_not_read")
+                self._told(reachable=False, reason=repr(error))
             await asyncio.sleep(REFRESH_S)
 
     async def _read(self) -> None:
@@ -122,7 +131,7 @@ class StoreLookup:
             record = records.parse(bytes(data)) if isinstance(data, bytes) else None
         except UnavailableError:
             raise
-        except KVStoreError as error:  # of this record; the others may be good
+        except KVStoreError as error:  # this record is bad; the others may be good
             if key not in self._refused and len(self._refused) < records.RECORDS_MAX:
                 self._refused.add(key)
                 log.warning("record_refused key=%r reason=%s", key, error)

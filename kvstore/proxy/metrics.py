@@ -1,5 +1,5 @@
-"""What ``GET /metrics`` says: a registry of the proxy's own, so that two proxies can share a
-process."""
+"""The metrics of ``GET /metrics``, in a registry of the proxy's own, so that two proxies can share
+a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BREAKER_VALUES: Final = {"closed": 0, "half_open": 1, "open": 2}
 
 
 def clock_ms() -> int:
-    """Milliseconds of the monotonic clock: the time of everything in here."""
+    """Milliseconds of the monotonic clock, which the whole proxy uses."""
     return time.monotonic_ns() // 1_000_000
 
 
@@ -56,14 +56,14 @@ class Metrics:
         )
         self.prefill_seconds = Histogram(
             "kvstore_proxy_prefill_seconds",
-            "What the way over a prefiller took, by how it ended: done, refused, failed.",
+            "Duration of the prefill hop, by outcome: done, refused, failed.",
             ["outcome"],
             buckets=SECONDS,
             registry=registry,
         )
         self.prefill_skipped = Counter(
             "kvstore_proxy_prefill_skipped",
-            "Requests that went to no prefiller, by reason.",
+            "Requests that used no prefiller, by reason.",
             ["reason"],
             registry=registry,
         )
@@ -86,13 +86,13 @@ class Metrics:
         )
         self.lookups = Counter(
             "kvstore_proxy_lookups",
-            "Questions to the store, by outcome: held, missing, unknown (no record), failed.",
+            "Lookups in the store, by outcome: held, missing, unknown (no record), failed.",
             ["outcome"],
             registry=registry,
         )
         self.lookup_seconds = Histogram(
             "kvstore_proxy_lookup_seconds",
-            "What a question to the store took, hashing included.",
+            "Duration of a lookup in the store, hashing included.",
             buckets=LOOKUP_SECONDS,
             registry=registry,
         )
@@ -104,7 +104,7 @@ class Metrics:
 
 
 class _OfInstances(Collector):
-    """Asks the instances when it is asked, so that those that are gone are in no answer."""
+    """Reads the instances at each scrape, so that removed ones do not appear."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
@@ -112,13 +112,13 @@ class _OfInstances(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ["role", "instance"]
         in_flight = GaugeMetricFamily(
-            "kvstore_proxy_instance_in_flight", "Requests under way on it.", labels=labels
+            "kvstore_proxy_instance_in_flight", "Requests under way on the instance.", labels=labels
         )
         healthy = GaugeMetricFamily(
             "kvstore_proxy_instance_healthy", "1: its health checks succeed.", labels=labels
         )
         draining = GaugeMetricFamily(
-            "kvstore_proxy_instance_draining", "1: it gets nothing new.", labels=labels
+            "kvstore_proxy_instance_draining", "1: it gets no new requests.", labels=labels
         )
         breaker = GaugeMetricFamily(
             "kvstore_proxy_instance_breaker", "0 closed, 1 half open, 2 open.", labels=labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from kvstore.proxy import bodies
+from kvstore.proxy import bodies, health
 from kvstore.proxy.asked import Asked, Parts
 from kvstore.proxy.engine import Answer, EngineError
 from kvstore.proxy.instances import Turn
@@ -14,14 +14,15 @@ from kvstore.proxy.metrics import clock_ms
 log = logging.getLogger("kvstore.proxy")
 
 ATTEMPTS: Final = 2
-"""One prefiller and one other: the decoder can do the work as well, and the client waits."""
+"""Prefillers tried per request. More would make the client wait, and the decoder can do the work
+itself."""
 
 
 async def prefill(parts: Parts, asked: Asked, *, refused: bool) -> None:
-    """Sets ``asked.prefill`` and, where the prefiller says it, ``asked.stored``. Never fails.
+    """Sets ``asked.prefill`` and, if the prefiller reports it, ``asked.stored``. Never fails.
 
     Args:
-        refused: an engine has called the request wrong.
+        refused: an engine has refused the request as wrong.
     """
     reason = "refused" if refused else await _reason_against(parts, asked)
     if reason:
@@ -66,7 +67,7 @@ async def _reason_of_store(parts: Parts, asked: Asked, token_ids: list[int]) -> 
 
 
 async def _hop(parts: Parts, asked: Asked) -> str | None:
-    """How it ended; None: there was nobody to ask."""
+    """The outcome of the hop; None: no prefiller was usable."""
     sent = bodies.dump(bodies.for_prefill(asked.route, asked.body, asked.token_ids))
     tried: list[str] = []
     for _ in range(ATTEMPTS):
@@ -98,7 +99,7 @@ async def _hop(parts: Parts, asked: Asked) -> str | None:
 
 
 async def _attempt(parts: Parts, asked: Asked, turn: Turn, sent: bytes) -> Answer | None:
-    """The answer; None: another prefiller may do better."""
+    """The prefiller's answer; None: it failed, and another one may succeed."""
     address = turn.instance.address
     try:
         answer = await parts.engines.ask(
@@ -111,8 +112,8 @@ async def _attempt(parts: Parts, asked: Asked, turn: Turn, sent: bytes) -> Answe
         )
     except EngineError as error:
         turn.failed(clock_ms())
-        if error.failure == "connect":
-            turn.instance.is_gone()
+        if error.is_unconnected:
+            health.unconnected(turn.instance, error)
         log.warning("prefill_failed id=%s reason=%s", asked.request_id, error)
         return None
     if answer.status >= 500:
@@ -122,4 +123,5 @@ async def _attempt(parts: Parts, asked: Asked, turn: Turn, sent: bytes) -> Answe
         )
         return None
     turn.succeeded()
+    health.answered(turn.instance)
     return answer

@@ -1,6 +1,6 @@
-"""What connectors tell of themselves in the store: enough to know what they call a prompt.
+"""Records that connectors put into the store, from which the proxy computes the keys of a prompt.
 
-They put one object per fingerprint (equal for engines that can share) into the namespace
+A connector puts one object per fingerprint (equal for engines that can share) into the namespace
 ``vllm-fleet``: JSON of at most ``RECORD_BYTES_MAX``.
 """
 
@@ -21,13 +21,13 @@ RECORDS_MAX: Final = 256
 
 
 class FleetRecord(NamedTuple):
-    """Engines that share with each other."""
+    """Engines that share KV blocks with each other."""
 
     models: frozenset[str]
     """Names under which the bare model is served: no adapters."""
     fingerprint: str
     namespaces: tuple[str, ...]
-    """In the store; a block counts as there when it is in each of them."""
+    """Namespaces in the store; a block counts as stored if each of them holds it."""
     block_size: int
     """Tokens per key, a multiple of ``hash_block_size``."""
     hash_block_size: int
@@ -35,7 +35,7 @@ class FleetRecord(NamedTuple):
     none_hash: bytes
 
     def keys(self, token_ids: Sequence[int]) -> Iterator[bytes]:
-        """Of the full blocks of a prompt, as many as one question may be about, one by one."""
+        """Yields the keys of a prompt's full blocks, at most as many as one call may have."""
         every = self.block_size // self.hash_block_size
         hashes = block_hashes(
             token_ids,
@@ -54,17 +54,17 @@ class Held(NamedTuple):
     block_size: int
 
     def missing_tokens(self, tokens: int) -> int:
-        """What a prefiller could add for a prompt of so many tokens: full blocks only, and one
-        token always is the decoder's own."""
+        """How many tokens a prefiller could add for a prompt of ``tokens`` tokens: full blocks
+        only, and without the last token, which the decoder always computes."""
         wanted = min((tokens - 1) // self.block_size, BATCH_KEYS_MAX)
         return max(0, wanted - self.blocks) * self.block_size
 
 
 def parse(data: bytes) -> FleetRecord | None:
-    """The record; None when it is of engines whose hashes cannot be computed here.
+    """The record; None if the hashes of its engines cannot be computed here.
 
     Raises:
-        ProtocolError: it is no record of a format that is known here.
+        ProtocolError: ``data`` is not a record of a known format.
     """
     try:
         value = json.loads(data)
@@ -91,17 +91,17 @@ def parse(data: bytes) -> FleetRecord | None:
 
 
 def serving(records: Iterable[FleetRecord], model: str) -> FleetRecord | None:
-    """The first whose engines serve ``model``."""
+    """The first record whose engines serve ``model``."""
     return next((each for each in records if model in each.models), None)
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
 def _positive(value: object) -> int:
     if type(value) is not int or value <= 0:
-        raise ValueError(f"{value!r} is no positive whole number")
+        raise ValueError(f"{value!r} is not a positive integer")
     return value

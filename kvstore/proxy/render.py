@@ -1,11 +1,11 @@
-"""Token ids of a prompt, made once by an engine and handed on to both hops."""
+"""Token ids of a prompt, computed once by an engine and passed to both hops."""
 
 from __future__ import annotations
 
 import logging
 from typing import Final
 
-from kvstore.proxy import bodies
+from kvstore.proxy import bodies, health
 from kvstore.proxy.asked import Asked, Parts
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import ROLES, Instance
@@ -14,23 +14,23 @@ from kvstore.proxy.metrics import clock_ms
 log = logging.getLogger("kvstore.proxy")
 
 CANNOT: Final = frozenset({403, 404, 405, 501})
-"""An engine without rendering; 403: vLLM without ``--enable-scale-out``."""
+"""Statuses of an engine that cannot render; 403: vLLM without ``--enable-scale-out``."""
 
 WRONG: Final = frozenset({400, 401, 413, 422})
-"""The engine would not take the request itself either."""
+"""Statuses of a wrong request, which the engine would not accept unrendered either."""
 
 SAID_MAX: Final = 200
-"""Characters of an engine's words that are logged."""
+"""Characters of an engine's error message that are logged."""
 
 CANNOT_REST_MS: Final = 60_000
-"""How long it is not asked again: it may be replaced by a newer one at the same address."""
+"""After this time an engine that cannot render is asked again: a newer one may have replaced it."""
 
 
 async def render(parts: Parts, asked: Asked) -> bool:
-    """Sets ``asked.token_ids`` where there is exactly one prompt, of nothing but text.
+    """Sets ``asked.token_ids`` if the request has exactly one prompt, of text alone.
 
     Returns:
-        Whether an engine refused the request as wrong: then no prefiller need see it.
+        Whether an engine refused the request as wrong: then no prefiller is used.
     """
     asked.token_ids = bodies.given_ids(asked.route, asked.body)
     if asked.token_ids is not None or not bodies.can_be_rendered(asked.route, asked.body):
@@ -49,17 +49,18 @@ async def render(parts: Parts, asked: Asked) -> bool:
             timeout_ms=parts.config.render_timeout_ms,
         )
     except EngineError as error:
-        if error.failure == "connect":
-            instance.is_gone()
+        if error.is_unconnected:
+            health.unconnected(instance, error)
         parts.metrics.renders.labels("failed").inc()
         log.warning("render_failed id=%s reason=%s", asked.request_id, error)
         return False
     if answer.is_ok:
+        health.answered(instance)
         asked.token_ids = bodies.ids_of_rendered(asked.route, answer.json())
         parts.metrics.renders.labels("done" if asked.token_ids is not None else "refused").inc()
         return False
     said = bodies.error_message(answer.json())
-    # A missing model is an error of the engine's own, a missing route is its web server's.
+    # A 404 with a message means a missing model; one without, a missing route.
     is_wrong = answer.status in WRONG or (answer.status == 404 and said is not None)
     cannot = answer.status in CANNOT and not is_wrong
     if cannot:
@@ -75,7 +76,7 @@ async def render(parts: Parts, asked: Asked) -> bool:
 
 
 def _renderer(parts: Parts) -> Instance | None:
-    """The least busy engine of any role: tokenizing is work of its server, not of its device."""
+    """The least busy engine of any role: an engine tokenizes on its CPU, not on its device."""
     now_ms = clock_ms()
     able = [
         each

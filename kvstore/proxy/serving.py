@@ -1,11 +1,10 @@
-"""One request: token ids once, a prefiller if that helps, a decoder.
+"""One request: rendering to token ids, a prefiller if that helps, a decoder.
 
-Whatever the first two steps cannot do only costs time; the decoder decides what the client is told.
+A failure of the first two steps only costs time; the decoder's result is the client's answer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from aiohttp import web
@@ -27,65 +26,92 @@ from kvstore.proxy.bodies import Route
 from kvstore.proxy.decode import decode, no_decoder
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
+from kvstore.proxy.reading import CrowdedOutError
 from kvstore.proxy.render import render
 
 log = logging.getLogger("kvstore.proxy")
 
 
 async def serve(parts: Parts, route: Route, request: web.Request) -> web.StreamResponse:
-    """The handler of both routes: bounds, counts and logs; ``_answer`` does it."""
+    """The handler of both routes: bounds, counts and logs requests; ``_answer`` does the work.
+
+    A request counts as in flight once its body has arrived: a missing body takes no slot.
+    """
     request_id = request_id_of(request)
-    tag = {REQUEST_ID: request_id}
     arrived_ms = clock_ms()
     asked: Asked | None = None
     status = CLIENT_LEFT
-    if parts.stopping or parts.in_flight >= parts.config.inflight_max:
-        why = "the proxy stops" if parts.stopping else "too many requests at once"
-        parts.metrics.requests.labels(route.name, 503).inc()
-        log.warning("request_refused id=%s route=%s reason=%s", request_id, route.name, why)
-        response = error_response(
-            503, why, "overloaded", headers={**tag, "Retry-After": str(RETRY_AFTER_S)}
-        )
-        response.force_close()  # its body was not read
-        return response
-    parts.in_flight += 1
-    parts.metrics.in_flight.inc()
-    parts.idle.clear()
-    try:
+    with parts.on_its_way():
         try:
-            async with asyncio.timeout(parts.config.idle_timeout_ms / 1000):
-                raw = await request.read()
-            body = bodies.parse(raw)
-        except web.HTTPRequestEntityTooLarge:
-            status = 413
-            message = f"the body is larger than {parts.config.body_max} bytes"
-            return error_response(413, message, "invalid_request_error", headers=tag)
-        except TimeoutError:
-            status = 408
-            return error_response(408, "the body did not come", "timeout", headers=tag)
-        except InvalidArgumentError as error:
-            status = 400
-            return error_response(400, str(error), "invalid_request_error", headers=tag)
-        asked = Asked(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
-        answer = await _answer(parts, asked, request)
-        status = answer.status
-        if asked.broken:
-            status = 502  # in the log and in the metrics: the client saw a good beginning
-        elif request.transport is None or request.transport.is_closing():
-            status = CLIENT_LEFT
-        return answer
-    finally:
-        parts.in_flight -= 1
-        parts.metrics.in_flight.dec()
-        if not parts.in_flight:
-            parts.idle.set()
-        parts.metrics.requests.labels(route.name, status).inc()
-        _log(route, request_id, asked, status, clock_ms() - arrived_ms)
+            asked = await _take(parts, route, request, request_id, arrived_ms)
+            with parts.slot():
+                answer = await _answer(parts, asked, request)
+            status = answer.status
+            if asked.broken:
+                status = 502  # in the log and in the metrics; the client saw the engine's status
+            elif request.transport is None or request.transport.is_closing():
+                status = CLIENT_LEFT
+            return answer
+        except _NotTakenError as error:
+            status = error.response.status
+            return error.response
+        finally:
+            parts.metrics.requests.labels(route.name, status).inc()
+            _log(route, request_id, asked, status, clock_ms() - arrived_ms)
+
+
+class _NotTakenError(Exception):
+    """The proxy refuses the request; ``response`` says why."""
+
+    def __init__(self, response: web.Response) -> None:
+        super().__init__(response.status)
+        self.response = response
+
+
+async def _take(
+    parts: Parts, route: Route, request: web.Request, request_id: str, arrived_ms: int
+) -> Asked:
+    """Reads the request with its body. Raises _NotTakenError."""
+
+    def not_taken(status: int, message: str, kind: str) -> _NotTakenError:
+        headers = {REQUEST_ID: request_id}
+        if status == 503:
+            headers["Retry-After"] = str(RETRY_AFTER_S)
+        response = error_response(status, message, kind, headers=headers)
+        if status in (408, 503):
+            response.force_close()  # the body may be incomplete
+        return _NotTakenError(response)
+
+    if parts.stopping:
+        raise not_taken(503, "the proxy is stopping", "overloaded")
+    try:
+        raw = await parts.reader.read(request)
+        body = bodies.parse(raw)
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body is larger than {parts.config.body_max} bytes"
+        raise not_taken(413, message, "invalid_request_error") from None
+    except CrowdedOutError:
+        message = "too many requests whose body has not arrived"
+        raise not_taken(503, message, "overloaded") from None
+    except TimeoutError:
+        message = f"the body did not arrive within {parts.config.body_timeout_ms} ms"
+        raise not_taken(408, message, "timeout") from None
+    except InvalidArgumentError as error:
+        raise not_taken(400, str(error), "invalid_request_error") from None
+    if parts.in_flight >= parts.config.inflight_max:
+        raise not_taken(503, "too many requests at once", "overloaded")
+    return Asked(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
 
 
 async def _answer(parts: Parts, asked: Asked, request: web.Request) -> web.StreamResponse:
-    if not parts.instances.usable("decode", clock_ms()):
-        return no_decoder(asked)  # before anything is computed for nobody
+    now_ms = clock_ms()
+    if not parts.instances.usable("decode", now_ms):
+        able = parts.instances.last_resort("decode", now_ms)
+        if not able:
+            return no_decoder(asked)
+        if all(each.refuses for each in able):  # tries them, but does not prefill before
+            asked.prefill = "skipped:no_decoder"
+            return await decode(parts, asked, request)
     refused = await render(parts, asked)
     if asked.token_ids is not None and parts.config.affinity == "prefix":
         asked.prints = fingerprints(asked.token_ids, blocks_max=parts.config.affinity_blocks_max)

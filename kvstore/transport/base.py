@@ -8,7 +8,8 @@ A transport moves bytes and knows nothing of objects, leases or masters. Rules f
   ``InvalidRangeError`` before any byte moves.
 * No call outlives its deadline by more than one piece. A peer that dies, stops or is cut off
   raises ``NodeUnreachableError`` or ``DeadlineExceededError``; ``settled`` in its fields is 1 when
-  no byte of this call can still land in the segment.
+  no byte of this call can still land in the segment; otherwise ``connection`` is, over tcp, the
+  number of the connection on which one can.
 * Calls from several threads at once are allowed.
 """
 
@@ -57,6 +58,8 @@ class Transport(Protocol):
     maps: bool
     """Whether the segments that it reaches are in this address space: then ``memory``, ``view`` and
     ``watch`` show them."""
+    reads_in_one_batch: bool
+    """Whether headers and payloads are read together, because each batch costs a round trip."""
 
     def reaches(self, segment: SegmentInfo) -> bool:
         """Whether this transport can serve that segment from here. Cheap after the first time."""
@@ -67,7 +70,7 @@ class Transport(Protocol):
         ...
 
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
-        """Fill each move's buffer. ``deadline`` is a ``time.monotonic()`` value.
+        """Fill each move's buffer. ``deadline`` is a ``uptime()`` value.
 
         Raises:
             InvalidRangeError, NodeUnreachableError, SegmentGoneError, PermissionDeniedError,
@@ -139,6 +142,16 @@ class Transport(Protocol):
 
     def forget(self, segment: SegmentInfo) -> None:
         """Drop connections and mappings of a segment that is gone."""
+        ...
+
+    def sweep(self) -> None:
+        """Give back what belongs to segments that are gone, or to nodes that have ended a
+        connection. Called every second or so, by one thread; does not wait for calls."""
+        ...
+
+    def abandon(self) -> None:
+        """In the child of a fork: close our descriptors of what is the parent's, and touch nothing
+        else of it. Takes no lock. Not used after that."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What all transports do with the moves of a call: check them, copy in pieces, hash in passing."""
+"""Common to all transports: checks of a call's moves, copies in pieces, hashes during the copy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def invalid_range(offset: int, length: int, size: int) -> InvalidRangeError:
 
 def segment_gone(segment: SegmentInfo, *, settled: int = 1) -> SegmentGoneError:
     return SegmentGoneError(
-        f"segment {segment.uuid.hex()} of node {segment.node!r} was unmounted or mounted anew",
+        f"segment {segment.uuid.hex()} of node {segment.node!r} was unmounted, or mounted again,",
         advice="Ask the master again where the object is.",
         node=segment.node,
         settled=settled,
@@ -51,8 +51,10 @@ def segment_gone(segment: SegmentInfo, *, settled: int = 1) -> SegmentGoneError:
 
 def deadline_exceeded(segment: SegmentInfo, *, settled: int = 1) -> DeadlineExceededError:
     return DeadlineExceededError(
-        f"the deadline passed while moving bytes of node {segment.node!r}",
+        f"node {segment.node} ({segment.address or segment.host}) had not moved all bytes by the "
+        "deadline",
         node=segment.node,
+        address=segment.address,
         settled=settled,
     )
 

@@ -1,25 +1,28 @@
 """Transport over shared memory: a move is one copy, hashed while it is still in cache.
 
-Memory order. A reader is told of an object by the master, who was told by the writer after its last
-byte: system calls on both ends order the writer's stores before the reader's loads, on any CPU.
-Within a write, payload and header may become visible in another order than they were written (not
-on x86); nobody looks before the master says so, except a scan after a crash, and that one verifies
-payload checksums. The generation is one aligned word, read between pieces: a writer that outlives a
-takeover may finish the piece it is in, which the master's quarantine covers.
+Memory order. A reader learns of an object from the master, which learned of it from the writer
+after its last byte: system calls on both ends order the writer's stores before the reader's loads,
+on any CPU. Within a write, payload and header may become visible in another order than they were
+written (not on x86). Readers look only after the master's answer, except a scan after a crash,
+which verifies payload checksums. The generation is one aligned word, read between pieces: a writer
+that outlives a takeover may finish the piece it is in, which the master's quarantine covers.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from time import monotonic
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
 from kvstore.host import host_id
+from kvstore.memory.entries import why_not_mapped
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.memory.segment import Mapping
+from kvstore.memory.mapping import Mapping
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import PIECE_BYTES, Move
@@ -31,9 +34,20 @@ from kvstore.transport.pieces import (
     invalid_range,
     segment_gone,
 )
+from kvstore.transport.stopping import current
+
+log = logging.getLogger("kvstore.transport")
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 """Of one batch, where it is of several MiB: one core does not fill the memory's bandwidth."""
+
+
+STOPPABLE_BYTES = 32 << 20
+"""Copied in one go of a call that may be cut short; an object is always copied in one go."""
+
+SAID_MAX = 1_000
+
+RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 class ShmTransport:
@@ -45,10 +59,13 @@ class ShmTransport:
 
     name: str = "shm"
     maps: bool = True
+    reads_in_one_batch: bool = False
 
     def __init__(self) -> None:
         self._mappings: dict[bytes, Mapping | None] = {}
         """By uuid; None: it was tried and is not here."""
+        self._said: set[bytes] = set()
+        """Segments of this host that cannot be mapped, of which the log tells."""
         self._changing = threading.Lock()
         self._closed = False
 
@@ -78,13 +95,17 @@ class ShmTransport:
         """As ``Transport.read_objects``."""
         if fast is None:
             return None
-        done = fast.read_objects(
-            self.memory(segment), segment.generation, segment.seed, namespace, rows, verify,
-            deadline, COPY_THREADS,
-        )  # fmt: skip
-        if isinstance(done, int):
-            raise batch_ended(done, segment)
-        return done
+        memory = self.memory(segment)
+        outcomes: list[bytes | int] = []
+        for some in _stoppable(rows):
+            done = fast.read_objects(
+                memory, segment.generation, segment.seed, namespace, some, verify, deadline,
+                COPY_THREADS,
+            )  # fmt: skip
+            if isinstance(done, int):
+                raise batch_ended(done, segment)
+            outcomes = outcomes + done if outcomes else done
+        return outcomes
 
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
@@ -92,12 +113,13 @@ class ShmTransport:
         """As ``Transport.write_objects``."""
         if fast is None:
             return False
-        ended = fast.write_objects(
-            self.memory(segment), segment.generation, segment.seed, namespace, rows, deadline,
-            COPY_THREADS,
-        )  # fmt: skip
-        if ended:
-            raise batch_ended(ended, segment)
+        memory = self.memory(segment)
+        for some in _stoppable(rows):
+            ended = fast.write_objects(
+                memory, segment.generation, segment.seed, namespace, some, deadline, COPY_THREADS
+            )
+            if ended:
+                raise batch_ended(ended, segment)
         return True
 
     def memory(self, segment: SegmentInfo) -> memoryview:
@@ -125,10 +147,7 @@ class ShmTransport:
             raise invalid_range(offset, length, mapping.size)
         if mapping.generation != segment.generation:
             raise segment_gone(segment)
-        try:
-            return mapping.memory[offset : offset + length]
-        except ValueError:  # released by ``close`` or ``forget`` in another thread
-            raise segment_gone(segment) from None
+        return mapping.memory[offset : offset + length]
 
     def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         """As ``Transport.watch``."""
@@ -138,8 +157,10 @@ class ShmTransport:
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``. Views that were handed out stay valid."""
         with self._changing:
-            mapping = self._mappings.pop(segment.uuid, None)
-        if mapping is not None:
+            mapping = self._mappings.get(segment.uuid)
+            if mapping is not None and not mapping.is_current:
+                del self._mappings[segment.uuid]
+        if mapping is not None and not mapping.is_current:
             mapping.close()
 
     def close(self) -> None:
@@ -151,6 +172,20 @@ class ShmTransport:
         for mapping in mappings:
             if mapping is not None:
                 mapping.close()
+
+    def sweep(self) -> None:
+        """As ``Transport.sweep``; what could not be mapped is tried again when it is met."""
+        for uuid, mapping in list(self._mappings.items()):
+            if mapping is None or not mapping.is_current:
+                with self._changing:
+                    if self._mappings.get(uuid) is mapping:
+                        self._mappings.pop(uuid, None)
+                if mapping is not None:
+                    mapping.close()
+
+    def abandon(self) -> None:
+        """As ``Transport.abandon``: the memory is unmapped here, but for what views refer to."""
+        self._mappings.clear()
 
     def _mapping(self, segment: SegmentInfo) -> Mapping | None:
         uuid = segment.uuid
@@ -169,7 +204,20 @@ class ShmTransport:
                     mapping.close()
                     mapping = None
                 self._mappings[uuid] = mapping
+                if mapping is None:
+                    self._say_why(segment)
             return self._mappings[uuid]
+
+    def _say_why(self, segment: SegmentInfo) -> None:
+        """Once for each segment: its bytes travel by a slower transport, or not at all."""
+        if segment.uuid not in self._said and len(self._said) < SAID_MAX:
+            self._said.add(segment.uuid)
+            log.warning(
+                "shm_not_mapped node=%s entry=%s reason=%s",
+                segment.node,
+                segment.shm_name,
+                why_not_mapped(segment.shm_name),
+            )
 
     def _run(
         self, segment: SegmentInfo, moves: Sequence[Move], deadline: float, *, is_write: bool
@@ -197,6 +245,7 @@ def _copy(
 ) -> None:
     """One move, in pieces that stay in cache between copying and hashing."""
     memory = mapping.memory
+    stop = current()
     generation = segment.generation
     buffer = move.buffer
     hasher = move.hasher
@@ -205,23 +254,40 @@ def _copy(
     while True:
         if mapping.generation != generation:
             raise segment_gone(segment)
-        if monotonic() >= deadline:
+        if uptime() >= deadline:
             raise deadline_exceeded(segment)
-        stop = min(done + PIECE_BYTES, length)
-        piece = buffer if length <= PIECE_BYTES else buffer[done:stop]
-        try:
-            place = memory[move.offset + done : move.offset + stop]
-        except ValueError:  # released by ``close`` or ``forget`` in another thread
-            raise segment_gone(segment) from None
+        if stop is not None:
+            stop.check()
+        end = min(done + PIECE_BYTES, length)
+        piece = buffer if length <= PIECE_BYTES else buffer[done:end]
+        place = memory[move.offset + done : move.offset + end]
         if is_write:
             place[:] = piece
         else:
             piece[:] = place
         if hasher is not None:
             feed(hasher, piece)
-        done = stop
+        done = end
         if done == length:
             return
+
+
+def _stoppable(rows: list[RowT]) -> Iterator[list[RowT]]:
+    """All rows at once; where they may be cut short, so many that each takes a few milliseconds."""
+    stop = current()
+    if stop is None or len(rows) == 1:
+        yield rows
+        return
+    some: list[RowT] = []
+    size = 0
+    for row in rows:
+        if size > STOPPABLE_BYTES:
+            yield some
+            stop.check()
+            some, size = [], 0
+        some.append(row)
+        size += row[1]
+    yield some
 
 
 def _not_here(segment: SegmentInfo) -> NodeUnreachableError:

@@ -8,23 +8,34 @@ Python's own time-outs make the socket non-blocking, which rules out ``MSG_WAITA
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import math
 import os
 import socket
 import struct
+import sys
+import termios
 import threading
 from collections.abc import Sequence
-from time import monotonic
 from typing import Final
 
+from kvstore.clocks import uptime
+
 _TIMEVAL: Final = struct.Struct("@ll")
+_NO_LINGER: Final = struct.pack("@ii", 1, 0)
 
 _SILENCE_MS: Final = 10_000
 """Sent bytes that the other host does not take for so long, or keep-alives that it does not answer
 for as long, break the connection: a cut network is noticed also where no call is waiting."""
 
 
+MOVED_MIN: Final = 64 << 10
+"""Bytes whose acknowledgement within ``stall_s`` is progress."""
+
+
 class StalledError(TimeoutError):
-    """The deadline passed. ``received``: bytes that had come by then."""
+    """The deadline passed, or no byte moved for ``stall_s``. ``received``: bytes that had come by
+    then."""
 
     def __init__(self, received: int) -> None:
         super().__init__(f"stalled after {received} bytes")
@@ -42,9 +53,12 @@ class EndedError(ConnectionError):
 class Stream:
     """Sends and receives whole sequences of buffers. One thread at a time; ``shutdown`` any."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Takes over ``sock``, a connected tcp socket."""
+    def __init__(self, sock: socket.socket, *, stall_s: float = math.inf) -> None:
+        """Takes over ``sock``, a connected tcp socket. ``stall_s``: the longest that no byte may
+        move, in either direction, while a call waits."""
         self._sock = sock
+        self._stall_s = stall_s
+        self._unsent = 0
         self._ending = threading.Lock()
         self.peer = _peer(sock)
         """Its address, for logs."""
@@ -78,6 +92,8 @@ class Stream:
                 else:
                     count = self._sock.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
+                if self._moves(deadline):
+                    continue
                 raise StalledError(received) from None
             if count == 0:
                 raise EndedError(received)
@@ -99,8 +115,12 @@ class Stream:
             try:
                 count = self._sock.sendmsg(buffers, (), flags)
             except BlockingIOError:
+                if self._moves(deadline):
+                    continue
                 raise StalledError(0) from None
             sent += count
+            if self._stall_s < math.inf:
+                self._unsent = self._unsent_bytes()
             if sent < wanted:
                 buffers = _behind(buffers, count)
 
@@ -140,13 +160,38 @@ class Stream:
         with self._ending:
             self._sock.close()
 
+    def abandon(self) -> None:
+        """In the child of a fork: give up our descriptor. The connection is the parent's."""
+        self._sock.close()
+
+    def reset(self) -> None:
+        """As ``close``; what was sent and has not left this host does not leave it any more."""
+        with self._ending, contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.close()
+
     def _arm(self, option: int, deadline: float, received: int) -> None:
-        remaining = deadline - monotonic()
+        remaining = deadline - uptime()
         if remaining <= 0:
             raise StalledError(received)
+        remaining = min(remaining, self._stall_s)
         seconds = int(remaining)
         micros = max(1, int((remaining - seconds) * 1e6))  # zero in both would mean for ever
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))
+
+    def _moves(self, deadline: float) -> bool:
+        """After a time-out of the kernel's: whether to go on waiting, because the other end has
+        acknowledged bytes meanwhile that were sent before. (A little is acknowledged at once, also
+        by the kernel of a process that was stopped.)"""
+        if self._stall_s == math.inf or uptime() >= deadline:
+            return False
+        unsent, before = self._unsent_bytes(), self._unsent
+        self._unsent = unsent
+        return before - unsent >= MOVED_MIN
+
+    def _unsent_bytes(self) -> int:
+        answer = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(answer, sys.byteorder)
 
 
 def _peer(sock: socket.socket) -> str:

@@ -1,25 +1,27 @@
 """Transport over tcp: the client's end of ``tcp_protocol``, with a pool of connections.
 
-A connection serves one call at a time and is given back when the call went well; after any error it
-is closed, because nobody knows what is still on its way.
+A connection serves one call at a time and returns to the pool after success. After any error it is
+reset, so that unsent bytes do not leave this host. Bytes that have left it may still land: so a
+write's error names the connection, and the node ends it before the extent is wiped.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from time import monotonic
+from contextlib import contextmanager, nullcontext
 from typing import Final, TypeVar
 
 from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import Move
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
-from kvstore.transport.tcp_client import ClientConnection
+from kvstore.transport.stopping import Stop, current
+from kvstore.transport.tcp_client import STALL_S, ClientConnection
 from kvstore.transport.tcp_protocol import RANGES_MAX
 
 CONNECTIONS_MAX: Final = 8
@@ -46,9 +48,23 @@ class TcpTransport:
 
     name: str = "tcp"
     maps: bool = False
+    reads_in_one_batch: bool = False
 
-    def __init__(self, *, connections_max: int = CONNECTIONS_MAX) -> None:
+    def __init__(
+        self,
+        client_number: int = 0,
+        *,
+        connections_max: int = CONNECTIONS_MAX,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """
+        Args:
+            client_number: of the client that writes; see ``tcp_protocol.Hello``.
+            stall_s: the longest that no byte may move while a call waits for a node.
+        """
+        self._client_number = client_number
         self._connections_max = connections_max
+        self._stall_s = stall_s
         self._pools: dict[_PoolKey, _Pool] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -128,6 +144,24 @@ class TcpTransport:
         for connection in lent:
             connection.interrupt()
 
+    def sweep(self) -> None:
+        """As ``Transport.sweep``."""
+        ended: list[ClientConnection] = []
+        with self._changed:
+            for key, pool in list(self._pools.items()):
+                ended += [each for each in pool.idle if each.has_ended]
+                pool.idle = [each for each in pool.idle if each not in ended]
+                if not pool.idle and not pool.lent:
+                    del self._pools[key]
+        for connection in ended:
+            connection.close()
+
+    def abandon(self) -> None:
+        """As ``Transport.abandon``."""
+        for pool in self._pools.values():
+            for connection in (*pool.idle, *pool.lent):
+                connection.abandon()
+
     def check_invariants(self) -> None:
         """Raises AssertionError: a bug of ours."""
         with self._changed:
@@ -138,21 +172,29 @@ class TcpTransport:
     @contextmanager
     def _lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
         key = (segment.address, segment.uuid, segment.generation)
-        pool, connection = self._take(key, segment, deadline)
+        stop = current()
+        pool, connection = self._take(key, segment, deadline, stop)
         is_usable = False
         try:
-            yield connection
-            is_usable = True
+            if stop is None:
+                yield connection
+            else:
+                with stop.wakes(connection.interrupt):
+                    yield connection
+            is_usable = stop is None or not stop.is_set
         finally:
             self._give_back(key, pool, connection, is_usable=is_usable)
 
     def _take(
-        self, key: _PoolKey, segment: SegmentInfo, deadline: float
+        self, key: _PoolKey, segment: SegmentInfo, deadline: float, stop: Stop | None
     ) -> tuple[_Pool, ClientConnection]:
-        with self._changed:
+        waking = nullcontext() if stop is None else stop.wakes(self._wake)
+        with waking, self._changed:
             while True:
                 if self._closed:
                     raise ClosedError("the transport was closed", settled=1)
+                if stop is not None:
+                    stop.check()
                 pool = self._pools.get(key)
                 if pool is None:
                     break
@@ -162,10 +204,10 @@ class TcpTransport:
                     return pool, connection
                 if len(pool.lent) < self._connections_max:
                     break
-                remaining = deadline - monotonic()
+                remaining = deadline - uptime()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     raise deadline_exceeded(segment)
-            connection = ClientConnection(segment)
+            connection = ClientConnection(segment, self._client_number, stall_s=self._stall_s)
             older = []
             if pool is None:
                 older = [other for other in self._pools if other[1] == segment.uuid]
@@ -173,6 +215,10 @@ class TcpTransport:
             pool.lent.add(connection)
         self._drop(older)
         return pool, connection
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _give_back(
         self, key: _PoolKey, pool: _Pool, connection: ClientConnection, *, is_usable: bool
@@ -184,7 +230,7 @@ class TcpTransport:
                 pool.idle.append(connection)
             self._changed.notify()
         if not is_kept:
-            connection.close()
+            connection.close() if is_usable else connection.reset()
 
     def _keys(self) -> list[_PoolKey]:
         with self._changed:

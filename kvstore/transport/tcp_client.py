@@ -6,12 +6,13 @@ It connects when it is first used, and again when it finds that the server has e
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from time import monotonic
 from typing import Final
 
 from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
 from kvstore.errors import (
     BusyError,
     InvalidRangeError,
@@ -36,9 +37,18 @@ from kvstore.transport.stream import EndedError, StalledError, Stream
 from kvstore.transport.tcp_protocol import Hello, Op, Status
 from kvstore.wire.spinning import SpinGauge
 
-CONNECT_S: Final = 2.0
-"""For connecting and the hello. A host that is gone does not answer at all; whoever waits for it
-should know soon enough to try another replica."""
+STALL_S: Final = 1.0
+"""The longest that no byte may move while a call waits, where nobody says otherwise: a node that
+was stopped, or a host that is gone, does not answer at all."""
+
+CONNECT_STALLS: Final = 1.25
+"""For connecting and the hello, in stalls: a connection request that was lost is sent again after
+one second."""
+
+LATE_S: Final = 0.01
+"""A time-out so shortly before the deadline is the deadline's: the kernel's timers are coarse."""
+
+_ADVICE: Final = "Is its port open from this host, and the node running? kvstore doctor tests both."
 
 RECEIVE_BYTES: Final = PIECE_BYTES
 SEND_BYTES: Final = 1 << 20
@@ -68,9 +78,20 @@ class _RefusedError(Exception):
 class ClientConnection:
     """One call at a time; ``interrupt`` from any thread. After an error: ``close``."""
 
-    def __init__(self, segment: SegmentInfo) -> None:
-        """Does not connect yet."""
+    def __init__(
+        self, segment: SegmentInfo, client_number: int = 0, *, stall_s: float = STALL_S
+    ) -> None:
+        """Does not connect yet.
+
+        Args:
+            client_number: as ``Hello.client``.
+            stall_s: the longest that no byte may move while a call waits.
+        """
         self._segment = segment
+        self._client_number = client_number
+        self._stall_s = stall_s
+        self._number = 0
+        """Of the present connection, as ``Hello.connection``."""
         self._stream: Stream | None = None
         self._is_interrupted = False
         self._is_settled = True
@@ -104,6 +125,15 @@ class ClientConnection:
             raise self._explained(error, deadline) from error
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it was open, and the server has ended it."""
+        return self._stream is not None and not self._stream.is_quiet()
+
+    @property
+    def _connect_s(self) -> float:
+        return self._stall_s * CONNECT_STALLS
+
+    @property
     def is_open(self) -> bool:
         """Whether the server has said nothing since its last answer, nor ended the connection."""
         return self._stream is not None and self._stream.is_quiet()
@@ -116,8 +146,9 @@ class ClientConnection:
 
         def read(fd: int, spin_s: float) -> _Exchanged:
             return fast.tcp_read(
-                fd, segment.size, segment.seed, namespace, rows, verify, deadline, spin_s
-            )
+                fd, segment.size, segment.seed, namespace, rows, verify, deadline,
+                self._stall_s, spin_s,
+            )  # fmt: skip
 
         outcomes = self._exchange(read, deadline)
         assert outcomes is not None
@@ -130,7 +161,9 @@ class ClientConnection:
         segment = self._segment
 
         def write(fd: int, spin_s: float) -> _Exchanged:
-            return fast.tcp_write(fd, segment.size, segment.seed, namespace, rows, deadline, spin_s)
+            return fast.tcp_write(
+                fd, segment.size, segment.seed, namespace, rows, deadline, self._stall_s, spin_s
+            )
 
         self._exchange(write, deadline)
 
@@ -174,6 +207,18 @@ class ClientConnection:
         """Not during a call. Idempotent."""
         if self._stream is not None:
             self._stream.close()
+            self._stream = None
+
+    def abandon(self) -> None:
+        """As ``Transport.abandon``."""
+        if self._stream is not None:
+            self._stream.abandon()
+            self._stream = None
+
+    def reset(self) -> None:
+        """As ``close``, after a call that has failed: the kernel sends nothing more of it."""
+        if self._stream is not None:
+            self._stream.reset()
             self._stream = None
 
     def _read(self, moves: Sequence[Move], deadline: float) -> None:
@@ -227,13 +272,22 @@ class ClientConnection:
 
     def _connect(self, deadline: float) -> Stream:
         segment = self._segment
-        deadline = min(deadline, monotonic() + CONNECT_S)
-        timeout = max(deadline - monotonic(), 1e-3)
+        deadline = min(deadline, uptime() + self._connect_s)
+        timeout = max(deadline - uptime(), 1e-3)
         sock = socket.create_connection(_host_and_port(segment.address), timeout)
-        stream = self._stream = Stream(sock)
+        stream = self._stream = Stream(sock, stall_s=self._stall_s)
         if self._is_interrupted:
             raise ConnectionAbortedError("the transport was closed")
-        hello = Hello(segment.uuid, segment.token, segment.generation)
+        version = min(protocol.DATA_PROTOCOL_VERSION, segment.data_protocol)
+        self._number = 1 + secrets.randbits(63)  # another one after a fork, too
+        hello = Hello(
+            segment.uuid,
+            segment.token,
+            segment.generation,
+            self._client_number,
+            self._number,
+            version,
+        )
         try:
             stream.send([protocol.pack_hello(hello)], deadline)
         except ConnectionError:
@@ -249,40 +303,68 @@ class ClientConnection:
             raise _RefusedError(status)
 
     def _explained(self, error: OSError | _RefusedError, deadline: float) -> KVStoreError:
+        explained = self._explain(error, deadline)
+        if not explained.fields["settled"]:
+            explained.fields["connection"] = self._number
+        return explained
+
+    def _explain(self, error: OSError | _RefusedError, deadline: float) -> KVStoreError:
         segment = self._segment
         settled = int(self._is_settled)
-        where = f"node {segment.node!r} at {segment.address}"
-        if isinstance(error, TimeoutError) and monotonic() >= deadline:
+        where = f"node {segment.node} ({segment.address})"
+        if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
         if not isinstance(error, _RefusedError):
-            return NodeUnreachableError(f"{where}: {error}", node=segment.node, settled=settled)
+            silent = isinstance(error, TimeoutError)
+            return NodeUnreachableError(
+                f"{where} {self._failed(error)}", advice=_ADVICE if silent else "",
+                node=segment.node, address=segment.address, transport="tcp", settled=settled,
+                silent_ms=round(self._stall_s * 1000) if silent else 0,
+            )  # fmt: skip
         match error.status:
             case Status.BUSY:
-                return BusyError(f"{where} has no connection left", node=segment.node, settled=1)
+                return BusyError(
+                    f"{where} has reached its limit of connections", node=segment.node, settled=1
+                )
             case Status.DENIED:
                 return PermissionDeniedError(
-                    f"{where} does not know this token", node=segment.node, settled=settled
+                    f"{where} does not accept this client's token",
+                    node=segment.node,
+                    settled=settled,
                 )
             case Status.GONE:
                 return segment_gone(segment, settled=settled)
             case Status.INVALID_RANGE:
                 return InvalidRangeError(
-                    f"{where} finds a range outside its segment", settled=settled
+                    f"{where} refused a range outside its segment", settled=settled
                 )
             case _:
                 return NodeUnreachableError(
                     f"{where} does not speak this data protocol",
                     advice="Run the same release on all hosts, and check the address.",
-                    node=segment.node,
-                    settled=settled,
-                )
+                    node=segment.node, address=segment.address, transport="tcp", settled=settled,
+                )  # fmt: skip
+
+    def _failed(self, error: OSError) -> str:
+        """What the node did, as the end of a sentence."""
+        if self._stream is None:
+            if isinstance(error, TimeoutError):
+                return f"did not accept a tcp connection within {self._connect_s:.1f} s"
+            if isinstance(error, ConnectionRefusedError):
+                return "refused the tcp connection"
+            return f"cannot be connected to over tcp ({error.strerror or error})"
+        if isinstance(error, TimeoutError):
+            return f"moved no byte over tcp for {self._stall_s:.1f} s"
+        if isinstance(error, EndedError):
+            return "ended the tcp connection"
+        return f"broke the tcp connection ({error.strerror or error})"
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
     """Raises OSError: it is no ``host:port`` or ``[host]:port``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
-        raise OSError(f"{address!r} is no address")
+        raise OSError(f"{address!r} is not an address")
     return host.strip("[]"), int(port)
 
 

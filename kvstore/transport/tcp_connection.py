@@ -1,7 +1,7 @@
-"""One connection of a data server: hello, then requests, until somebody ends it.
+"""One connection of a data server: hello, then requests, until one end closes it.
 
-What the peer sends is never trusted: every check is made before a byte of a segment moves, and
-every wait is bounded. A peer that breaks a rule is told why, counted, and loses its connection.
+The server does not trust its peer: it makes every check before a byte of a segment moves, and
+bounds every wait. A peer that breaks a rule gets the reason, is counted, and loses its connection.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from time import monotonic
 from typing import Final, Protocol
 
+from kvstore.clocks import uptime
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.native import fast
 from kvstore.native.kinds import REFUSED, TIMED_OUT, Fast
@@ -133,6 +133,8 @@ class Connection:
         """Takes over ``stream``. ``ended`` is called last, in this connection's thread."""
         self.is_greeted = False
         """Whether the peer has shown the token of a segment."""
+        self.client = self.number = 0
+        """Who the peer says that it is, and how it calls this connection, once it is greeted."""
         self._stream = stream
         self._context = context
         self._ended = ended
@@ -143,10 +145,13 @@ class Connection:
         """Raises RuntimeError: the system has no thread left."""
         self._thread.start()
 
-    def cut(self) -> None:
-        """End it: nothing is received into a segment that was not being received already."""
+    def cut(self, *, gently: bool = False) -> None:
+        """End it: nothing is received into a segment that was not being received already.
+
+        ``gently``: a read that is being answered is answered to its end.
+        """
         self._cut[0] = 1
-        self._stream.shutdown()
+        self._stream.shutdown(socket.SHUT_RD if gently else socket.SHUT_RDWR)
 
     def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended within that time."""
@@ -212,12 +217,13 @@ class Connection:
             raise _RefusedError(Status.DENIED)
         if hello.generation != segment.generation:
             raise _RefusedError(Status.GONE)
+        self.client, self.number = hello.client, hello.connection
         return segment, hello.generation
 
     def _await_request(self, segment: ServedSegment, generation: int) -> bool:
         """Wait for the next request and serve it; False: none came for ``idle_s``."""
         raw = bytearray(protocol.REQUEST_BYTES)
-        idle_until = monotonic() + self._context.idle_s
+        idle_until = uptime() + self._context.idle_s
         while True:
             try:
                 self._stream.receive([memoryview(raw)], self._soon())
@@ -225,7 +231,7 @@ class Connection:
             except StalledError as stalled:
                 if stalled.received:
                     raise
-                if monotonic() >= idle_until:
+                if uptime() >= idle_until:
                     return False
         request = protocol.unpack_request(raw)
         if request is None:
@@ -301,12 +307,12 @@ class Connection:
     def _linger(self) -> None:
         self._stream.shutdown(socket.SHUT_WR)
         scratch = memoryview(bytearray(WINDOW_BYTES))
-        deadline = monotonic() + _LINGER_S
+        deadline = uptime() + _LINGER_S
         for _ in range(_LINGER_BYTES // WINDOW_BYTES):
             self._stream.receive([scratch], deadline)
 
     def _soon(self) -> float:
-        return monotonic() + self._context.stall_s
+        return uptime() + self._context.stall_s
 
 
 def _check(ranges: list[tuple[int, int]], size: int) -> int:

@@ -3,7 +3,8 @@
 A connection is for one segment, and for one request at a time:
 
     client                                               server
-    hello   magic, version, uuid, token, generation  ->
+    hello   magic, version, uuid, token, generation,
+            client, connection                       ->
                                                      <-  status
     request magic, op, count; count x (offset, length) ->
     READ                                             <-  status, then all ranges end to end
@@ -14,8 +15,10 @@ Any status but OK is the last thing that the server says: it closes the connecti
 WRITE when it has done with the segment, so after a status no byte of the request can still land.
 
 The uuid names the segment, the token proves that the master has told of it, the generation says of
-which mount. Ranges are checked before any byte moves: they lie behind the superblock and within the
-segment, and sum up to no more than its size. Numbers are little-endian.
+which mount. Client and connection are numbers that the client has chosen: by them the master has a
+node end the connections that may still carry what was given up (``DataServer.cut``). Ranges are
+checked before any byte moves: they lie behind the superblock and within the segment, and sum up to
+no more than its size. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -25,13 +28,17 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-DATA_PROTOCOL_VERSION: Final = 1
+DATA_PROTOCOL_VERSION: Final = 2
+"""The highest that this release speaks, and that its nodes announce."""
+
+DATA_PROTOCOL_MIN: Final = 2
+"""The lowest one: that of the release before (docs/compatibility.md). The first release has 2."""
 
 RANGES_MAX: Final = 4096
 """Ranges in one request: 64 KiB of them. A client splits longer calls."""
 
 _MAGIC: Final = b"KVdt"
-_HELLO: Final = struct.Struct("<4sI16s16sQ")
+_HELLO: Final = struct.Struct("<4sI16s16sQQQ")
 _REQUEST: Final = struct.Struct("<4sHHI")
 _STATUS: Final = struct.Struct("<4sI")
 
@@ -63,19 +70,24 @@ class Hello(NamedTuple):
     uuid: bytes
     token: bytes
     generation: int
+    client: int = 0
+    """Number of the client, which it shows to the master, too; 0: it writes nothing."""
+    connection: int = 0
+    """Number of this connection among those of the client."""
+    protocol: int = DATA_PROTOCOL_VERSION
+    """The version that both speak from here on."""
 
 
 def pack_hello(hello: Hello) -> bytes:
-    uuid, token, generation = hello
-    return _HELLO.pack(_MAGIC, DATA_PROTOCOL_VERSION, uuid, token, generation)
+    return _HELLO.pack(_MAGIC, hello.protocol, *hello[:-1])
 
 
 def unpack_hello(raw: bytes | bytearray) -> Hello | None:
     """None: not this protocol. ``raw`` has ``HELLO_BYTES``."""
-    magic, version, uuid, token, generation = _HELLO.unpack(raw)
-    if magic != _MAGIC or version != DATA_PROTOCOL_VERSION:
+    magic, version, uuid, token, generation, client, connection = _HELLO.unpack(raw)
+    if magic != _MAGIC or not DATA_PROTOCOL_MIN <= version <= DATA_PROTOCOL_VERSION:
         return None
-    return Hello(uuid, token, generation)
+    return Hello(uuid, token, generation, client, connection, version)
 
 
 def pack_request(op: Op, ranges: Sequence[tuple[int, int]]) -> bytes:

@@ -11,10 +11,10 @@ import errno
 import logging
 import socket
 import threading
-from collections.abc import Iterable
-from time import monotonic
+from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, InternalError, StartupError
 from kvstore.transport.stream import Stream
 from kvstore.transport.tcp_connection import (
@@ -34,8 +34,11 @@ STALL_S: Final = 10.0
 IDLE_S: Final = 600.0
 """How long a connection may wait for its next request."""
 
+CUT_S: Final = 1.0
+"""How long ``cut`` lets reads be answered."""
+
 STOP_S: Final = 5.0
-"""How long ``stop`` and ``fence`` wait for threads, which need as long as one system call."""
+"""How long ``stop``, ``fence`` and ``cut`` wait for threads, which take one system call."""
 
 _log = logging.getLogger(__name__)
 
@@ -122,12 +125,36 @@ class DataServer:
         """
         with self._changing:
             present = list(self._connections)
-        for connection in present:
-            connection.cut()
-        give_up = monotonic() + STOP_S
-        for connection in present:
-            if not connection.join(max(0.0, give_up - monotonic())):
-                raise InternalError("a data connection did not end", connections=len(present))
+        _end(present)
+
+    def cut(self, writers: Iterable[tuple[int, int]]) -> int:
+        """Close the connections that may still carry what was given up; returns how many, when none
+        of them can touch a segment any more. The others are not disturbed.
+
+        A client sends nothing of a put after it has given it up, or after the put's deadline. So
+        what may still land after that is on connections that have been greeted by then.
+
+        Args:
+            writers: (client, connection) of each, by the numbers in its hello; connection 0: all of
+                the client's, client 0: all connections.
+
+        Raises:
+            InternalError: a thread did not end.
+        """
+        wanted = set(writers)
+        with self._changing:
+            chosen = [
+                connection
+                for connection in self._connections
+                if not wanted.isdisjoint(
+                    ((connection.client, connection.number), (connection.client, 0), (0, 0))
+                )
+            ]
+        for connection in chosen:
+            connection.cut(gently=True)
+        give_up = uptime() + CUT_S
+        _end([each for each in chosen if not each.join(max(0.0, give_up - uptime()))])
+        return len(chosen)
 
     def stop(self) -> None:
         """Stop listening, close all connections, join all threads. Idempotent.
@@ -151,7 +178,7 @@ class DataServer:
         while not self._stopping.is_set():
             try:
                 self._admit(Stream(listener.accept()[0]))
-            except (OSError, RuntimeError) as error:
+            except Exception as error:  # noqa: BLE001  # the only thread that accepts goes on
                 # Out of descriptors, memory or threads, or a peer that left at once: not final.
                 if not self._stopping.wait(0.1):
                     _log.warning("event=data_accept_failed error=%r", error)
@@ -177,7 +204,7 @@ class DataServer:
         """Say Busy, and end the oldest that has not proved itself: a stranger cannot fill up."""
         with contextlib.suppress(OSError):
             # Fits the send buffer of a new connection, so this does not wait.
-            stream.send([pack_status(Status.BUSY)], monotonic() + 0.1)
+            stream.send([pack_status(Status.BUSY)], uptime() + 0.1)
         stream.close()
         with self._changing:
             stranger = next((c for c in self._connections if not c.is_greeted), None)
@@ -187,3 +214,13 @@ class DataServer:
     def _forget(self, connection: Connection) -> None:
         with self._changing:
             self._connections.pop(connection, None)
+
+
+def _end(connections: Sequence[Connection]) -> None:
+    """Raises InternalError: a thread did not end."""
+    for connection in connections:
+        connection.cut()
+    give_up = uptime() + STOP_S
+    for connection in connections:
+        if not connection.join(max(0.0, give_up - uptime())):
+            raise InternalError("a data connection did not end", connections=len(connections))

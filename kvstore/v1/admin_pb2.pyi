@@ -50,12 +50,17 @@ Global___DrainStep: _TypeAlias = DrainStep  # noqa: Y015
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    CURSOR_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.int
+    """0 first, then next_cursor of the answer before."""
     def __init__(
         self,
+        *,
+        cursor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -73,6 +78,8 @@ class StatusReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    NEXT_CURSOR_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.str
     """Release of the master."""
@@ -81,6 +88,10 @@ class StatusReply(_message.Message):
     """single or leader: a master that stands by answers with the error not_leader."""
     leader: _builtins.str
     """host:port under which it is the leader; empty for a single one."""
+    cluster: _builtins.str
+    """Name of the cluster; may be empty."""
+    next_cursor: _builtins.int
+    """There are more nodes or namespaces: ask again from here. Counters are part of the first page."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
     @_builtins.property
@@ -100,10 +111,12 @@ class StatusReply(_message.Message):
         counters: _abc.Iterable[Global___Counter] | None = ...,
         role: _builtins.str = ...,
         leader: _builtins.str = ...,
+        cluster: _builtins.str = ...,
+        next_cursor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epoch", b"epoch", "leader", b"leader", "namespaces", b"namespaces", "nodes", b"nodes", "role", b"role", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "epoch", b"epoch", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -443,6 +456,9 @@ class StartMovesRequest(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     BYTES_MAX_FIELD_NUMBER: _builtins.int
+    AVOID_FIELD_NUMBER: _builtins.int
+    CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
+    REPAIR_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     cursor: _builtins.int
     """0 begins a pass over all objects; then what the last reply said."""
@@ -450,6 +466,16 @@ class StartMovesRequest(_message.Message):
     """Objects granted at most, 1 to 16,384."""
     bytes_max: _builtins.int
     """Payload bytes granted at most, one object at least."""
+    client_number: _builtins.int
+    """As in PutStartRequest."""
+    repair: _builtins.bool
+    """Not of a draining node, and not to move: grant one more replica of what has too few, and evict
+    nothing for that. A node asks when a beat has said so. A master that does not know this refuses.
+    """
+    @_builtins.property
+    def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """As in PutStartRequest: where nothing is to go."""
+
     def __init__(
         self,
         *,
@@ -457,10 +483,13 @@ class StartMovesRequest(_message.Message):
         cursor: _builtins.int = ...,
         limit: _builtins.int = ...,
         bytes_max: _builtins.int = ...,
+        avoid: _abc.Iterable[_builtins.bytes] | None = ...,
+        client_number: _builtins.int = ...,
+        repair: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_max", b"bytes_max", "cursor", b"cursor", "limit", b"limit", "node", b"node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "bytes_max", b"bytes_max", "client_number", b"client_number", "cursor", b"cursor", "limit", b"limit", "node", b"node", "repair", b"repair"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,6 +508,7 @@ class StartMovesReply(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
+    KEEPS_VERSION_FIELD_NUMBER: _builtins.int
     next_cursor: _builtins.int
     """0: the pass is over."""
     skipped: _builtins.int
@@ -488,6 +518,8 @@ class StartMovesReply(_message.Message):
     left_bytes: _builtins.int
     evicted: _builtins.int
     """Objects elsewhere that were used longer ago, and had to make room."""
+    keeps_version: _builtins.bool
+    """Copy under the version that the source has, which stays where it is."""
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of the granted ones, in the order of the keys."""
@@ -514,10 +546,11 @@ class StartMovesReply(_message.Message):
         keys: _common_pb2.Keys | None = ...,
         sources: _common_pb2.Placements | None = ...,
         grants: _client_pb2.PutStartReply | None = ...,
+        keeps_version: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grants", b"grants", "keys", b"keys", "sources", b"sources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "grants", b"grants", "keys", b"keys", "left", b"left", "left_bytes", b"left_bytes", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "skipped", b"skipped", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "grants", b"grants", "keeps_version", b"keeps_version", "keys", b"keys", "left", b"left", "left_bytes", b"left_bytes", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "skipped", b"skipped", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,22 +31,34 @@ class JoinRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """Who asks, for logs and statistics."""
     host: _builtins.str
     """The host that the client runs on, as nodes name it."""
     protocol: _builtins.int
-    """Version of this protocol that the client speaks: 1."""
+    """The highest version of this protocol that the client speaks: 1."""
+    protocol_min: _builtins.int
+    """The lowest one; 0: only `protocol`."""
+    cluster: _builtins.str
+    """Name of the cluster that the client means; empty: whichever the master belongs to."""
+    highest_epoch: _builtins.int
+    """The highest epoch that the client has joined; as NodeJoin.highest_epoch."""
     def __init__(
         self,
         *,
         client: _builtins.str = ...,
         host: _builtins.str = ...,
         protocol: _builtins.int = ...,
+        protocol_min: _builtins.int = ...,
+        cluster: _builtins.str = ...,
+        highest_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "host", b"host", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "protocol", b"protocol", "protocol_min", b"protocol_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -63,6 +75,8 @@ class JoinReply(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PUT_DEADLINE_MS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lane_port: _builtins.int
     """TCP port of the lane, on the address that the client already used; 0: no lane."""
@@ -77,6 +91,10 @@ class JoinReply(_message.Message):
     put_deadline_ms: _builtins.int
     version: _builtins.str
     """Release of the master."""
+    protocol: _builtins.int
+    """The version of this protocol that both speak from here on; 0: 1."""
+    cluster: _builtins.str
+    """Name of the master's cluster; may be empty."""
     def __init__(
         self,
         *,
@@ -87,10 +105,12 @@ class JoinReply(_message.Message):
         lease_ms: _builtins.int = ...,
         put_deadline_ms: _builtins.int = ...,
         version: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "protocol", b"protocol", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,6 +312,9 @@ class PutStartRequest(_message.Message):
     OVERWRITE_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    AVOID_FIELD_NUMBER: _builtins.int
+    HERE_ONLY_FIELD_NUMBER: _builtins.int
+    CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     parent: _builtins.bytes
     """Parent of the first key (`chain`) or of every key (otherwise); empty: a root."""
@@ -305,6 +328,10 @@ class PutStartRequest(_message.Message):
     """How long to wait for leases to end when there is no room."""
     host: _builtins.str
     """The putter's, for placement."""
+    here_only: _builtins.bool
+    """Only segments of `host`: the client has no transport that reaches another host."""
+    client_number: _builtins.int
+    """The number that the client shows to data servers; 0: unknown."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys:
         """No key twice."""
@@ -312,6 +339,12 @@ class PutStartRequest(_message.Message):
     @_builtins.property
     def sizes(self) -> _common_pb2.Column:
         """Payload bytes of each."""
+
+    @_builtins.property
+    def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Segments (uuids of 16 bytes) that this client could not reach a moment ago: they are not granted
+        to it. At most 64.
+        """
 
     def __init__(
         self,
@@ -325,10 +358,13 @@ class PutStartRequest(_message.Message):
         overwrite: _builtins.bool = ...,
         wait_ms: _builtins.int = ...,
         host: _builtins.str = ...,
+        avoid: _abc.Iterable[_builtins.bytes] | None = ...,
+        here_only: _builtins.bool = ...,
+        client_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "sizes", b"sizes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "host", b"host", "keys", b"keys", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "replicas", b"replicas", "sizes", b"sizes", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "chain", b"chain", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "keys", b"keys", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "replicas", b"replicas", "sizes", b"sizes", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -421,21 +457,29 @@ class PutRevokeRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    CONNECTIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     settled: _builtins.bool
     """No write of these puts can still land, so the extents may be reused at once."""
     @_builtins.property
     def tokens(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def connections(self) -> _common_pb2.Column:
+        """Not settled: the connections to data servers that may still carry their bytes, by the numbers
+        that the client has given them. None: any connection of that client.
+        """
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         tokens: _common_pb2.Column | None = ...,
         settled: _builtins.bool = ...,
+        connections: _common_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["connections", b"connections", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "settled", b"settled", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connections", b"connections", "epoch", b"epoch", "settled", b"settled", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,19 +511,31 @@ class AllocateRequest(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    AVOID_FIELD_NUMBER: _builtins.int
+    HERE_ONLY_FIELD_NUMBER: _builtins.int
+    CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     wait_ms: _builtins.int
     host: _builtins.str
+    here_only: _builtins.bool
+    client_number: _builtins.int
+    @_builtins.property
+    def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """As in PutStartRequest."""
+
     def __init__(
         self,
         *,
         size: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
         host: _builtins.str = ...,
+        avoid: _abc.Iterable[_builtins.bytes] | None = ...,
+        here_only: _builtins.bool = ...,
+        client_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "size", b"size", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "size", b"size", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -779,18 +835,29 @@ class ReportFailureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEGMENT_IDS_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """Who reports: the client's name and host. A node is suspect to all once several hosts report it."""
+    host: _builtins.str
+    reason: _builtins.str
+    """What failed, for the master's log: one line of at most 256 characters."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """At most 16,384."""
+        """At most 16,384. Only those that were tried."""
 
     def __init__(
         self,
         *,
         segment_ids: _abc.Iterable[_builtins.int] | None = ...,
+        client: _builtins.str = ...,
+        host: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_ids", b"segment_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "host", b"host", "reason", b"reason", "segment_ids", b"segment_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

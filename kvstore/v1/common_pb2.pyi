@@ -216,6 +216,7 @@ class SegmentInfo(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Never used again within an epoch."""
     node: _builtins.str
@@ -234,6 +235,8 @@ class SegmentInfo(_message.Message):
     """Seed of the header checksums of this segment."""
     generation: _builtins.int
     """Counts mounts; a data connection or mapping of an older one is refused."""
+    data_protocol: _builtins.int
+    """The highest version of the data protocol that the node's data server speaks; 0: 2."""
     @_builtins.property
     def engine(self) -> Global___TransferEngine:
         """Absent when the node has no transfer engine."""
@@ -252,10 +255,11 @@ class SegmentInfo(_message.Message):
         seed: _builtins.int = ...,
         generation: _builtins.int = ...,
         engine: Global___TransferEngine | None = ...,
+        data_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "generation", b"generation", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "engine", b"engine", "generation", b"generation", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.v1 import common_pb2 as kvstore_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvstore/v1/node.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/common.proto\"\xde\x01\n\x0bNodeMessage\x12$\n\x04join\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.NodeJoinH\x00\x12$\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x14.kvstore.v1.NodeBeatH\x00\x12&\n\x05wiped\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.NodeWipedH\x00\x12&\n\x05leave\x18\x04 \x01(\x0b\x32\x15.kvstore.v1.NodeLeaveH\x00\x12(\n\x06\x63laims\x18\x05 \x01(\x0b\x32\x16.kvstore.v1.NodeClaimsH\x00\x42\t\n\x07message\"\xc8\x01\n\rMasterMessage\x12.\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.MasterAcceptedH\x00\x12&\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.MasterBeatH\x00\x12&\n\x04wipe\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.MasterWipeH\x00\x12,\n\x07\x63laimed\x18\x04 \x01(\x0b\x32\x19.kvstore.v1.MasterClaimedH\x00\x42\t\n\x07message\"z\n\x08NodeJoin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x14\n\x0cresume_epoch\x18\x04 \x01(\x04\x12*\n\x08segments\x18\x05 \x03(\x0b\x32\x18.kvstore.v1.SegmentOffer\"\xdc\x01\n\x0cSegmentOffer\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12\x10\n\x08shm_name\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12!\n\x04mark\x18\t \x01(\x0b\x32\x13.kvstore.v1.Version\x12*\n\x06\x65ngine\x18\n \x01(\x0b\x32\x1a.kvstore.v1.TransferEngine\"\x1a\n\x08NodeBeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x1a\n\tNodeWiped\x12\r\n\x05order\x18\x01 \x01(\x04\"\x0b\n\tNodeLeave\"\xe1\x02\n\nNodeClaims\x12\x0f\n\x07segment\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\x08\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x12\n\nnamespaces\x18\x04 \x03(\t\x12(\n\x0cnamespace_of\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x1e\n\x04keys\x18\x06 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\x12\n\nhas_parent\x18\x07 \x01(\x0c\x12!\n\x07parents\x18\x08 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12!\n\x05sizes\x18\t \x01(\x0b\x32\x12.kvstore.v1.Column\x12\"\n\x06\x65pochs\x18\n \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x0b \x01(\x0b\x32\x12.kvstore.v1.Column\x12#\n\x07offsets\x18\x0c \x01(\x0b\x32\x12.kvstore.v1.Column\"V\n\x0eMasterAccepted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x62\x65\x61t_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x65\x61\x64_ms\x18\x03 \x01(\x04\x12\x13\n\x0bsegment_ids\x18\x04 \x03(\x04\"\x1c\n\nMasterBeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\xbb\x01\n\nMasterWipe\x12\r\n\x05order\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12#\n\x07offsets\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\"\n\x06\x65pochs\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12!\n\x04mark\x18\x06 \x01(\x0b\x32\x13.kvstore.v1.Version\" \n\rMasterClaimed\x12\x0f\n\x07segment\x18\x01 \x01(\r2P\n\x0bNodeService\x12\x41\n\x07Session\x12\x17.kvstore.v1.NodeMessage\x1a\x19.kvstore.v1.MasterMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvstore/v1/node.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/common.proto\"\xde\x01\n\x0bNodeMessage\x12$\n\x04join\x18\x01 \x01(\x0b\x32\x14.kvstore.v1.NodeJoinH\x00\x12$\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x14.kvstore.v1.NodeBeatH\x00\x12&\n\x05wiped\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.NodeWipedH\x00\x12&\n\x05leave\x18\x04 \x01(\x0b\x32\x15.kvstore.v1.NodeLeaveH\x00\x12(\n\x06\x63laims\x18\x05 \x01(\x0b\x32\x16.kvstore.v1.NodeClaimsH\x00\x42\t\n\x07message\"\xc8\x01\n\rMasterMessage\x12.\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.MasterAcceptedH\x00\x12&\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.MasterBeatH\x00\x12&\n\x04wipe\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.MasterWipeH\x00\x12,\n\x07\x63laimed\x18\x04 \x01(\x0b\x32\x19.kvstore.v1.MasterClaimedH\x00\x42\t\n\x07message\"\xb8\x01\n\x08NodeJoin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x14\n\x0cresume_epoch\x18\x04 \x01(\x04\x12*\n\x08segments\x18\x05 \x03(\x0b\x32\x18.kvstore.v1.SegmentOffer\x12\x14\n\x0cprotocol_min\x18\x06 \x01(\r\x12\x15\n\rhighest_epoch\x18\x07 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x08 \x01(\t\"\xf3\x01\n\x0cSegmentOffer\x12\x0c\n\x04size\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12\x10\n\x08shm_name\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x0c\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12!\n\x04mark\x18\t \x01(\x0b\x32\x13.kvstore.v1.Version\x12*\n\x06\x65ngine\x18\n \x01(\x0b\x32\x1a.kvstore.v1.TransferEngine\x12\x15\n\rdata_protocol\x18\x0b \x01(\r\"\x1a\n\x08NodeBeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x1a\n\tNodeWiped\x12\r\n\x05order\x18\x01 \x01(\x04\"\x0b\n\tNodeLeave\"\xe1\x02\n\nNodeClaims\x12\x0f\n\x07segment\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\x08\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x12\n\nnamespaces\x18\x04 \x03(\t\x12(\n\x0cnamespace_of\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\x1e\n\x04keys\x18\x06 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\x12\n\nhas_parent\x18\x07 \x01(\x0c\x12!\n\x07parents\x18\x08 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12!\n\x05sizes\x18\t \x01(\x0b\x32\x12.kvstore.v1.Column\x12\"\n\x06\x65pochs\x18\n \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x0b \x01(\x0b\x32\x12.kvstore.v1.Column\x12#\n\x07offsets\x18\x0c \x01(\x0b\x32\x12.kvstore.v1.Column\"y\n\x0eMasterAccepted\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x62\x65\x61t_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x65\x61\x64_ms\x18\x03 \x01(\x04\x12\x13\n\x0bsegment_ids\x18\x04 \x03(\x04\x12\x10\n\x08protocol\x18\x05 \x01(\r\x12\x0f\n\x07\x63luster\x18\x06 \x01(\t\",\n\nMasterBeat\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06repair\x18\x02 \x01(\x08\"\x91\x02\n\nMasterWipe\x12\r\n\x05order\x18\x01 \x01(\x04\x12\x0c\n\x04uuid\x18\x02 \x01(\x0c\x12#\n\x07offsets\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Column\x12\"\n\x06\x65pochs\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Column\x12$\n\x08\x63ounters\x18\x05 \x01(\x0b\x32\x12.kvstore.v1.Column\x12!\n\x04mark\x18\x06 \x01(\x0b\x32\x13.kvstore.v1.Version\x12\'\n\x0b\x63ut_clients\x18\t \x01(\x0b\x32\x12.kvstore.v1.Column\x12+\n\x0f\x63ut_connections\x18\n \x01(\x0b\x32\x12.kvstore.v1.Column\" \n\rMasterClaimed\x12\x0f\n\x07segment\x18\x01 \x01(\r2P\n\x0bNodeService\x12\x41\n\x07Session\x12\x17.kvstore.v1.NodeMessage\x1a\x19.kvstore.v1.MasterMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,26 +36,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEMESSAGE']._serialized_end=285
   _globals['_MASTERMESSAGE']._serialized_start=288
   _globals['_MASTERMESSAGE']._serialized_end=488
-  _globals['_NODEJOIN']._serialized_start=490
-  _globals['_NODEJOIN']._serialized_end=612
-  _globals['_SEGMENTOFFER']._serialized_start=615
-  _globals['_SEGMENTOFFER']._serialized_end=835
-  _globals['_NODEBEAT']._serialized_start=837
-  _globals['_NODEBEAT']._serialized_end=863
-  _globals['_NODEWIPED']._serialized_start=865
-  _globals['_NODEWIPED']._serialized_end=891
-  _globals['_NODELEAVE']._serialized_start=893
-  _globals['_NODELEAVE']._serialized_end=904
-  _globals['_NODECLAIMS']._serialized_start=907
-  _globals['_NODECLAIMS']._serialized_end=1260
-  _globals['_MASTERACCEPTED']._serialized_start=1262
-  _globals['_MASTERACCEPTED']._serialized_end=1348
-  _globals['_MASTERBEAT']._serialized_start=1350
-  _globals['_MASTERBEAT']._serialized_end=1378
-  _globals['_MASTERWIPE']._serialized_start=1381
-  _globals['_MASTERWIPE']._serialized_end=1568
-  _globals['_MASTERCLAIMED']._serialized_start=1570
-  _globals['_MASTERCLAIMED']._serialized_end=1602
-  _globals['_NODESERVICE']._serialized_start=1604
-  _globals['_NODESERVICE']._serialized_end=1684
+  _globals['_NODEJOIN']._serialized_start=491
+  _globals['_NODEJOIN']._serialized_end=675
+  _globals['_SEGMENTOFFER']._serialized_start=678
+  _globals['_SEGMENTOFFER']._serialized_end=921
+  _globals['_NODEBEAT']._serialized_start=923
+  _globals['_NODEBEAT']._serialized_end=949
+  _globals['_NODEWIPED']._serialized_start=951
+  _globals['_NODEWIPED']._serialized_end=977
+  _globals['_NODELEAVE']._serialized_start=979
+  _globals['_NODELEAVE']._serialized_end=990
+  _globals['_NODECLAIMS']._serialized_start=993
+  _globals['_NODECLAIMS']._serialized_end=1346
+  _globals['_MASTERACCEPTED']._serialized_start=1348
+  _globals['_MASTERACCEPTED']._serialized_end=1469
+  _globals['_MASTERBEAT']._serialized_start=1471
+  _globals['_MASTERBEAT']._serialized_end=1515
+  _globals['_MASTERWIPE']._serialized_start=1518
+  _globals['_MASTERWIPE']._serialized_end=1791
+  _globals['_MASTERCLAIMED']._serialized_start=1793
+  _globals['_MASTERCLAIMED']._serialized_end=1825
+  _globals['_NODESERVICE']._serialized_start=1827
+  _globals['_NODESERVICE']._serialized_end=1907
 # @@protoc_insertion_point(module_scope)

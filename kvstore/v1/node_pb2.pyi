@@ -102,14 +102,25 @@ class NodeJoin(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     RESUME_EPOCH_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
+    HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     protocol: _builtins.int
-    """Version of this protocol that the node speaks: 1."""
+    """The highest version of this protocol that the node speaks: 1."""
     resume_epoch: _builtins.int
     """The epoch to go on under after a broken stream: the master knows these segments still, or
     refuses with "segment_gone". 0: joins anew, having fenced off every older grant.
     """
+    protocol_min: _builtins.int
+    """The lowest version of this protocol that the node speaks; 0: only `protocol`."""
+    highest_epoch: _builtins.int
+    """The highest epoch that the node has joined, or that its memory has seen. A master whose own
+    epoch is lower begins a new term above it before it lets the node join.
+    """
+    cluster: _builtins.str
+    """Name of the cluster that the node was given, or that its memory belongs to; empty: neither."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentOffer]:
         """At most 1,024."""
@@ -122,10 +133,13 @@ class NodeJoin(_message.Message):
         protocol: _builtins.int = ...,
         resume_epoch: _builtins.int = ...,
         segments: _abc.Iterable[Global___SegmentOffer] | None = ...,
+        protocol_min: _builtins.int = ...,
+        highest_epoch: _builtins.int = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "name", b"name", "protocol", b"protocol", "resume_epoch", b"resume_epoch", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "name", b"name", "protocol", b"protocol", "protocol_min", b"protocol_min", "resume_epoch", b"resume_epoch", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,6 +161,7 @@ class SegmentOffer(_message.Message):
     FRESH_FIELD_NUMBER: _builtins.int
     MARK_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -158,6 +173,8 @@ class SegmentOffer(_message.Message):
     generation: _builtins.int
     fresh: _builtins.bool
     """Nobody has ever been given an extent of it."""
+    data_protocol: _builtins.int
+    """The highest version of the data protocol that the node's data server speaks; 0: 2."""
     @_builtins.property
     def mark(self) -> _common_pb2.Version:
         """The last mark that its node was told to keep: see MasterWipe."""
@@ -177,10 +194,11 @@ class SegmentOffer(_message.Message):
         fresh: _builtins.bool = ...,
         mark: _common_pb2.Version | None = ...,
         engine: _common_pb2.TransferEngine | None = ...,
+        data_protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "mark", b"mark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,11 +343,17 @@ class MasterAccepted(_message.Message):
     BEAT_MS_FIELD_NUMBER: _builtins.int
     DEAD_MS_FIELD_NUMBER: _builtins.int
     SEGMENT_IDS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     beat_ms: _builtins.int
     """How often to send NodeBeat."""
     dead_ms: _builtins.int
     """Silence after which the node is dead; after one it must join anew."""
+    protocol: _builtins.int
+    """The version of this protocol that both speak from here on; 0: 1."""
+    cluster: _builtins.str
+    """Name of the master's cluster; may be empty. The node writes it into its memory."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per offered segment, in their order."""
@@ -341,10 +365,12 @@ class MasterAccepted(_message.Message):
         beat_ms: _builtins.int = ...,
         dead_ms: _builtins.int = ...,
         segment_ids: _abc.Iterable[_builtins.int] | None = ...,
+        protocol: _builtins.int = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "dead_ms", b"dead_ms", "epoch", b"epoch", "segment_ids", b"segment_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "protocol", b"protocol", "segment_ids", b"segment_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,15 +383,19 @@ class MasterBeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
+    REPAIR_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    repair: _builtins.bool
+    """The node has objects with too few replicas: it may ask what to copy (StartMovesRequest.repair)."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
+        repair: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "repair", b"repair"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,7 +403,9 @@ Global___MasterBeat: _TypeAlias = MasterBeat  # noqa: Y015
 
 @_typing.final
 class MasterWipe(_message.Message):
-    """Wipe the headers at these offsets, each where it still has that version."""
+    """Wipe the headers at these offsets, each where it still has that version. End the data connections
+    that are named before that.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -383,6 +415,8 @@ class MasterWipe(_message.Message):
     EPOCHS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     MARK_FIELD_NUMBER: _builtins.int
+    CUT_CLIENTS_FIELD_NUMBER: _builtins.int
+    CUT_CONNECTIONS_FIELD_NUMBER: _builtins.int
     order: _builtins.int
     uuid: _builtins.bytes
     """Of the segment."""
@@ -398,6 +432,14 @@ class MasterWipe(_message.Message):
         something was removed, and is not believed by a master that does not know what.
         """
 
+    @_builtins.property
+    def cut_clients(self) -> _common_pb2.Column:
+        """Connections that may still carry what was given up: the client of each, 0 for any; and the number
+        that it has given the connection, 0 for all of that client.
+        """
+
+    @_builtins.property
+    def cut_connections(self) -> _common_pb2.Column: ...
     def __init__(
         self,
         *,
@@ -407,10 +449,12 @@ class MasterWipe(_message.Message):
         epochs: _common_pb2.Column | None = ...,
         counters: _common_pb2.Column | None = ...,
         mark: _common_pb2.Version | None = ...,
+        cut_clients: _common_pb2.Column | None = ...,
+        cut_connections: _common_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

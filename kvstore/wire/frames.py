@@ -21,7 +21,7 @@ import struct
 from enum import IntEnum
 
 from kvstore.errors import PermissionDeniedError, ProtocolError
-from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION
+from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION, agreed_protocol
 
 MAGIC = b"kvs-lane"
 TOKEN_BYTES_MAX = 64
@@ -72,9 +72,9 @@ def frame(call_id: int, kind: int, name: bytes, payload: bytes) -> bytes:
     return _HEAD.pack(length, call_id, kind, len(name)) + name + payload
 
 
-def hello(token: bytes) -> bytes:
-    """The first frame of a connection."""
-    return frame(0, HELLO, b"", MAGIC + _VERSION.pack(PROTOCOL_VERSION) + token)
+def hello(token: bytes, protocol: int = PROTOCOL_VERSION) -> bytes:
+    """The first frame of a connection. ``protocol``: the version agreed on by the join."""
+    return frame(0, HELLO, b"", MAGIC + _VERSION.pack(protocol) + token)
 
 
 def read_hello(first: Frame) -> bytes:
@@ -90,12 +90,8 @@ def read_hello(first: Frame) -> bytes:
     if len(payload) < len(MAGIC) + _VERSION.size:
         raise ProtocolError("a HELLO without a protocol version")
     (version,) = _VERSION.unpack_from(payload, len(MAGIC))
-    if version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"the client speaks protocol {version}, this master {PROTOCOL_VERSION}",
-            advice="Install the same release of kvstore on both sides.",
-            protocol=PROTOCOL_VERSION,
-        )
+    if agreed_protocol(version, version, "the client") != version:
+        raise ProtocolError(f"a HELLO of protocol {version}")
     token = payload[len(MAGIC) + _VERSION.size :]
     if not 0 < len(token) <= TOKEN_BYTES_MAX:
         raise PermissionDeniedError("a HELLO without a lane token")

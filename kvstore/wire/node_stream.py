@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING, Self
 import grpc
 import grpc.aio
 
+from kvstore.background import start_task
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.errors import KVStoreError, MasterUnreachableError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
-from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
+from kvstore.wire.status import brief, decode_error, detail_of, from_grpc, unexpected
 
 if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+log = logging.getLogger("kvstore.node")
 
 RECEIVED_MAX = 64
 """Messages that wait for ``receive``; beyond, gRPC's flow control holds the master back."""
@@ -34,6 +38,14 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+_NOT_THE_MASTER = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+)
+"""What gRPC itself says of a connection that ends; an error of the master has its detail with it.
+INTERNAL ("Internal error from Core"): the peer ended the stream while it was being opened."""
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
 
@@ -62,7 +74,7 @@ class NodeStream:
         session: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
         session = self._channel.stream_stream(SESSION_PATH)
         self._call = session()
-        self._reader = asyncio.create_task(self._read(self._call))
+        self._reader = start_task("node stream", self._read(self._call))
         return self
 
     async def __aexit__(
@@ -154,6 +166,8 @@ class NodeStream:
             ended = await self._why(error)
         except KVStoreError as error:
             ended = error
+        except Exception as error:  # noqa: BLE001  # else ``receive`` would wait for ever
+            ended = unexpected(error, "reading what the master says", log)
         self._ended = ended
         await self._received.put(ended)
 
@@ -173,7 +187,7 @@ class NodeStream:
         if detail is not None:
             return decode_error(detail)
         code, details = error.code(), error.details() or ""
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        if code in _NOT_THE_MASTER:
             return MasterUnreachableError(
                 f"no session with the master at {self._address}: {brief(details)}",
                 advice="Is kvstore-master running?",

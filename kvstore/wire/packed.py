@@ -1,7 +1,8 @@
 """Batches as they travel: keys in one piece, columns of integers, and the checks of both.
 
 Keys stay packed after decoding: a call that looks at log n of n keys costs what it looks at.
-Everything here that reads raises ``UsageError``s for what a stranger may send.
+Everything here that reads raises ``UsageError``s for what a stranger may send; everything that
+writes raises those, or one of ``UNENCODABLE``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from typing import Protocol, cast
 
 from google.protobuf.descriptor import Descriptor
 
-from kvstore.calls import EngineAddress
-from kvstore.errors import BatchTooLargeError, InvalidArgumentError, InvalidKeyError
+from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.keys import PackedKeys
-from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX, Key, check_keys
-from kvstore.v1 import common_pb2, node_pb2
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    KEY_BYTES_MAX,
+    REPLICAS_MAX,
+    Key,
+    check_count,
+    check_keys,
+)
+from kvstore.v1 import common_pb2
 
 COLUMN_ROWS_MAX = BATCH_KEYS_MAX * REPLICAS_MAX
 """Rows of the longest column: extents of the largest batch."""
+
+UNENCODABLE = (TypeError, ValueError, OverflowError, struct.error)
+"""What protobuf and ``struct`` raise for values that do not fit their field."""
 
 TEXT_BYTES_MAX = 255
 """Names of clients, hosts and nodes, addresses: what a log line or a file name can hold."""
@@ -47,8 +57,7 @@ class WithKeys(Protocol):
 def pack_keys(target: common_pb2.Keys, keys: Sequence[Key]) -> None:
     """Raises InvalidKeyError, BatchTooLargeError."""
     count = len(keys)
-    if count > BATCH_KEYS_MAX:
-        raise _too_large(count)
+    check_count(count, BATCH_KEYS_MAX)
     if isinstance(keys, PackedKeys):
         target.data = keys.data
         target.size = keys.stride
@@ -80,8 +89,7 @@ def encode_with_keys(message: WithKeys, keys: Sequence[Key]) -> bytes:
     if not isinstance(keys, PackedKeys) or len(keys.data) < _APPENDED_BYTES:
         pack_keys(message.keys, keys)
         return message.SerializeToString()
-    if len(keys) > BATCH_KEYS_MAX:
-        raise _too_large(len(keys))
+    check_count(len(keys), BATCH_KEYS_MAX)
     message.keys.size = keys.stride
     head = _head_of(common_pb2.Keys.DESCRIPTOR.fields_by_name["data"].number, len(keys.data))
     field = message.DESCRIPTOR.fields_by_name["keys"].number
@@ -99,12 +107,14 @@ def _head_of(field: int, length: int) -> bytes:
     return bytes(written)
 
 
-def unpack_keys(packed: common_pb2.Keys, *, distinct: bool = False) -> Sequence[Key]:
+def unpack_keys(
+    packed: common_pb2.Keys, *, distinct: bool = False, keys_max: int = BATCH_KEYS_MAX
+) -> Sequence[Key]:
     """The keys, cut out lazily where they are equally long.
 
     Raises:
         InvalidKeyError: one is empty or too long.
-        BatchTooLargeError: more than ``BATCH_KEYS_MAX``.
+        BatchTooLargeError: more than ``keys_max``.
         DuplicateKeyError: a key occurs twice, and ``distinct`` forbids it.
         InvalidArgumentError: the sizes do not add up to the data.
     """
@@ -118,15 +128,13 @@ def unpack_keys(packed: common_pb2.Keys, *, distinct: bool = False) -> Sequence[
             raise InvalidArgumentError(f"{len(data)} bytes are no whole number of {size}-byte keys")
         if count == 1:
             return [cast(Key, data)]
-        if count > BATCH_KEYS_MAX:
-            raise _too_large(count)
+        check_count(count, keys_max)
         keys = PackedKeys(data, size)
         if distinct:
             keys = keys.unpack()  # all of them are looked at, here and by whoever asks for this
     else:
         count = len(packed.sizes)
-        if count > BATCH_KEYS_MAX:
-            raise _too_large(count)
+        check_count(count, keys_max)
         sizes = list(packed.sizes)
         if sum(sizes) != len(data):
             raise InvalidArgumentError(
@@ -218,29 +226,17 @@ def unpack_shm_name(value: str) -> str:
     return value
 
 
-def pack_engine(
-    m: common_pb2.SegmentInfo | node_pb2.SegmentOffer, engine: EngineAddress | None
-) -> None:
-    if engine is not None:
-        m.engine.CopyFrom(common_pb2.TransferEngine(**engine._asdict()))
-
-
-def unpack_engine(m: common_pb2.SegmentInfo | node_pb2.SegmentOffer) -> EngineAddress | None:
-    """Raises InvalidArgumentError: as ``unpack_text``."""
-    if not m.HasField("engine"):
-        return None
-    return EngineAddress(
-        unpack_text(m.engine.name, "engine name"),
-        m.engine.base,
-        unpack_text(m.engine.protocol, "protocol"),
-        unpack_text(m.engine.metadata_server, "metadata server"),
-    )
-
-
 def unpack_sixteen(value: bytes, what: str) -> bytes:
     """Raises InvalidArgumentError: not 16 bytes."""
     if len(value) != 16:
         raise InvalidArgumentError(f"{what} has 16 bytes, not {len(value)}")
+    return value
+
+
+def unpack_prefix(value: bytes) -> bytes:
+    """Raises InvalidKeyError: longer than any key."""
+    if len(value) > KEY_BYTES_MAX:
+        raise InvalidKeyError(f"a prefix has at most {KEY_BYTES_MAX} bytes")
     return value
 
 
@@ -250,12 +246,3 @@ def _check_key_sizes(sizes: Sequence[int] | set[int]) -> None:
         raise InvalidKeyError(
             f"a key has 1 to {KEY_BYTES_MAX} bytes, this one has {wrong}", key_bytes=wrong
         )
-
-
-def _too_large(count: int) -> BatchTooLargeError:
-    return BatchTooLargeError(
-        f"{count} keys in one call, at most {BATCH_KEYS_MAX} are allowed",
-        advice="Split the batch.",
-        keys=count,
-        keys_max=BATCH_KEYS_MAX,
-    )

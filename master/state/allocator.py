@@ -27,7 +27,7 @@ class Allocator:
     )
 
     def __init__(self, start: int, end: int, *, empty: bool = True) -> None:
-        """``empty``: all of it is free; else nothing is, and ``free`` says what is."""
+        """``empty``: the whole range is free; otherwise nothing is, until ``free`` is called."""
         self.start = start
         self.end = end
         self.free_bytes = 0

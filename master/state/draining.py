@@ -1,11 +1,11 @@
-"""Emptying a node: what of it to move next.
+"""Emptying a node: which of its objects to move next.
 
-The master finds what lies there and grants room elsewhere; whoever asked copies. An object that
-was moved is another version of itself, as after an overwrite: what was promised for the old bytes
-holds until its leases end, no view takes the new ones for them, and a restart knows which is newer.
+The master finds the objects and grants space elsewhere; the client that asked copies them. A moved
+object is a new version, as after an overwrite: the old bytes stay until their leases end, no view
+confuses the two, and after a restart the newer one wins.
 
-A pass looks at all objects twice: at leaves, with the ancestors that are to go with them; then at
-the other blocks that are still there, because their chain is long or its leaves are elsewhere.
+A pass looks at all objects twice: first at leaves, with the ancestors that move with them; then at
+the remaining blocks, whose chain is long or whose leaves are elsewhere.
 """
 
 from __future__ import annotations
@@ -15,42 +15,45 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvstore.master.state.forest import Forest
-from kvstore.master.state.records import ObjectRecord, Segment
+from kvstore.master.state.records import ObjectRecord, Segment, shards_from
 
 STEPS_MAX = 20_000
 """Records that one call looks at: about 4 ms. The ancestors of its last leaf may be more."""
+
+LINE_MAX = 16_384
+"""Ancestors of one leaf that are looked at: what is further up is found by the second look."""
 
 _POSITION_BITS = 32
 _SECOND_LOOK = 1 << 63
 
 
 class Page(NamedTuple):
-    """Some of what lies on the segments of a node."""
+    """Some of the objects on the segments of a node."""
 
     records: dict[ObjectRecord, bool]
-    """A parent before its children, all with as many replicas. Whether it was found itself, once
-    in a pass; or it is an ancestor of one that was."""
+    """Each parent before its children, all with the same number of replicas. True: found itself,
+    once in a pass; False: an ancestor of a found one."""
     skipped: int
     """Objects that are being replaced at this moment."""
     next_cursor: int
-    """0: there is no more."""
+    """0: this is the last page."""
 
 
 def page(
     forest: Forest, segments: Collection[Segment], cursor: int, limit: int, bytes_max: int
 ) -> Page:
-    """What lies on ``segments``, from where the last page ended (0: from the beginning). What came
-    or went meanwhile may be missed by this pass, not by the next.
+    """Objects on ``segments``, from where the last page ended (0: from the beginning). This pass
+    may miss objects that come or go meanwhile; the next pass does not.
 
     A chain that is too long for one page is found again by the next, without what has moved.
     """
-    shards = [shard for table in forest.namespaces.values() for shard in table.shards]
+    tables = forest.namespaces.values()
     look = cursor & _SECOND_LOOK
     first, position = divmod(cursor ^ look, 1 << _POSITION_BITS)
     chosen: dict[ObjectRecord, bool] = {}
     size = skipped = replicas = 0
     steps_max = forest.steps + STEPS_MAX
-    for index, shard in enumerate(shards[first:], first):
+    for index, shard in enumerate(shards_from(tables, first), first):
         for record in islice(shard.values(), position, None):
             here = look | index << _POSITION_BITS | position
             if forest.steps >= steps_max:
@@ -78,9 +81,11 @@ def page(
 
 
 def _inherit(forest: Forest, segments: Collection[Segment], record: ObjectRecord) -> None:
-    """Its ancestors were used with it: a match leaves that to be known by eviction."""
+    """Passes the record's last use on to its ancestors, which a match does not update."""
     above = record.parent
-    while above is not None and above.last_used_ms < record.last_used_ms:
+    for _ in range(LINE_MAX):
+        if above is None or above.last_used_ms >= record.last_used_ms:
+            break
         if not _lies_on(segments, above):
             break
         forest.steps += 1
@@ -89,12 +94,12 @@ def _inherit(forest: Forest, segments: Collection[Segment], record: ObjectRecord
 
 
 def _line(segments: Collection[Segment], record: ObjectRecord) -> list[ObjectRecord]:
-    """It and its ancestors as far as they lie there, too, from above: so that each may follow its
-    parent to one segment."""
+    """The record and its ancestors as far as they are on ``segments``, root first, so that each can
+    follow its parent to one segment."""
     line = [record]
     above = record.parent
-    while above is not None and _lies_on(segments, above):
-        if above.writer:
+    for _ in range(LINE_MAX):
+        if above is None or above.writer or not _lies_on(segments, above):
             break
         line.append(above)
         above = above.parent

@@ -1,4 +1,4 @@
-"""What the state asks the shell to do: small values, taken with ``MasterState.take_effects``."""
+"""Actions that the state requests from the shell: small values (``MasterState.take_effects``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.errors import KVStoreError
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """In place of a reply: an ``Answer`` with this ticket will bring it."""
+    """Returned instead of a reply: an ``Answer`` with this ticket will follow."""
 
     ticket: int
 
@@ -23,7 +23,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """To the node that is heard on this session."""
+    """Send a message to the node on this session."""
 
     session: int
     message: MasterMessage
@@ -39,10 +39,19 @@ class Hangup:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something an operator wants to find in the log."""
+    """An event for the log."""
 
     event: str
     fields: dict[str, str | int]
 
 
-Effect = Answer | Send | Hangup | Notice
+@dataclass(frozen=True, slots=True)
+class Outrun:
+    """A node knows a master with this epoch, which is not below this master's: end this term, and
+    begin another one above that epoch. Until then that node is refused, and its objects are not
+    judged."""
+
+    epoch: int
+
+
+Effect = Answer | Send | Hangup | Notice | Outrun

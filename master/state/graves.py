@@ -1,13 +1,14 @@
 """Removed objects: hidden at once, wiped on their nodes, their bytes free one lease later.
 
-Also what was evicted or given up is wiped, before anybody writes there: so a whole header in memory
-is always that of an object, and whoever finds one after a restart finds its payload, too.
+Extents of evicted objects and abandoned puts are wiped, too, before they are granted again. So a
+valid header in memory always belongs to an object, and implies its payload after a restart.
 
-Nobody counts who still reads a removed object. Its extents are free when (a) the longest lease
-that can have been given on it has ended, and (b) its node has said that the header is wiped, so
-that no restart finds the object again. A removal is acknowledged at (b), since nobody reads a wiped
-object. A segment that dies counts as wiped at (a): nothing of it is believed when it is joined
-anew, but until then who has a lease may read there, if only the master cannot reach the node.
+The master does not count the readers of a removed object. Its extents are free when (a) the longest
+possible lease on it has ended, and (b) its node has reported that the header is wiped, so that no
+restart finds the object again. A removal is acknowledged at (b), because readers refuse a wiped
+header. A segment that dies counts as wiped at (a): the master accepts none of its objects when it
+joins anew, but until then a client with a lease may read there, if only the master cannot reach
+the node.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvstore import calls
 from kvstore.calls import NO_MARK, MasterWipe, Version
 from kvstore.master.state.effects import Answer, Effect, Send
-from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment
+from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, Writer
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
@@ -35,6 +37,8 @@ class Grave:
     free_at_ms: int
     removals: list[_Removal]
     names: list[Name] = field(default_factory=list)
+    namespaces: set[str] = field(default_factory=set)
+    """Of those."""
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -43,11 +47,13 @@ class Grave:
     ended: bool = False
     """Whether the last possible lease has ended."""
     mark: Version = NO_MARK
-    """To be kept by the node, when the headers are wiped."""
+    """The mark that the node must keep, when the headers are wiped."""
+    writers: dict[Writer, None] = field(default_factory=dict)
+    """Connections that the node must end before it wipes the headers."""
     ahead: bool = False
     """Evicted ahead of need."""
     released: bool = False
-    """Its bytes are not its own any more: free in the allocator, or in quarantine."""
+    """Whether the extents have been handed back, to the allocator or to quarantine."""
 
     def free(self) -> None:
         if self.segment.alive:
@@ -56,7 +62,16 @@ class Grave:
 
     def order_message(self) -> MasterWipe:
         uuid = self.segment.offer.uuid
-        return MasterWipe(self.order, uuid, self.offsets, self.epochs, self.counters, self.mark)
+        return MasterWipe(
+            self.order,
+            uuid,
+            self.offsets,
+            self.epochs,
+            self.counters,
+            self.mark,
+            [client for client, _ in self.writers],
+            [connection for _, connection in self.writers],
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -78,20 +93,22 @@ class Graveyard:
         self._unclean: dict[Segment, dict[int, Grave]] = {}
         """Released orders not done yet, by segment and number."""
         self._mourned: deque[tuple[Version, Grave]] = deque()
-        """Segments that died within the last lease, each with the newest version then."""
+        """Segments that died within the last lease, each with ``newest`` of ``mourn``."""
         self._next_order = 0
+        self._ordered: deque[tuple[int, int]] = deque()
+        """Times at which ``unanswered`` was called, and the last order at each."""
 
     def of_objects(self, names: Iterable[Name]) -> list[Grave]:
-        """Orders not done yet that have to do with these objects."""
-        of_names = (self._unwiped_of.get(name, ()) for name in names)
-        return list({grave.order: grave for graves in of_names for grave in graves}.values())
+        """Unfinished orders that concern these objects."""
+        graves = {grave.order: grave for name in names for grave in self._unwiped_of.get(name, ())}
+        return list(graves.values())
 
     def of_namespace(self, namespace: str) -> list[Grave]:
-        """Orders not done yet that have to do with this namespace; empty: with any."""
+        """Unfinished orders that concern this namespace; empty: any namespace."""
         return [
             grave
             for grave in self._unwiped.values()
-            if not namespace or any(name[0] == namespace for name in grave.names)
+            if not namespace or namespace in grave.namespaces
         ]
 
     def bury(
@@ -118,7 +135,7 @@ class Graveyard:
         return [effect for grave in graves for effect in _send(grave)], removal.orders > 0
 
     def clean(self, gone: Iterable[Remains]) -> list[Effect]:
-        """Order headers wiped in bytes that are free, or will be, by somebody else's account."""
+        """Orders headers wiped in extents whose release is counted elsewhere."""
         effects: list[Effect] = []
         for grave in self._dig(gone, 0):
             grave.ended = grave.released = True
@@ -127,16 +144,20 @@ class Graveyard:
         return effects
 
     def mourn(self, segment: Segment, newest: Version, until_ms: int) -> None:
-        """It died, and until then somebody may read there what he has a lease on. ``until_ms`` must
-        not be earlier than in any call before."""
+        """Called when a segment died; until ``until_ms`` clients may read leased objects on it.
+
+        Args:
+            newest: versions up to this one were stored before, if at all.
+            until_ms: not earlier than in any call before.
+        """
         self._next_order += 1
         grave = Grave(self._next_order, segment, until_ms, [])
         self._unwiped[grave.order] = grave
         self._mourned.append((newest, grave))
 
     def mourned(self, record: ObjectRecord | None) -> list[Grave]:
-        """Segments on which somebody may read an earlier version of this object, or what was known
-        of it and is not any more."""
+        """Dead segments on which clients may still read an earlier version of this object, or a
+        version that this master no longer knows."""
         if not self._mourned:
             return []
         if record is None or not record.complete:
@@ -146,7 +167,7 @@ class Graveyard:
         return [g for newest, g in self._mourned if version > newest or g.segment in on]
 
     def keep_mark(self, segment: Segment, mark: Version) -> list[Effect]:
-        """Order it kept, after all that was ordered before."""
+        """Orders the node to keep the mark, after all earlier orders."""
         self._next_order += 1
         grave = Grave(self._next_order, segment, 0, [], mark=mark, ended=True, released=True)
         self._unwiped[grave.order] = grave
@@ -154,9 +175,13 @@ class Graveyard:
         return _send(grave)
 
     def unmarked(self) -> list[Grave]:
-        """Orders to keep a mark that were not done yet."""
-        unclean = (grave for graves in self._unclean.values() for grave in graves.values())
-        return [grave for grave in unclean if grave.mark != NO_MARK]
+        """Unfinished orders to keep a mark."""
+        return [
+            grave
+            for graves in self._unclean.values()
+            for grave in graves.values()
+            if grave.mark != NO_MARK
+        ]
 
     def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:
         """Order headers wiped, and free their extents when that is done; they are counted in their
@@ -167,11 +192,14 @@ class Graveyard:
         return [effect for grave in graves for effect in _send(grave)]
 
     def unclean(self, segments: Iterable[Segment]) -> list[Grave]:
-        """Orders that must be done before anybody writes in free bytes of these segments."""
+        """Orders that must be done before a client may write to free extents of these segments."""
         if not self._unclean:
             return []
-        found = (self._unclean.get(segment) for segment in dict.fromkeys(segments))
-        return [grave for graves in found if graves for grave in graves.values()]
+        return [
+            grave
+            for segment in dict.fromkeys(segments)
+            for grave in self._unclean.get(segment, {}).values()
+        ]
 
     def _dig(self, gone: Iterable[Remains], free_at_ms: int) -> list[Grave]:
         graves: list[Grave] = []
@@ -190,20 +218,22 @@ class Graveyard:
                     self._unwiped[grave.order] = grave
                 if remains.name is not None:
                     grave.names.append(remains.name)
+                    grave.namespaces.add(remains.name[0])
                     self._unwiped_of.setdefault(remains.name, []).append(grave)
                 grave.free_at_ms = max(grave.free_at_ms, remains.lease_until_ms)
                 grave.offsets.append(offset)
                 grave.lengths.append(length)
                 grave.epochs.append(remains.epoch)
                 grave.counters.append(remains.counter)
+                grave.writers.update(dict.fromkeys(remains.writers))
         return graves
 
     def hold(self, segment: Segment) -> Grave:
-        """Something that removals (``earlier``) must wait for, until ``let_go``."""
+        """A grave for which removals (``earlier``) must wait, until ``let_go``."""
         return Grave(0, segment, 0, [])
 
     def let_go(self, held: Grave) -> list[Effect]:
-        """Removals that waited for it wait for the wipings of its segment now, if there are any."""
+        """Removals that waited for ``held`` now wait for the wipings of its segment, if any."""
         wipings = self.unclean((held.segment,))
         for removal in held.removals:
             further = [grave for grave in wipings if removal not in grave.removals]
@@ -213,7 +243,7 @@ class Graveyard:
         return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
 
     def wiped(self, order: int) -> list[Effect]:
-        """The node has done it (or is dead)."""
+        """Called when the node has done the order (or is dead)."""
         grave = self._unwiped.pop(order, None)
         if grave is None:
             return []
@@ -240,6 +270,20 @@ class Graveyard:
         grave = self._unwiped.get(order)
         return None if grave is None else grave.segment
 
+    def unanswered(self, now_ms: int, patience_ms: int) -> list[Segment]:
+        """Living segments whose nodes have not done an order for ``patience_ms``. The interval
+        between calls is the precision."""
+        ordered = self._ordered
+        if not ordered or ordered[-1][1] != self._next_order:
+            ordered.append((now_ms, self._next_order))
+        while len(ordered) > 1 and ordered[1][0] + patience_ms <= now_ms:
+            ordered.popleft()
+        since_ms, last = ordered[0]
+        if since_ms + patience_ms > now_ms:
+            return []
+        late = takewhile(lambda grave: grave.order <= last, self._unwiped.values())
+        return [grave.segment for grave in late if grave.segment.alive]
+
     def send_again(self, segment: Segment) -> list[Effect]:
         """The orders that a node may have missed while its stream was broken."""
         return [effect for grave in self._on(segment) for effect in _send(grave)]
@@ -260,7 +304,7 @@ class Graveyard:
         return ([] if grave.segment.alive else self.wiped(grave.order)), True
 
     def end_mourning(self, now_ms: int) -> list[Effect]:
-        """Nobody reads any more on segments that died long ago."""
+        """Ends the waiting for readers of segments that died long enough ago."""
         effects: list[Effect] = []
         while self._mourned and self._mourned[0][1].free_at_ms <= now_ms:
             effects += self.wiped(self._mourned.popleft()[1].order)
@@ -275,7 +319,7 @@ class Graveyard:
     def ranges(self) -> Iterator[tuple[Segment, int, int]]:
         """All extents that are not free, as (segment, offset, length)."""
         unwiped = self._unwiped.values()
-        ended = (grave for grave in unwiped if grave.ended and not grave.released)
+        ended = [grave for grave in unwiped if grave.ended and not grave.released]
         for grave in (*self._by_end, *ended):
             for offset, length in zip(grave.offsets, grave.lengths, strict=True):
                 yield grave.segment, offset, length

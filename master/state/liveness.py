@@ -1,18 +1,44 @@
-"""Which nodes are there: alive, suspect, dead.
+"""States of nodes: alive, suspect, dead.
 
-    joined ──► alive ──silence, broken stream, reported failures──► suspect ──► dead
-                 ▲                                                    │
-                 └───────────── heard again, resumed ─────────────────┘
+    joined ──► alive ──silence, broken stream, reports of several hosts──► suspect ──► dead
+                 ▲                                                           │
+                 └───────────────── heard again, resumed ────────────────────┘
 
 Alive and suspect are derived from what was heard and when, never stored, so no transition can be
 missed. Dead is an event: the caller unmounts the segments, and the node is forgotten.
+
+A client's report is only its own view: a firewall may be in front of it. The reports make a node
+suspect for all clients only when hosts agree: two at least, and most of the recent writers to it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
+
+AGREEING_MIN = 2
+"""Hosts that must report a node before clients of other hosts avoid it."""
+
+AGREEING_MS = 5_000
+"""Reports, and uses, that are older do not count."""
+
+HOSTS_MAX = 256
+"""Hosts that are remembered per node: the last ones that used it, and that reported it."""
+
+NOTED_MS = 10_000
+"""Reports of one host about one node are logged at most once in this time."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The reports of one host about one node."""
+
+    at_ms: int
+    noted_ms: int
+    """When it was last logged."""
+    unnoted: int = 0
+    """Reports since then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,41 +48,86 @@ class Node:
     name: str
     host: str
     session: int | None
-    """The stream it is heard on; None while that is broken."""
+    """The session of its stream; None while that is broken."""
     heard_ms: int
     reported_ms: int | None = None
-    """When a client last reported that reads or writes fail; cleared by time only."""
+    """When hosts last agreed that reads or writes fail; cleared by time only."""
+    reports: dict[str, Report] = field(default_factory=dict)
+    """By host; the latest report is the last entry."""
+    users: dict[str, int] = field(default_factory=dict)
+    """Hosts whose clients last got grants on the node, and when."""
     draining: bool = False
-    """It is to leave, and given nothing new until then."""
+    """Whether the node is about to leave, and gets no new objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessRules:
     suspect_ms: int
-    """Silence, or time since a reported failure, during which a node is suspect."""
+    """Silence, or time since hosts agreed that it fails, during which a node is suspect."""
     dead_ms: int
     """Silence after which it is dead."""
+
+
+def used(node: Node, host: str, now_ms: int) -> None:
+    """Called when a client on ``host`` got a grant on the node."""
+    users = node.users
+    if host not in users and len(users) >= HOSTS_MAX:
+        del users[next(iter(users))]
+    users[host] = now_ms
+
+
+def reported(node: Node, host: str, now_ms: int) -> int | None:
+    """Called when a client on ``host`` cannot read or write on the node. Returns how many reports
+    of that host were not logged since the last logged one; None: do not log this one either."""
+    reports = node.reports
+    report = reports.pop(host, None)
+    if report is None:
+        if len(reports) >= HOSTS_MAX:
+            del reports[next(iter(reports))]
+        report = Report(now_ms, now_ms - NOTED_MS)
+    reports[host] = report
+    report.at_ms = now_ms
+    if node.session is None or _agree(node, now_ms):
+        node.reported_ms = now_ms
+    if now_ms - report.noted_ms < NOTED_MS:
+        report.unnoted += 1
+        return None
+    unnoted, report.unnoted, report.noted_ms = report.unnoted, 0, now_ms
+    return unnoted
+
+
+def stream_broken(node: Node) -> None:
+    """Called when the node's stream broke: from now on the report of a single host counts."""
+    for report in node.reports.values():
+        node.reported_ms = max(node.reported_ms or report.at_ms, report.at_ms)
+
+
+def _agree(node: Node, now_ms: int) -> bool:
+    since_ms = now_ms - AGREEING_MS
+    reporters = {host for host, report in node.reports.items() if report.at_ms >= since_ms}
+    users = {host for host, used_ms in node.users.items() if used_ms >= since_ms}
+    return len(reporters) >= AGREEING_MIN and 2 * len(reporters) > len(reporters | users)
 
 
 def state_of(node: Node, now_ms: int, rules: LivenessRules) -> str:
     silent_ms = now_ms - node.heard_ms
     if silent_ms > rules.dead_ms:
         return DEAD
-    reported = node.reported_ms is not None and now_ms - node.reported_ms <= rules.suspect_ms
-    if node.session is None and reported:
-        return DEAD  # its stream is broken and a client cannot reach it either
-    if node.session is None or silent_ms > rules.suspect_ms or reported:
+    fails = node.reported_ms is not None and now_ms - node.reported_ms <= rules.suspect_ms
+    if node.session is None and fails:
+        return DEAD  # its stream is broken, and a client cannot reach it either
+    if node.session is None or silent_ms > rules.suspect_ms or fails:
         return SUSPECT
     return ALIVE
 
 
 def next_change_ms(node: Node, now_ms: int, rules: LivenessRules) -> int:
-    """When it is dead if nothing else is heard of it."""
+    """When the node counts as dead if the master hears no more of it."""
     if state_of(node, now_ms, rules) == DEAD:
         return now_ms
     return node.heard_ms + rules.dead_ms + 1
 
 
 def trusted_again_ms(node: Node, rules: LivenessRules) -> int:
-    """When a report of failures stops to make it suspect; 0: there was none."""
+    """When reports of failures no longer make the node suspect; 0: there are none."""
     return 0 if node.reported_ms is None else node.reported_ms + rules.suspect_ms + 1

@@ -9,18 +9,17 @@ whose owners no fence stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
-from kvstore.calls import MasterAccepted, NodeJoin, SegmentInfo, SegmentOffer
+from kvstore.calls import MasterAccepted, NodeJoin, ReportFailure, SegmentInfo, SegmentOffer
 from kvstore.errors import (
     BusyError,
     DrainedError,
     InvalidArgumentError,
     NodeNameTakenError,
-    ProtocolError,
     SegmentGoneError,
 )
-from kvstore.limits import PROTOCOL_VERSION
+from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Hangup, Notice
 from kvstore.master.state.eviction import EvictionPolicy
@@ -30,16 +29,13 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 
 NODES_MAX = 4_096
 SEGMENTS_PER_NODE_MAX = 64
-TOLD_BYTES_MAX = 4 << 40
-"""Of a segment whose objects are told: while they are, it costs a thousandth of that here."""
-
 GONE_MAX = 65_536
 """Unmounted segments that are remembered, in case they come back."""
 
 
 class Membership:
-    """Who is there. What a call changes stands in ``lost``, ``mounted`` and ``effects`` after it:
-    the caller takes note of the segments, in this order, and clears all three."""
+    """The joined nodes. A call leaves its changes in ``lost``, ``mounted`` and ``effects``: the
+    caller processes the segments, in this order, and clears all three."""
 
     def __init__(
         self,
@@ -50,15 +46,17 @@ class Membership:
         lease_ms: int,
         unfenced_ms: int,
         new_policy: Callable[[], EvictionPolicy],
+        cluster: str = "",
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.segments: dict[str, list[Segment]] = {}
-        """Of each node."""
+        """The segments of each node, by its name."""
         self.lost: list[Segment] = []
         self.mounted: list[Segment] = []
         self.effects: list[Effect] = []
         self._by_session: dict[int, Node] = {}
         self._epoch = epoch
+        self._cluster = cluster
         self._rules = rules
         self._beat_ms = beat_ms
         self._lease_ms = lease_ms
@@ -66,7 +64,7 @@ class Membership:
         self._new_policy = new_policy
         self._next_segment_id = 0
         self._gone: dict[bytes, int] = {}
-        """Memory (uuid) that was unmounted, and until when its allocations were promised."""
+        """Unmounted memory (uuid), and until when its allocations were promised."""
         self._dismissed: dict[bytes, None] = {}
         """Memory (uuid) of nodes that were told to leave."""
         self._alive: tuple[int, list[Segment]] | None = None
@@ -90,35 +88,43 @@ class Membership:
             self._alive = now_ms, segments
         return self._alive[1]
 
-    def join(self, now_ms: int, session: int, join: NodeJoin) -> MasterAccepted:
-        """First message of a stream.
+    def check(self, join: NodeJoin) -> int:
+        """Checks that the message is valid and for this cluster; returns the protocol to use.
+
+        Raises:
+            ProtocolError, InvalidArgumentError, ClusterMismatchError
+        """
+        protocol = agreed_protocol(join.protocol_min, join.protocol, "the node")
+        check_cluster(self._cluster, join.cluster, f"node {join.name}")
+        for offer in join.segments:
+            if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
+                raise InvalidArgumentError("a segment needs a size and a uuid of 16 bytes")
+        if not join.name or not 0 < len(join.segments) <= SEGMENTS_PER_NODE_MAX:
+            raise InvalidArgumentError(
+                f"a node has a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
+            )
+        if len({offer.uuid for offer in join.segments}) < len(join.segments):
+            raise InvalidArgumentError("a node offers each of its segments once")
+        return protocol
+
+    def join(
+        self,
+        now_ms: int,
+        session: int,
+        join: NodeJoin,
+        changes: Callable[[], None] = lambda: None,
+    ) -> MasterAccepted:
+        """First message of a stream. ``changes`` is called before the first change: an exception
+        before that leaves everything as it was.
 
         Raises:
             NodeNameTakenError: another living node has that name.
             SegmentGoneError: nothing to resume; fence, then join anew.
             DrainedError: nothing to resume; leave.
-            ProtocolError, InvalidArgumentError, BusyError
+            ProtocolError, InvalidArgumentError, BusyError, ClusterMismatchError
         """
-        if join.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"this master speaks protocol {PROTOCOL_VERSION}, the node {join.protocol}",
-                advice="Run the same release of kvstore on both.",
-            )
-        for offer in join.segments:
-            if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
-                raise InvalidArgumentError("a segment needs a size and a uuid of 16 bytes")
-            if not offer.fresh and offer.size > TOLD_BYTES_MAX:
-                raise InvalidArgumentError(
-                    f"a segment of more than {TOLD_BYTES_MAX >> 40} TiB cannot come back",
-                    advice="Start the node with --discard.",
-                )
-        if not join.name or not 0 < len(join.segments) <= SEGMENTS_PER_NODE_MAX:
-            raise InvalidArgumentError(
-                f"a node has a name and 1 to {SEGMENTS_PER_NODE_MAX} segments"
-            )
+        protocol = self.check(join)
         uuids = {offer.uuid for offer in join.segments}
-        if len(uuids) < len(join.segments):
-            raise InvalidArgumentError("a node offers each of its segments once")
         self._alive = None
         known = self.nodes.get(join.name)
         same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
@@ -138,35 +144,49 @@ class Membership:
                 )
             ):
                 raise SegmentGoneError(
-                    f"node {join.name} has nothing to resume here", advice="Join anew."
+                    f"node {join.name} has no stream to resume here", advice="Join anew."
                 )
+            changes()
             self._take_over(known, session)
             known.heard_ms = now_ms
             self._notice("node_resumed", known)
-            return self._accepted(known, join)
+            return self._accepted(known, join, protocol)
         if known is None and len(self.nodes) >= NODES_MAX:
-            raise BusyError(f"{NODES_MAX} nodes have joined already")
-        if known is not None:
-            if not same and self.state_of(known, now_ms) == liveness.ALIVE:
-                raise NodeNameTakenError(
-                    f"a node named {join.name} is alive on {known.host}",
-                    advice="Give this one another --name.",
-                    node=join.name,
-                )
-            self.declare_dead(known, "replaced")
+            raise BusyError(f"{NODES_MAX} nodes have joined, the limit")
+        if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
+            raise NodeNameTakenError(
+                f"a node named {join.name} is alive on {known.host}",
+                advice="Give this node another --name.",
+                node=join.name,
+            )
         node = Node(name=join.name, host=join.host, session=session, heard_ms=now_ms)
         node.draining = known is not None and known.draining
+        gone = dict(self._gone_of(known, uuids))
+        segments = [self._made(now_ms, node, offer, gone) for offer in join.segments]
+        changes()
+        if known is not None:
+            self.declare_dead(known, "replaced")
+        for uuid in uuids:
+            self._gone.pop(uuid, None)
         self.nodes[node.name] = node
         self._by_session[session] = node
-        segments = [self._mount(now_ms, node, offer) for offer in join.segments]
         self.segments[node.name] = segments
         self.mounted += segments
         self._notice("node_joined", node)
-        return self._accepted(node, join)
+        return self._accepted(node, join, protocol)
 
-    def _mount(self, now_ms: int, node: Node, offer: SegmentOffer) -> Segment:
+    def _gone_of(self, known: Node | None, uuids: set[bytes]) -> Iterator[tuple[bytes, int]]:
+        """As ``_gone``, once the node that is known is dead."""
+        for uuid in uuids & self._gone.keys():
+            yield uuid, self._gone[uuid]
+        for segment in () if known is None else self.segments[known.name]:
+            yield segment.offer.uuid, segment.allocated_until_ms
+
+    def _made(
+        self, now_ms: int, node: Node, offer: SegmentOffer, gone: Mapping[bytes, int]
+    ) -> Segment:
         self._next_segment_id += 1
-        allocated_until_ms = self._gone.pop(offer.uuid, None)
+        allocated_until_ms = gone.get(offer.uuid)
         if allocated_until_ms is None:
             usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
             allocated_until_ms = 0
@@ -182,15 +202,21 @@ class Membership:
         node.heard_ms = now_ms
         self._alive = None
 
-    def reported(self, now_ms: int, node: Node) -> None:
-        """A client cannot read or write there."""
-        node.reported_ms = now_ms
+    def reported(self, now_ms: int, node: Node, report: ReportFailure) -> None:
+        """Called when a client cannot read or write on the node."""
+        unnoted = liveness.reported(node, report.host, now_ms)
         self._alive = None
+        if unnoted is not None:
+            self._notice(
+                "node_reported", node, by_host=report.host, by_client=report.client,
+                state=self.state_of(node, now_ms), reports_before=unnoted, reason=report.reason,
+            )  # fmt: skip
 
     def stream_broken(self, session: int) -> None:
         node = self._by_session.pop(session, None)
         if node is not None:
             node.session = None
+            liveness.stream_broken(node)
             self._alive = None
             self._notice("node_stream_broken", node)
 
@@ -207,7 +233,7 @@ class Membership:
             self._notice("node_draining" if draining else "node_undrained", node)
 
     def dismiss(self, node: Node) -> None:
-        """Tell it to leave, and count it as gone."""
+        """Tells the node to leave, and counts it as gone."""
         if node.session is not None:
             self._by_session.pop(node.session)
             self.effects.append(Hangup(node.session, _drained(node.name)))
@@ -260,18 +286,20 @@ class Membership:
     def _take_over(self, node: Node, session: int) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)
-            error = SegmentGoneError("the node is heard on another stream", node=node.name)
+            error = SegmentGoneError("the node has opened another stream", node=node.name)
             self.effects.append(Hangup(node.session, error))
         node.session = session
         self._by_session[session] = node
 
-    def _accepted(self, node: Node, join: NodeJoin) -> MasterAccepted:
+    def _accepted(self, node: Node, join: NodeJoin, protocol: int) -> MasterAccepted:
         ids = {segment.offer.uuid: segment.segment_id for segment in self.segments[node.name]}
         return MasterAccepted(
             epoch=self._epoch,
             beat_ms=self._beat_ms,
             dead_ms=self._rules.dead_ms,
             segment_ids=[ids[offer.uuid] for offer in join.segments],
+            protocol=protocol,
+            cluster=self._cluster,
         )
 
     def _notice(self, event: str, node: Node, **fields: str | int) -> None:
@@ -299,4 +327,5 @@ def describe(segment: Segment) -> SegmentInfo:
         seed=offer.seed,
         generation=offer.generation,
         engine=offer.engine,
+        data_protocol=offer.data_protocol,
     )

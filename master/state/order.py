@@ -12,8 +12,8 @@ RUN_MAX = 1_024
 
 
 class TicketOrder:
-    """Lists of records one behind the other, each sorted; no two tickets are equal, and each stays
-    as it is while its record is in here.
+    """Consecutive sorted lists of records. No two tickets are equal, and a ticket does not change
+    while its record is in the order.
 
     In place of a ``SortedKeyList``, whose steps are Python and stay so where this is compiled:
     nearly all tickets are later than all others, which saves 0.3 of its 0.46 microseconds. A
@@ -26,7 +26,7 @@ class TicketOrder:
     def __init__(self) -> None:
         self._runs: list[list[ObjectRecord]] = []
         self._lasts: list[int] = []
-        """The last ticket of each."""
+        """The last ticket of each list."""
         self._count = 0
 
     def add(self, record: ObjectRecord) -> None:
@@ -51,7 +51,7 @@ class TicketOrder:
             lasts.insert(at, run[-1].ticket)
 
     def remove(self, record: ObjectRecord) -> None:
-        """One that is in here. O(log n)."""
+        """Removes a record that is in the order. O(log n)."""
         ticket, runs, lasts = record.ticket, self._runs, self._lasts
         at = bisect_left(lasts, ticket)
         run = runs[at]
@@ -69,7 +69,7 @@ class TicketOrder:
         return self._runs[0][0] if self._runs else None
 
     def after(self, ticket: int) -> Iterator[ObjectRecord]:
-        """Those with later tickets, while nothing is added or removed."""
+        """The records with later tickets, as long as none is added or removed."""
         at = bisect_right(self._lasts, ticket)
         for number in range(at, len(self._runs)):
             run = self._runs[number]
@@ -91,7 +91,7 @@ class TicketOrder:
 
 
 def _place(run: list[ObjectRecord], ticket: int) -> int:
-    """Of the first that is not earlier."""
+    """The index of the first record whose ticket is not earlier."""
     low, high = 0, len(run)
     while low < high:
         middle = (low + high) >> 1

@@ -14,7 +14,7 @@ from kvstore.master.state.records import Segment
 def preferred(segments: Iterable[Segment], *, near: Segment | None, host: str) -> Iterator[Segment]:
     """``segments`` in order of preference; ``near`` must be one of them, if given."""
     if near is not None:
-        yield near  # most often it has room, and nobody looks at the others
+        yield near  # it mostly has room, and then the caller does not look at the others
     yield from sorted(
         (segment for segment in segments if segment is not near),
         key=lambda segment: (

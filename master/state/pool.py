@@ -1,4 +1,4 @@
-"""Memory and forest together: what it takes to give an object bytes, and to take them away.
+"""Memory and forest together: gives objects their bytes, and takes them away.
 
 ``Pool`` keeps these in step: an object's extents, its place in the eviction order, the counts of
 its namespace, and the forest. It knows nothing of puts, leases' lengths, nodes' streams or calls.
@@ -7,11 +7,13 @@ its namespace, and the forest. It knows nothing of puts, leases' lengths, nodes'
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from kvstore.master.state.eviction import EvictionPolicy
+from kvstore.limits import REPLICAS_MAX
+from kvstore.master.state import repairing
+from kvstore.master.state.eviction import MOVES_PER_STEP, EvictionPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.placement import preferred
@@ -48,17 +50,27 @@ class Pool:
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
-        """Those alive, by id."""
+        """Living segments, by id."""
         self.capacity_max = 0
-        """Of the largest of them."""
+        """Capacity of the largest of them."""
         self.counters: Counter[str] = Counter()
         self.forest = Forest(self.counters)
         self.evicted: list[Remains] = []
-        """Evicted since the caller last looked. Their bytes are free in the allocator, but nobody
-        may write there before their headers are wiped: the caller sees to both, and clears this."""
+        """Objects evicted since the caller last cleared this. Their bytes are free in the
+        allocator, but no client may write there before the caller has had their headers wiped."""
         self.unsettled: deque[ObjectRecord] = deque()
-        """Where ``settle`` is to go on, because its way up was long."""
+        """Records at which ``settle`` must continue, because the path upward was long."""
         self._sizes: dict[int, int] = {}
+        nowhere = repairing.nowhere()
+        missing: Extent = nowhere, 0
+        self._copied: Extent = nowhere, repairing.COPIED
+        self._missing = tuple((missing,) * count for count in range(REPLICAS_MAX))
+        """By number: that many signs of missing replicas, shared by all records."""
+        self.has_replicas = False
+        """Whether any object ever had, or should have had, more than one."""
+        self.short_objects = 0
+        """With fewer replicas than they should have: what the last pass over all of them has found,
+        and what has changed since, but for nodes that died."""
 
     # --- objects ------------------------------------------------------------------------------
 
@@ -83,35 +95,90 @@ class Pool:
         size: int,
         version: tuple[int, int],
         now_ms: int,
+        missing: int = 0,
     ) -> None:
-        """``record`` has these bytes now; ``settle`` it afterwards. It must not hold any yet."""
+        """``record`` has these bytes now; ``settle`` it afterwards. It must not hold any yet.
+
+        ``missing``: further replicas that it should have.
+        """
         assert record.segment is None
         assert record.ticket == 0
         record.segment, record.offset = extents[0]
         record.more = tuple(extents[1:]) if len(extents) > 1 else ()
+        if missing:
+            self.short_objects += 1
+            signs = self._missing[missing]
+            record.more = (*record.more, *signs) if record.more else signs
+        if record.more:
+            self.has_replicas = True
         record.epoch, record.counter = version
         record.last_used_ms = now_ms
         if len(self._sizes) >= _SIZES_MAX:
             self._sizes.clear()
         self.forest.fill(record, self._sizes.setdefault(size, size))
 
-    def add_replica(self, record: ObjectRecord, extent: Extent) -> None:
-        """The same bytes of a complete object are there, too."""
-        record.more = (*record.more, extent)
+    def add_replica(
+        self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
+    ) -> None:
+        """The same bytes of a complete object are there, too; ``instead_of`` one of its replicas
+        that is missing."""
+        self.has_replicas = True
+        lacked = repairing.missing(record)
+        if instead_of is None:
+            record.more = (*record.more, extent)
+            return
+        if (record.segment, record.offset) == instead_of:
+            self.demote(record, ())  # it stands behind those that are alive now
+        more = list(record.more)
+        more[more.index(instead_of)] = extent
+        record.more = tuple(more)
+        if lacked == 1:
+            self._one_short_less()
+
+    def note_copied(self, record: ObjectRecord) -> None:
+        """A copy of it is begun, which may be whole in memory that goes away."""
+        if self._copied not in record.more:
+            record.more = (*record.more, self._copied)
+
+    def _one_short_less(self) -> None:
+        self.short_objects = max(0, self.short_objects - 1)
+
+    def room_for_copy(
+        self, record: ObjectRecord, roomy: Iterable[Segment], near: Segment | None
+    ) -> Extent | None:
+        """Free memory for one more replica, on a node that has none yet: at ``near``, or on the
+        first of ``roomy``. Evicts nothing, and leaves a 16th of the segment free."""
+        length = extent_bytes(record.size)
+        nodes = [segment.node for segment, _ in record.extents() if segment.alive]
+        for segment in roomy if near is None else (near, *roomy):
+            allocator = segment.allocator
+            if (
+                segment.node not in nodes
+                and allocator.largest_free >= length
+                and allocator.free_bytes - length >= segment.capacity >> repairing.SPARE_SHIFT
+            ):
+                offset = allocator.allocate(length)
+                assert offset is not None
+                return segment, offset
+        return None
 
     def strip(self, record: ObjectRecord) -> list[Extent]:
         """Take its bytes away; returns the extents, which are still allocated."""
         extents = record.extents()
+        if record.more and repairing.missing(record):
+            self._one_short_less()
         if record.ticket:
             self._policy_of(record).discard(record)
         self.forest.empty(record)
         return extents
 
     def settle(self, record: ObjectRecord, *, detached: bool | None = None) -> ObjectRecord | None:
-        """Something that kept ``record`` went: forget it, or make it a candidate, and so upward.
+        """Called when a child of ``record``, or a reason to keep it, is gone. Deletes the record if
+        nothing needs it any more, otherwise makes it a candidate for eviction; then does the same
+        for its parent.
 
-        A parent inherits the recency of a child that is forgotten, because it was used with it, and
-        its lease, because that was a promise of the whole chain.
+        A parent inherits the recency of a deleted child, because it was used with it, and its
+        lease, because that protected the whole chain.
 
         Args:
             detached: how to mark a new candidate; None: look whether a root leads to it. A mark
@@ -129,7 +196,7 @@ class Pool:
                 if at.more:
                     self._rehome(at)
                 if detached is None:
-                    detached = not self.forest.reachable(at)
+                    detached = self.forest.reach(at) is False
                 self._policy_of(at).add(at, detached=detached)
                 return at
             if steps == SETTLE_STEPS:
@@ -213,6 +280,8 @@ class Pool:
     def _rehome(self, record: ObjectRecord) -> None:
         """The first replica that is alive decides the candidacy. Those on dead segments stand
         behind it, as a sign that not all that was promised is there."""
+        if record.segment is not None and record.segment.alive:
+            return
         extents = sorted(record.extents(), key=lambda extent: not extent[0].alive)
         record.segment, record.offset = extents[0]
         record.more = tuple(extents[1:])
@@ -277,8 +346,13 @@ class Pool:
         steps_max = self.forest.steps + steps
         records = candidates.after(ticket, steps)
         for record in records:
+            self.forest.resumes = True
+            reached = self.forest.reach(record)
+            self.forest.resumes = False
+            if reached is None:
+                return ticket  # its chain is long: on with it in the next step
             ticket = record.ticket
-            detached = not self.forest.reachable(record)
+            detached = not reached
             if detached != candidates.detached(record):
                 candidates.discard(record)
                 candidates.add(record, detached=detached)
@@ -375,7 +449,7 @@ class Pool:
             extents: list[Extent] = []
             taken.append(extents)
             while len(extents) < replicas:
-                allowed = list(_without(order, extents)) if extents else order
+                allowed = _without(order, extents) if extents else order
                 extent = self._allocate_free(allowed, length)
                 while extent is None:
                     freed = eviction.next(allowed)
@@ -439,6 +513,8 @@ class _Eviction:
         self._pool = pool
         self._now_ms = now_ms
         self._used_before_ms = used_before_ms
+        self._moves = MOVES_PER_STEP
+        """Records that may still be put where they belong by now."""
         self._heads = {segment: self._head(segment) for segment in segments}
         """The next to go of each; looked up again when that may have changed."""
         self._budget = EVICTIONS_PER_STEP
@@ -468,8 +544,11 @@ class _Eviction:
         victims = [head for segment in order if (head := heads[segment]) is not None]
         if not victims:
             wanted = set(order)
-            others = (head for head in heads.values() if head is not None)
-            victims = [head for head in others if _keeps_bytes_on(wanted, head)]
+            victims = [
+                head
+                for head in heads.values()
+                if head is not None and _keeps_bytes_on(wanted, head)
+            ]
             if not victims:
                 return None
         victim = min(victims, key=attrgetter("ticket"))
@@ -493,16 +572,21 @@ class _Eviction:
     def _first(self, segment: Segment) -> ObjectRecord | None:
         candidates, forest = segment.candidates, self._pool.forest
         for _ in range(_REMARKS_PER_LOOK):
-            head = candidates.peek(self._now_ms)
-            if head is None or not candidates.detached(head) or not forest.reachable(head):
+            head = self._peek(candidates)
+            if head is None or not candidates.detached(head) or forest.reach(head) is not True:
                 return head
             candidates.discard(head)  # whole again since it was marked
             candidates.add(head)
-        return candidates.peek(self._now_ms)
+        return self._peek(candidates)
+
+    def _peek(self, candidates: EvictionPolicy) -> ObjectRecord | None:
+        head = candidates.peek(self._now_ms, self._moves)
+        self._moves -= candidates.moved
+        return head
 
 
 def _keeps_bytes_on(segments: set[Segment], leaf: ObjectRecord) -> bool:
-    """Whether a replica of it, or one of its nearest ancestors, lies there."""
+    """Whether a replica of the leaf, or of one of its nearest ancestors, is on ``segments``."""
     at: ObjectRecord | None = leaf
     for _ in range(_ANCESTORS_PER_LOOK):
         if at is None:
@@ -513,7 +597,7 @@ def _keeps_bytes_on(segments: set[Segment], leaf: ObjectRecord) -> bool:
     return False
 
 
-def _without(order: Iterable[Segment], taken: list[Extent]) -> Iterator[Segment]:
-    """Those of other nodes than what is taken already."""
+def _without(order: Iterable[Segment], taken: list[Extent]) -> list[Segment]:
+    """The segments on nodes that have none of the ``taken`` extents."""
     nodes = [segment.node for segment, _ in taken]
-    return (segment for segment in order if segment.node not in nodes)
+    return [segment for segment in order if segment.node not in nodes]

@@ -1,22 +1,24 @@
-"""Puts on their way: granted ones, and those that wait for room.
+"""Puts under way: granted ones, and those that wait for space.
 
     put_start ──► granted ──put_end──► stored
                     │ ├─────put_revoke──► revoked: extents free at once (settled) or quarantined
                     │ └─────deadline────► expired: token refused, extents quarantined
                     └ segment lost ─────► refused at put_end
 
-A *quarantined* extent is free again ``quarantine_ms`` after the deadline of its put: a writer that
-respects its deadline has stopped by then, and so has whatever a transport buffered for it.
+An abandoned attempt that is not settled is cut and wiped at once: its node ends the data
+connections that may carry its bytes, and then wipes the header (ADR 5). Removals of the key wait
+for that. A *quarantined* extent is free again ``quarantine_ms`` after the deadline of its put, and
+is wiped once more: a writer through shared memory that respects its deadline has stopped by then.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.calls import Allocate, PutStart, Version
-from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
+from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment, Writer
 from kvstore.memory.header import extent_bytes
 
 
@@ -25,12 +27,15 @@ class PendingPut:
 
     # Made for each object that is put; a dataclass would not be compiled.
     __slots__ = (
+        "client_number",
         "deadline_ms",
         "extents",
         "length",
+        "missing",
         "moves",
         "overwrite",
         "record",
+        "repairs",
         "size",
         "token",
     )
@@ -43,8 +48,11 @@ class PendingPut:
         size: int,
         deadline_ms: int,
         *,
+        client_number: int = 0,
         overwrite: bool = False,
         moves: Version | None = None,
+        repairs: bool = False,
+        missing: int = 0,
     ) -> None:
         self.token = token
         self.record = record
@@ -55,15 +63,27 @@ class PendingPut:
         self.size = size
         """Payload bytes granted."""
         self.deadline_ms = deadline_ms
+        self.client_number = client_number
         self.overwrite = overwrite
         self.moves = moves
-        """Of the object whose bytes are copied from elsewhere; it is not the record's writer."""
+        """The version of the object whose bytes are copied; the put is not the record's writer."""
+        self.repairs = repairs
+        """The copy keeps that version, and is one more replica of it."""
+        self.missing = missing
+        """Replicas that were asked for and found no node."""
 
     def remains(self, epoch: int) -> Remains:
-        """What its writer may have left where it was to write."""
+        """The bytes that the writer may have left in the granted extents."""
         record = self.record
         name = None if record is None else (record.namespace, record.key)
-        return Remains(name, self.size, epoch, self.token, self.extents)
+        version = epoch, self.token
+        if self.repairs and self.moves is not None:
+            version = self.moves.epoch, self.moves.counter
+        return Remains(name, self.size, *version, self.extents, of_replica=self.repairs)
+
+    def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
+        """Connections whose bytes may still land; by default all of the put's client."""
+        return [(self.client_number, number) for number in connections or (0,)]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +100,8 @@ class Pending:
 
     def __init__(self) -> None:
         self._by_token: OrderedDict[int, PendingPut] = OrderedDict()
-        self._quarantine: deque[tuple[int, Remains]] = deque()  # (free at, ...)
+        self._quarantine: OrderedDict[int, tuple[int, Remains]] = OrderedDict()
+        """By token, with the time when it is free."""
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -103,7 +124,7 @@ class Pending:
         return self._by_token.pop(token, None)
 
     def pop_expired(self, now_ms: int) -> Iterator[PendingPut]:
-        """Those whose deadline has passed, which are pending no more."""
+        """Removes and yields the puts whose deadline has passed."""
         while self._by_token:
             put = next(iter(self._by_token.values()))
             if put.deadline_ms >= now_ms:
@@ -111,13 +132,21 @@ class Pending:
             del self._by_token[put.token]
             yield put
 
+    def first_token(self) -> int | None:
+        """The lowest: all that was granted before has ended. Looks at every put."""
+        return min(self._by_token, default=None)
+
     def next_deadline_ms(self) -> int | None:
         """When the first of them counts as expired."""
         first = next(iter(self._by_token.values()), None)
         return None if first is None else first.deadline_ms + 1
 
-    def quarantine(self, remains: Remains, until_ms: int) -> None:
-        self._quarantine.append((until_ms, remains))
+    def quarantine(self, token: int, remains: Remains, until_ms: int) -> None:
+        self._quarantine[token] = until_ms, remains
+
+    def quarantined(self, token: int) -> Remains | None:
+        held = self._quarantine.get(token)
+        return None if held is None else held[1]
 
     def pop_quarantined(self, now_ms: int) -> Iterator[Remains]:
         """What may be free now.
@@ -125,18 +154,23 @@ class Pending:
         In the order they came; one that waits for a later time than those behind it delays them
         by less than one put deadline, which is simpler than a second heap.
         """
-        while self._quarantine and self._quarantine[0][0] <= now_ms:
-            yield self._quarantine.popleft()[1]
+        while self._quarantine:
+            token, (until_ms, remains) = next(iter(self._quarantine.items()))
+            if until_ms > now_ms:
+                return
+            del self._quarantine[token]
+            yield remains
 
     def next_release_ms(self) -> int | None:
-        return self._quarantine[0][0] if self._quarantine else None
+        first = next(iter(self._quarantine.values()), None)
+        return None if first is None else first[0]
 
     def ranges(self) -> Iterator[tuple[Segment, int, int]]:
         """All that is granted or in quarantine, as (segment, offset, length)."""
         for put in self._by_token.values():
             for segment, offset in put.extents:
                 yield segment, offset, put.length
-        for _, remains in self._quarantine:
+        for _, remains in self._quarantine.values():
             for segment, offset in remains.extents:
                 yield segment, offset, extent_bytes(remains.size)
 

@@ -12,10 +12,10 @@ import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
-from time import monotonic
 from typing import Final, NamedTuple
 
 from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.transport.base import PIECE_BYTES, Hasher, Move
 from kvstore.transport.mooncake.engine import address_of
@@ -237,11 +237,11 @@ class Call:
     def _check(self) -> None:
         if self._is_closed():
             raise self._closed()
-        if monotonic() >= self._deadline:
+        if uptime() >= self._deadline:
             raise deadline_exceeded(self._segment)
 
     def _remaining(self) -> float:
-        return max(0.0, self._deadline - monotonic())
+        return max(0.0, self._deadline - uptime())
 
     def _closed(self) -> ClosedError:
         return ClosedError("the transport was closed")

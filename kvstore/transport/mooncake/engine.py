@@ -1,6 +1,6 @@
 """Mooncake's transfer engine: how it is loaded, and one of it with its registered memory.
 
-What is true of the engine (0.3.13.post1), and shapes all that is built on it; each was tested:
+Properties of the engine (0.3.13.post1) that shape this package; each has been tested:
 
 * ``initialize``, ``register_memory`` and the destructor hold the GIL; ``batch_register_memory``,
   ``batch_unregister_memory`` and all transfers give it back. So the former run when an engine is
@@ -8,15 +8,15 @@ What is true of the engine (0.3.13.post1), and shapes all that is built on it; e
 * Transfers, registering and unregistering may run in several threads at once on one engine. Making
   engines may not (they share static state), nor ending one while a call of it is under way.
 * A call gives up after ``MC_TRANSFER_TIMEOUT`` (at least 5 s) and 1 s per GiB; there is no way to
-  give up sooner, nor to take a transfer back: what was given up may land until the engine is ended.
-* Waiting for a batch polls a core. Where that takes long we sleep first.
+  end sooner, nor to cancel a transfer: an abandoned one may land until the engine is ended.
+* Waiting for a batch polls a core, so for long batches this package sleeps first.
 * After one failed transfer others to the same peer may wait seconds behind it: an engine that has
   failed is replaced.
 * ``initialize`` aborts the process (``LOG(FATAL)``) for a kind of metadata server that it was not
-  built with, and waits 5 s for an etcd that is not there: both are looked at before.
-* Asked for rdma where there is no card it takes tcp, and says nothing: so cards are looked for.
-* Over tcp a peer is sent no byte beside registered memory, and a write is acknowledged when it has
-  been applied; whether *our* memory is registered is not checked there, and is over RDMA.
+  built with, and waits 5 s for an etcd that does not answer: both are checked before.
+* For rdma without a card it silently uses tcp, so this package checks for cards.
+* Over tcp the peer refuses bytes outside its registered memory, and acknowledges a write when it
+  has applied it. Only RDMA also checks that *our* memory is registered.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, Final, NamedTuple
 
 from kvstore.addresses import split_address
 from kvstore.calls import EngineAddress
+from kvstore.clocks import uptime
 from kvstore.config import P2P
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, TransferEngineError
 
@@ -143,7 +144,7 @@ class Engine:
         if self._engine.batch_register_memory([address], [length]):
             raise TransferEngineError(
                 f"the transfer engine cannot register {length} bytes",
-                advice="RDMA locks what is registered: raise the limit of locked memory "
+                advice="RDMA locks registered memory: raise the limit of locked memory "
                 "(ulimit -l, LimitMEMLOCK= in systemd).",
                 bytes=length,
             )
@@ -168,7 +169,7 @@ class Engine:
         batch = submit(peer, ours, theirs, lengths)
         if not _is_batch(batch):
             return False
-        started = monotonic()
+        started = uptime()
         total = sum(lengths)
         is_large = total >= _LARGE_BYTES
         if is_large:
@@ -176,7 +177,7 @@ class Engine:
         if engine.get_batch_transfer_status([batch]):
             return False
         if is_large:
-            self._bytes_per_s += (total / (monotonic() - started) - self._bytes_per_s) / 8
+            self._bytes_per_s += (total / (uptime() - started) - self._bytes_per_s) / 8
         return True
 
     def transfer_one(
@@ -193,9 +194,9 @@ class Engine:
         if not _is_batch(batch):
             return False
         # Of a batch of one this tells all, and does not wait: no thread is needed for a deadline.
-        nap_at = monotonic() + _POLL_S
+        nap_at = uptime() + _POLL_S
         while not (status := engine.transfer_check_status(batch)):
-            now = monotonic()
+            now = uptime()
             if now >= deadline:
                 raise DeadlineExceededError("the deadline passed in a transfer")
             if now >= nap_at:
@@ -265,8 +266,7 @@ def import_engine() -> Any:
         if missing is None:
             raise TransferEngineError(
                 "Mooncake's transfer engine is not installed",
-                advice=f"pip install 'kvstore[mooncake]', which brings {PACKAGE}; or leave "
-                "the setting protocol empty.",
+                advice=f"pip install {PACKAGE}; or leave the setting protocol empty.",
                 missing=PACKAGE,
             ) from None
         library = missing[1]
@@ -306,12 +306,12 @@ def _check_tcp(settings: EngineSettings) -> None:
         return
     if not all(built_with(library, text) for text in _NEEDED_OF_TCP):
         raise TransferEngineError(
-            "this release of Mooncake's transfer engine says that a write is done before it is",
+            "this release of Mooncake's transfer engine reports a write as complete too early",
             advice=f"pip install --upgrade {PACKAGE} (0.3.13 or newer).",
         )
     if os.environ.get("MC_TCP_PROTO") == "1":
         raise TransferEngineError(
-            "with MC_TCP_PROTO=1 the transfer engine says that a write is done before it is",
+            "with MC_TCP_PROTO=1 the transfer engine reports a write as complete too early",
             advice="Unset it.",
         )
 
@@ -359,7 +359,7 @@ def _check_metadata_server(server: str) -> None:
     library = find_package()
     if kind == "redis" and library is not None and not built_with(library, "RedisStoragePlugin"):
         raise TransferEngineError(
-            "this build of Mooncake's transfer engine does not know redis://",
+            "this build of Mooncake's transfer engine does not support redis://",
             advice=f"Use {P2P}, etcd:// or http://, or build the engine with USE_REDIS=ON.",
             metadata_server=server,
         )
@@ -382,7 +382,7 @@ def _refused(settings: EngineSettings) -> TransferEngineError:
     return TransferEngineError(
         f"Mooncake's transfer engine does not start with protocol {settings.protocol}, "
         f"devices {settings.device_name or 'all'}, metadata server {settings.metadata_server}",
-        advice="Set MC_LOG_LEVEL=INFO to see what it says; kvstore doctor looks at devices.",
+        advice="Set MC_LOG_LEVEL=INFO to see the engine's log; kvstore doctor checks devices.",
         protocol=settings.protocol,
         device_name=settings.device_name,
         metadata_server=settings.metadata_server,

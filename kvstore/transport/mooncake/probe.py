@@ -1,4 +1,4 @@
-"""What of the transfer engine is there, for ``kvstore doctor``: nothing here starts an engine."""
+"""Which parts of the transfer engine are installed, for ``kvstore doctor``; starts no engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def probe() -> list[Finding]:
     further than there is something to look at. Imports the engine where it is installed."""
     library = find_package()
     if library is None:
-        advice = f"pip install 'kvstore[mooncake]' (it brings {PACKAGE})"
+        advice = f"pip install {PACKAGE}"
         return [Finding("package", False, "not installed", advice)]
     findings = [Finding("package", True, _version())]
     try:

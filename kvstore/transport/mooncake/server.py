@@ -1,18 +1,18 @@
-"""A node's end of the transfer engine: its segment, registered, and what fences it.
+"""The node side of the transfer engine: its registered segment, and its fence.
 
-Access is one-sided: nobody at this end looks at a request. What an engine does check is that every
-byte lies in memory that is registered. So a segment is registered at an address of its own for each
-generation, in a mapping of its own:
+Access is one-sided: the node checks no request. An engine does check that every byte lies in
+registered memory. So each generation of a segment is registered at a new address, in a separate
+mapping:
 
     fence: unregister ─► no new access ─► the old addresses hold no memory ─► register at new ones
 
-Whoever was told the old address is refused from then on, and a transfer over tcp that is in the
-middle of it fails (the kernel finds no memory there), before the node joins a master again. Old
-addresses stay reserved until the process ends, so that nothing is ever mapped there anew.
+From then on the engine refuses the old address, and a transfer over tcp that is under way fails
+(the kernel finds no memory there), before the node joins a master again. Old addresses stay
+reserved until the process ends, so that they are never mapped again.
 
-Over tcp the engine's server waits for a peer for ever: what a stopped client, or a cut network,
-holds back would land whenever it comes. So connections on which nothing was received or sent for
-``STALL_S`` are cut, as ``tcp_server`` does with its own. Clients count on less (``transport``).
+Over tcp the engine's server waits for a peer for ever: bytes that a stopped client or a cut network
+holds back would land at any later time. So the node cuts connections without traffic for
+``STALL_S``, as ``tcp_server`` does. Clients use a shorter time (``transport``).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class EngineServer:
         """
         old = self._mapped[-1]
         if not self._engine.unregister(address_of_map(old)):
-            raise InternalError("the transfer engine does not let go of the segment")
+            raise InternalError("the transfer engine does not release the segment")
         _take_memory_away(old)
         self._register()
 
@@ -112,7 +112,7 @@ class EngineServer:
         while not self._closing.wait(SWEEP_S):
             try:
                 cut = sum(map(self._cut_if_stalled, sockets()))
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  # the next sweep may succeed
                 log.warning("event=engine_sweep_failed error=%r", error)
                 continue
             if cut:

@@ -1,12 +1,12 @@
-"""An engine with the memory that is registered with it: what is used, and given up, as one.
+"""An engine with its registered memory: both are used, and retired, together.
 
     made ──► used by calls, several at once ──► retired ──► ended, when its last call has returned
                                                  ▲ a transfer failed, or was given up by its caller
 
-A transfer that was given up may still read and write the memory that it was given. So nothing of a
-retired station is used again: its buffer is unmapped, and caller's memory is let go, once the
-engine is ended. That is the quarantine, and it lasts as long as it has to: until the calls that are
-under way return, which the engine's own time-out bounds (``MC_TRANSFER_TIMEOUT``, 5 s).
+An abandoned transfer may still read and write its memory. So no part of a retired station is used
+again: its buffer is unmapped, and the caller's memory is released, once the engine is ended. This
+quarantine lasts until the calls under way return, which the engine's own time-out bounds
+(``MC_TRANSFER_TIMEOUT``, 5 s).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import mmap
 import queue
 import threading
 from collections.abc import Iterable
-from time import monotonic
 from typing import Final, NamedTuple
 
+from kvstore.clocks import uptime
 from kvstore.transport.mooncake.engine import (
     Engine,
     EngineSettings,
@@ -123,12 +123,12 @@ class Station:
         return buffer
 
     def was_used(self, peer: str) -> None:
-        self.used_at[peer] = monotonic()
+        self.used_at[peer] = uptime()
 
     def idle_s(self, peer: str) -> float:
         """Since the last transfer with that peer; 0: there was none."""
         used_at = self.used_at.get(peer)
-        return 0.0 if used_at is None else monotonic() - used_at
+        return 0.0 if used_at is None else uptime() - used_at
 
 
 def registration(buffer: memoryview) -> Registered:

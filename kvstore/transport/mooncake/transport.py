@@ -1,14 +1,15 @@
-"""A client's end of the transfer engine, behind the interface of all transports.
+"""The client side of the transfer engine, behind the interface of all transports.
 
-Who moves the bytes is the engine; who says whether that is allowed is the node's data server, over
-one tcp connection per segment that carries no payload (``ClientConnection.greet``):
+The engine moves the bytes. The node's data server authorizes that, over one tcp connection per
+segment that carries no payload (``ClientConnection.greet``):
 
-* before a call it has told that the segment is there, in this generation, and that our token is
-  right: a one-sided access asks nobody;
-* while it is open, none of that has changed: a node that fences cuts it, one that dies ends it;
-* after a failure it is asked again, and its answer says what to make of it.
+* before a call, the server has confirmed segment, generation and token, because a one-sided access
+  checks none of them;
+* while the connection is open, none of them has changed: a node that fences cuts it, a node that
+  dies ends it;
+* after a failure the client asks the server again, and its answer gives the reason.
 
-What keeps a late write from somebody else's memory is in ADR 8.
+ADR 8 says how late writes are kept from memory of other objects.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from time import monotonic
 from typing import Final
 
 from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
 from kvstore.errors import (
     BusyError,
     ClosedError,
@@ -38,6 +39,7 @@ from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings, address_of
 from kvstore.transport.mooncake.station import Buffer, Registered, Station, registration
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.stopping import current
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
@@ -72,6 +74,7 @@ class MooncakeTransport:
 
     name: str = "mooncake"
     maps: bool = False
+    reads_in_one_batch: bool = True
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class MooncakeTransport:
         if self._station is not None:
             return True
         with self._changing:
-            if monotonic() < self._broken_until:
+            if uptime() < self._broken_until:
                 return False
             if not self._has_started:
                 try:
@@ -236,6 +239,22 @@ class MooncakeTransport:
             station.is_retired = True
             station.leave()
 
+    def sweep(self) -> None:
+        """As ``Transport.sweep``."""
+        with self._changing:
+            witnesses = dict(self._witnesses)
+        for key, witness in witnesses.items():
+            if witness.has_ended:
+                with self._changing:
+                    if self._witnesses.get(key) is witness:
+                        del self._witnesses[key]
+                witness.close()
+
+    def abandon(self) -> None:
+        """As ``Transport.abandon``. Has to be kept: the engine's end would touch what is shared."""
+        for witness in self._witnesses.values():
+            witness.abandon()
+
     def check_invariants(self) -> None:
         """Raises AssertionError: a bug of ours."""
         with self._changing:
@@ -255,12 +274,13 @@ class MooncakeTransport:
         check_moves(segment, moves)
         if not moves:
             return
-        if monotonic() >= deadline:
+        if uptime() >= deadline:
             raise deadline_exceeded(segment)
         if not is_write:
             self._check_quarantine(moves)
         witness = self._witness(segment)
         witness.greet(deadline)
+        stop = current()
         with self._entered(segment) as station:
             call = Call(
                 station,
@@ -268,7 +288,10 @@ class MooncakeTransport:
                 deadline,
                 is_write=is_write,
                 threads=self._threads,
-                is_closed=lambda: self._is_closed,
+                # What the engine writes to registered memory cannot be cut short.
+                is_closed=lambda: (
+                    self._is_closed or (stop is not None and stop.is_set and not self._registered)
+                ),
                 is_registered=self._is_registered,
             )
             error: KVStoreError | None = None
@@ -280,6 +303,10 @@ class MooncakeTransport:
                 is_late = isinstance(refused, DeadlineExceededError)
                 error = deadline_exceeded(segment) if is_late else refused
                 witness.distrust()
+            except BaseException:  # such as a signal's; nobody waits for it any more
+                if not is_write:
+                    self._quarantine(call.in_doubt, station)
+                raise
             finally:
                 if not call.is_settled:
                     self._retire(station)
@@ -290,9 +317,9 @@ class MooncakeTransport:
         if call.in_doubt and not is_write and not station.ended.wait(SETTLE_S):
             self._quarantine(call.in_doubt, station)
             raise MemoryQuarantinedError(
-                f"a read from node {segment.node!r} was given up, and may still land in the "
+                f"a read from node {segment.node!r} was abandoned, and may still write to the "
                 "registered memory it was for",
-                advice="Leave that memory alone until client.unregister() of it has returned.",
+                advice="Do not use that memory until client.unregister() of it has returned.",
                 node=segment.node,
             ) from error
         error.fields["settled"] = int(call.is_settled or not is_write)
@@ -334,7 +361,7 @@ class MooncakeTransport:
         self._retired = [each for each in self._retired if not each.ended.is_set()]
         if len(self._retired) >= RETIRED_MAX:
             raise BusyError(
-                f"{RETIRED_MAX} transfer engines wait for transfers that were given up",
+                f"{RETIRED_MAX} transfer engines wait for abandoned transfers",
                 advice="Try again in some seconds; look at the nodes: kvstore status",
                 settled=1,
             )
@@ -362,7 +389,7 @@ class MooncakeTransport:
         )
 
     def _is_broken(self, error: TransferEngineError) -> None:
-        self._broken_until = monotonic() + BROKEN_S
+        self._broken_until = uptime() + BROKEN_S
         log.error("transfer_engine_not_used error=%s", error)
 
     def _retire(self, station: Station) -> None:
@@ -384,11 +411,12 @@ class MooncakeTransport:
         except KVStoreError as error:
             return error
         assert segment.engine is not None
-        self._unreached[segment.engine.name] = monotonic() + UNREACHED_S
+        self._unreached[segment.engine.name] = uptime() + UNREACHED_S
         log.warning("transfer_failed node=%s engine=%s", segment.node, segment.engine.name)
         return NodeUnreachableError(
             f"the transfer engine failed to move bytes of node {segment.node!r}, which answers",
-            advice="Are the engine's own ports open between the hosts? See docs/transports.md.",
+            advice="Check that the engine's own ports are open between the hosts: "
+            "docs/transports.md.",
             node=segment.node,
         )
 
@@ -402,7 +430,7 @@ class MooncakeTransport:
 
     def _is_unreached(self, name: str) -> bool:
         until = self._unreached.get(name)
-        if until is not None and until <= monotonic():
+        if until is not None and until <= uptime():
             self._unreached.pop(name, None)
             return False
         return until is not None
@@ -430,8 +458,8 @@ class MooncakeTransport:
             for each, _ in doubts:
                 if _overlap(each, start, start + len(move.buffer)):
                     raise MemoryQuarantinedError(
-                        "a read that was given up may still land in this memory",
-                        advice="Leave it alone until client.unregister() of it has returned.",
+                        "an abandoned read may still write to this memory",
+                        advice="Do not use it until client.unregister() of it has returned.",
                     )
 
 
@@ -448,9 +476,19 @@ class _Witness:
         with self._using:
             return self._connection.is_open
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its node has ended it; not told while it is in use."""
+        if not self._using.acquire(blocking=False):
+            return False
+        try:
+            return self._connection.has_ended
+        finally:
+            self._using.release()
+
     def greet(self, deadline: float, *, anew: bool = False) -> None:
         """Raises as ``TcpTransport.read``, settled: the node does not vouch for it."""
-        if not self._using.acquire(timeout=max(0.0, deadline - monotonic())):
+        if not self._using.acquire(timeout=max(0.0, deadline - uptime())):
             raise deadline_exceeded(self._segment)
         try:
             if anew:
@@ -463,6 +501,9 @@ class _Witness:
         """Ask again before the next call, also where the connection seems to be open."""
         with self._using:
             self._connection.close()
+
+    def abandon(self) -> None:
+        self._connection.abandon()
 
     def close(self) -> None:
         self._connection.interrupt()

@@ -1,9 +1,10 @@
 """The moves of a write in an order that a one-sided engine can keep.
 
-An engine moves the ranges of a batch in any order. What counts is that of one object: its header is
-wiped before its payload is written, and written after it. So a write is made of *waves*, each ended
-before the next begins: all first moves of objects, all payloads, all headers. (An object's moves
-are those up to one with ``prepare``.) A call whose ranges overlap otherwise is done in its order.
+An engine moves the ranges of a batch in any order, but the moves of one object need theirs: its
+header is wiped before its payload is written, and written after it. So a write consists of *waves*,
+each ended before the next begins: all first moves of objects, all payloads, all headers. (An
+object's moves are those up to one with ``prepare``.) A call whose ranges overlap otherwise is done
+in its order.
 """
 
 from __future__ import annotations

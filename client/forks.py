@@ -1,0 +1,56 @@
+"""Clients in a forked process.
+
+A child cannot use its parent's connections, threads and locks: two processes that send on one
+connection break it for both, a fork does not copy threads, and a thread of the parent may hold a
+lock for ever. So right after a fork, before any other code runs in the child, each client starts
+again with its own number, connections and threads, and without the parent's leases. It only closes
+its copies of shared descriptors; it sends, shuts down, revokes and stops nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import Final, Protocol
+
+log = logging.getLogger("kvstore.client")
+
+
+class Forked(Protocol):
+    """A client, as this module sees it."""
+
+    def _begin_anew(self) -> None:
+        """Called in the child. Takes no lock that existed before the fork."""
+        ...
+
+    def _give_up(self) -> None:
+        """Called when ``_begin_anew`` has failed: refuses all calls."""
+        ...
+
+
+_clients: Final[weakref.WeakSet[Forked]] = weakref.WeakSet()
+_kept: Final[list[object]] = []
+
+
+def watch(client: Forked) -> None:
+    """Makes the client begin anew in every child, as long as the client exists."""
+    _clients.add(client)
+
+
+def keep(parents: object) -> None:
+    """Keeps an object of the parent for ever, because its destructor would do more than free
+    memory."""
+    _kept.append(parents)
+
+
+def _in_child() -> None:
+    for client in list(_clients):
+        try:
+            client._begin_anew()
+        except Exception:
+            client._give_up()
+            log.exception("client_not_usable_after_fork pid=%d", os.getpid())
+
+
+os.register_at_fork(after_in_child=_in_child)

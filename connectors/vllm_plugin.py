@@ -1,0 +1,16 @@
+"""What vLLM calls in each of its processes: makes the connector known under its own name.
+
+Apart from ``kvstore.connectors.vllm``, which is loaded only where the connector is used.
+"""
+
+from __future__ import annotations
+
+NAME = "KVStoreConnector"
+
+
+def register() -> None:
+    """vLLM's plug-in, of the group ``vllm.general_plugins``; it may be called more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if NAME not in KVConnectorFactory._registry:  # it has no question for that
+        KVConnectorFactory.register_connector(NAME, "kvstore.connectors.vllm", NAME)

@@ -1,0 +1,136 @@
+"""Background tasks and threads of a process, none of which ends unseen.
+
+    work = start_task("tick", self._tick_forever(), died=self._died)
+    thread = start_thread("kvstore-leases", self._renew_forever, died=self._died)
+
+When one ends by an exception, the exception is logged once with its traceback, and ``died`` is
+called with it: the owner knows whether the process can go on without it. ``End`` is for an owner
+that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
+``watch_loop`` and ``watch_threads`` log what no owner has claimed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+log = logging.getLogger("kvstore.background")
+
+Died = Callable[[BaseException], None]
+"""What the owner does about it. Called once, in the loop's thread for a task, and in the dying
+thread for a thread."""
+
+EXIT_BROKEN: Final = 70
+"""The exit status of a process that ends because of a bug or for want of memory (EX_SOFTWARE)."""
+
+AnyResult = TypeVar("AnyResult")
+
+_running: Final[set[asyncio.Task[Any]]] = set()
+"""A loop refers to its tasks weakly."""
+
+
+def start_task(
+    name: str,
+    work: Coroutine[Any, Any, AnyResult],
+    *,
+    died: Died | None = None,
+    expected: type[BaseException] | tuple[type[BaseException], ...] = (),
+) -> asyncio.Task[AnyResult]:
+    """Run ``work`` in the running loop. Its cancellation is no death.
+
+    Args:
+        name: as in the log.
+        work: what the task runs.
+        died: None: whoever awaits the task is its owner.
+        expected: exceptions that are a usual end of it, and are neither logged nor told.
+    """
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    _running.add(task)
+
+    def ended(task: asyncio.Task[AnyResult]) -> None:
+        _running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, expected):
+            _tell(name, error, died)
+
+    task.add_done_callback(ended)
+    return task
+
+
+def start_thread(
+    name: str,
+    work: Callable[[], object],
+    *,
+    died: Died | None = None,
+    daemon: bool = True,
+) -> threading.Thread:
+    """Run ``work`` in a thread, which is started when this returns.
+
+    Raises:
+        RuntimeError: the system has no thread left.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  # that is what this function is for
+            _tell(name, error, died)
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def _tell(name: str, error: BaseException, died: Died | None) -> None:
+    log.error("background_died name=%s error=%r", name, error, exc_info=error)
+    if died is not None:
+        died(error)
+
+
+class End:
+    """Why a process has to end; the first reason counts. Threads: any. Make it in the loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._asked = asyncio.Event()
+        self.error: BaseException | None = None
+
+    def __call__(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        try:
+            self._loop.call_soon_threadsafe(self._asked.set)
+        except RuntimeError:
+            pass  # the loop is closed: the process is ending
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+
+def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Log what goes wrong in callbacks, and in tasks that were started in another way."""
+    loop.set_exception_handler(_log_context)
+
+
+def _log_context(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    del loop
+    error = context.get("exception")
+    log.error("loop_error what=%r error=%r", context.get("message"), error, exc_info=error)
+
+
+def watch_threads(died: Callable[[str, BaseException], None] | None = None) -> None:
+    """Log the death of any other thread of this process by name; then ``died`` is told of it."""
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        error = args.exc_value
+        if error is None or isinstance(error, SystemExit):
+            return
+        name = "unknown" if args.thread is None else args.thread.name
+        log.error("background_died name=%s error=%r", name, error, exc_info=error)
+        if died is not None:
+            died(name, error)
+
+    threading.excepthook = hook

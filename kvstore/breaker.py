@@ -1,0 +1,82 @@
+"""When somebody who keeps failing is left alone, and when it is tried again.
+
+    closed ──failures_max in a row──► open ──open_for──► half open ──next result──► closed or open
+
+Pure: the time is an argument, of any monotonic clock and in its unit.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+BreakerState = Literal["closed", "half_open", "open"]
+
+
+class Breaker:
+    """One thread at a time, but for ``state`` and ``is_open``, which any thread may ask.
+
+    Whoever lets only one request try a half open breaker asks ``allows`` and calls ``begin``.
+    """
+
+    def __init__(self, *, failures_max: int, open_for: float, open_for_max: float = 0) -> None:
+        """
+        Args:
+            open_for: how long it stays open the first time.
+            open_for_max: if greater, each failed try doubles that time up to this.
+        """
+        self._failures_max = failures_max
+        self._open_for_first = open_for
+        self._open_for_max = max(open_for, open_for_max)
+        self._open_for = open_for
+        self._failures = 0
+        self._open_until: float | None = None
+        self._probing = False
+
+    @classmethod
+    def of_a_store(cls) -> Breaker:
+        """For calls to a store, in seconds: open for 1 s after three failures, at most for 10 s."""
+        return cls(failures_max=3, open_for=1.0, open_for_max=10.0)
+
+    def state(self, now: float) -> BreakerState:
+        until = self._open_until
+        if until is None:
+            return "closed"
+        return "open" if now < until else "half_open"
+
+    def is_open(self, now: float) -> bool:
+        return self.state(now) == "open"
+
+    def allows(self, now: float) -> bool:
+        """Whether a request may be sent now. A half open breaker allows one at a time."""
+        state = self.state(now)
+        return state == "closed" or (state == "half_open" and not self._probing)
+
+    def begin(self, now: float) -> bool:
+        """Called when a request is sent. Returns whether this request is the probe of a half open
+        breaker."""
+        assert self.allows(now), "a breaker is asked before a request is sent"
+        self._probing = self.state(now) == "half_open"
+        return self._probing
+
+    def succeeded(self) -> None:
+        self._failures = 0
+        self._open_until = None
+        self._open_for = self._open_for_first
+        self._probing = False
+
+    def failed(self, now: float) -> bool:
+        """Counts a failure, and opens the breaker after too many; returns whether this one has
+        opened a closed one. Late failures, of requests sent before it opened, do not keep it open
+        longer."""
+        self._failures += 1
+        state = self.state(now)
+        if state == "half_open" or (state == "closed" and self._failures >= self._failures_max):
+            self._open_until = now + self._open_for
+            self._open_for = min(self._open_for * 2, self._open_for_max)
+            self._probing = False
+            return state == "closed"
+        return False
+
+    def abandoned(self) -> None:
+        """The probe ended without a result (its client left): the next request is the probe."""
+        self._probing = False

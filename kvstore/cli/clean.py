@@ -1,0 +1,104 @@
+"""``kvstore clean``: removes memory that dead nodes left on this host."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, debug_option, json_option
+from kvstore.cli.show import print_json, size_text
+
+if TYPE_CHECKING:
+    from kvstore.memory.entries import LeftOver
+
+EXAMPLE = """\b
+Examples:
+  kvstore clean                      shows memory that dead nodes left, and asks
+  kvstore clean cache-1 --yes        removes the memory of one node, without asking
+  kvstore clean --cluster prod       only memory of nodes of this cluster
+
+\b
+A node that is restarted with the same options serves the objects in its memory, so use clean only
+for nodes that will not return. Memory of running nodes is never touched.
+
+\b
+Exit codes: 0 done, or nothing to do; 1 some memory was not removed; 3 no such memory.
+"""
+
+
+@click.command(context_settings=CONTEXT, epilog=EXAMPLE)
+@click.argument("names", nargs=-1, metavar="[NODE]...")
+@click.option("--cluster", metavar="NAME", help="Only memory of this cluster.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+@debug_option
+@click.pass_context
+def clean(
+    context: click.Context,
+    /,
+    names: tuple[str, ...],
+    cluster: str | None,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Remove memory that dead nodes left on this host."""
+    from kvstore.memory.entries import left_overs, remove_left
+
+    as_json = as_json or bool((context.obj or {}).get("as_json"))
+
+    def is_meant(left: LeftOver) -> bool:
+        if names and left.name not in names:
+            return False
+        return cluster is None or left.owner.cluster == cluster
+
+    found = [left for left in left_overs() if is_meant(left)]
+    missing = sorted(set(names) - {left.name for left in found})
+    remove = yes or (not as_json and bool(found) and _agreed(found))
+    rows = [(left, remove and remove_left(left)) for left in found]
+    if as_json:
+        for left, removed in rows:
+            print_json(
+                {
+                    "node": left.node,
+                    "path": left.path,
+                    "cluster": left.owner.cluster,
+                    "master": list(left.owner.places),
+                    "size": left.size,
+                    "held": left.held,
+                    "removed": removed,
+                }
+            )
+    elif not found and not missing:
+        click.echo("no memory of dead nodes")
+    elif remove:
+        freed = sum(left.held for left, removed in rows if removed)
+        click.echo(f"removed {sum(removed for _, removed in rows)}, {size_text(freed)} freed")
+        for left, removed in rows:
+            if not removed:
+                click.echo(f"{left.path}: a process has taken it meanwhile", err=True)
+    for name in missing:
+        click.echo(f"{name}: no memory of a dead node of this name", err=True)
+    if missing:
+        return NOT_THERE
+    return 0 if all(removed for _, removed in rows) else FAILED
+
+
+def _agreed(found: list[LeftOver]) -> bool:
+    table = Table("node", "memory", "cluster", "of the master at", "path", box=None)
+    for left in found:
+        table.add_row(
+            left.node or "-",
+            size_text(left.held),
+            left.owner.cluster or "-",
+            ", ".join(left.owner.places) or "-",
+            left.path,
+        )
+    Console(stderr=True).print(table, highlight=False)
+    if not sys.stdin.isatty():
+        click.echo("Nothing was removed: there is no terminal to ask; give --yes.", err=True)
+        return False
+    return click.confirm("Remove this memory, with all objects in it?", err=True)

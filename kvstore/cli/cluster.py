@@ -1,0 +1,104 @@
+"""``kvstore status``, ``drain`` and ``version``."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import click
+
+from kvstore._version import __version__
+from kvstore.addresses import shown_place
+from kvstore.calls import ClusterStatus
+from kvstore.cli.options import CONTEXT, FAILED, debug_option, installation_notices, json_option
+from kvstore.cli.progress import byte_progress
+from kvstore.cli.session import Session, connects
+from kvstore.cli.show import plain, print_json, size_text
+from kvstore.limits import PROTOCOL_VERSION
+
+
+@click.command(
+    context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001"
+)
+@connects()
+@click.option("--counters", is_flag=True, help="Also show counters since the master started.")
+def status(session: Session, counters: bool) -> None:
+    """Show the cluster at a glance: nodes, their memory, objects."""
+    with session.client() as client:
+        found = client.status()
+    if session.as_json:
+        print_json(status_json(found))
+        return
+    from kvstore.cli.tables import print_status
+
+    print_status(found, shown_place(session.config.master), counters=counters)
+
+
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExamples:\n  kvstore drain host-7          then stop it, or upgrade it\n"
+    "  kvstore drain host-7 --undo",
+)
+@connects()
+@click.argument("node")
+@click.option("--undo", is_flag=True, help="Stop draining: the node gets new objects again.")
+@click.option("--discard", is_flag=True, help="Lose objects for which other nodes have no space.")
+@click.option("--wait-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
+              help="How long to wait for puts on the node when nothing moves.")  # fmt: skip
+def drain(session: Session, node: str, undo: bool, discard: bool, wait_s: float) -> int:
+    """Empty a node: it gets no new objects, its objects move to other nodes, then it leaves."""
+    from kvstore.cli.drain import drain_node
+
+    with session.client() as client, byte_progress(wanted=not session.as_json) as progress:
+        if undo:
+            client.drain(node, undo=True)
+            progress.stop()
+            said = {"node": node, "draining": False}
+            print_json(said) if session.as_json else click.echo(f"{node} gets new objects again")
+            return 0
+        progress.step(f"emptying {node}", None)
+        done = drain_node(client, node, discard=discard, wait_s=wait_s, told=progress.reach)
+    if session.as_json:
+        print_json(done.as_json())
+        return 0 if done.has_left else FAILED
+    counted = f"{done.moved} objects ({size_text(done.moved_bytes)}) moved"
+    if done.evicted:
+        counted += f", {done.evicted} less recently used ones evicted to make room"
+    if done.left:
+        counted += f", no space on other nodes for {done.left} ({size_text(done.left_bytes)})"
+    if done.corrupt:
+        counted += f", {done.corrupt} are corrupt"
+    if done.has_left:
+        click.echo(f"{node} has left: {counted}")
+        return 0
+    click.echo(f"{node} has not left, and gets no new objects: {counted}")
+    if done.unfinished:
+        click.echo(f"{done.unfinished} puts, allocations or moves under way did not end in time")
+    advice = f"To lose the rest: kvstore drain {node} --discard. To stop draining: --undo."
+    click.echo(advice, err=True)
+    return FAILED
+
+
+@click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore version --json")
+@json_option
+@debug_option
+@click.pass_context
+def version(context: click.Context, as_json: bool) -> None:
+    """Show the versions of this program and of what it runs on."""
+    versions = {
+        "kvstore": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "python": platform.python_version(),
+    }
+    notices = installation_notices()
+    if as_json or context.obj["as_json"]:
+        print_json({**versions, "notices": notices})
+        return
+    for name, number in versions.items():
+        click.echo(f"{name} {number}")
+    for notice in notices:
+        click.echo(f"note: {notice}", err=True)
+
+
+def status_json(found: ClusterStatus) -> dict[str, Any]:
+    return {**plain(found), "counters": dict(found.counters)}

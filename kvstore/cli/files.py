@@ -1,0 +1,94 @@
+"""Files that ``kvstore put`` reads and ``kvstore get`` writes, and what is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+from kvstore.cli.progress import ByteProgress
+from kvstore.errors import UnsupportedValueError
+
+PIECE_BYTES = 4 << 20
+"""Bytes per read and write: small enough that the progress bar moves a few times a second."""
+
+
+def read_file(name: str, progress: ByteProgress) -> bytearray:
+    """A file's bytes, or those of standard input for ``-``."""
+    with contextlib.ExitStack() as stack:
+        if name == "-":
+            source: IO[bytes] = sys.stdin.buffer
+            size = None
+        else:
+            source = stack.enter_context(open(name, "rb"))
+            size = os.fstat(source.fileno()).st_size
+        progress.step("reading", size)
+        content = bytearray()
+        while piece := source.read(PIECE_BYTES):
+            content += piece
+            progress.advance(len(piece))
+    return content
+
+
+def write_file(path: Path, content: memoryview, progress: ByteProgress) -> None:
+    """Writes the whole file or nothing: the old file stays until the new content is complete."""
+    if path.exists() and not path.is_file():  # a pipe, /dev/null
+        with path.open("wb") as target:
+            copy_out(content, target, progress)
+        return
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as target:
+        try:
+            copy_out(content, target.file, progress)
+            mask = os.umask(0)
+            os.umask(mask)
+            os.fchmod(target.fileno(), 0o666 & ~mask)  # the mode of a plain open
+            os.replace(target.name, path)
+        except BaseException:
+            os.unlink(target.name)
+            raise
+
+
+def copy_out(content: memoryview, target: IO[bytes], progress: ByteProgress) -> None:
+    for start in range(0, len(content), PIECE_BYTES):
+        progress.advance(target.write(content[start : start + PIECE_BYTES]))
+    target.flush()
+
+
+def array_of(content: bytearray, name: str) -> Any:
+    import numpy as np
+
+    try:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except ValueError as error:
+        raise UnsupportedValueError(
+            f"{name} is not a NumPy array: {error}", advice="Leave out --npy to store its bytes."
+        ) from error
+
+
+def npy_of(array: Any) -> memoryview:
+    """An array as a ``.npy`` file."""
+    import numpy as np
+
+    if array.dtype.isbuiltin == 2:  # ml_dtypes' bfloat16: the file would say "two bytes each"
+        raise UnsupportedValueError(
+            f"NumPy files cannot hold {array.dtype}", advice="Leave out --npy to get its bytes."
+        )
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getbuffer()
+
+
+def is_text(content: memoryview) -> bool:
+    """Whether a terminal can show ``content``: looks only at its beginning, like other tools."""
+    head = bytes(content[:4096])
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:  # else a character cut in two
+            return False
+        text = head[: error.start].decode()
+    return all(sign.isprintable() or sign in "\n\r\t" for sign in text)

@@ -1,0 +1,86 @@
+"""What every command of ``kvstore`` gets: its settings, a client, how to print."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvstore.addresses import shown_place
+from kvstore.cli.options import config_options, debug_option, json_option
+from kvstore.config import ClientConfig, load
+from kvstore.limits import Namespace
+
+if TYPE_CHECKING:
+    from kvstore import Client
+
+WAITING_S = 1.0
+"""A command that has had no master for this long says what it waits for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What every command gets: its settings, and how to print."""
+
+    config: ClientConfig
+    given: frozenset[str]
+    """Settings that were options of this very command line."""
+    as_json: bool
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Client]:
+        from kvstore import Client  # not above: --help should not wait for numpy and grpc
+
+        with Client(config=self.config) as client:
+            waiting = threading.Timer(WAITING_S, self._tell_waiting, [client])
+            waiting.daemon = True
+            waiting.start()
+            try:
+                yield client
+            finally:
+                waiting.cancel()
+
+    def _tell_waiting(self, client: Client) -> None:
+        """Tells a person why nothing happens; a program gets the error at the end."""
+        if not self.as_json and not client.stats().epoch:
+            place, longest_s = shown_place(self.config.master), self.config.timeout_ms / 1000
+            click.echo(
+                f"kvstore: waiting for a master at {place}, up to {longest_s:.1f} s (--timeout-ms)",
+                err=True,
+            )
+
+    @property
+    def namespace(self) -> Namespace:
+        return Namespace(self.config.namespace)
+
+
+def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function of a ``Session`` a command with ``--master``, ``--json`` and so on."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        keys = ("master", "timeout_ms", *only)
+
+        @functools.wraps(function)
+        def command(config_path: str | None, as_json: bool, **arguments: Any) -> Any:
+            outer: dict[str, Any] = click.get_current_context().obj
+            here = {key: arguments.pop(key) for key in keys}
+            flags = outer["flags"] | {k: v for k, v in here.items() if v is not None}
+            config = load(
+                ClientConfig,
+                flags | {"memory": 0},
+                config_path=outer["config_path"] if config_path is None else config_path,
+                origin="{flag}",
+            )
+            given = frozenset(key for key, value in flags.items() if value is not None)
+            session = Session(config=config, given=given, as_json=as_json or outer["as_json"])
+            return function(session, **arguments)
+
+        with_options = config_options(ClientConfig, only=keys)(command)
+        return json_option(debug_option(with_options))
+
+    return wrap

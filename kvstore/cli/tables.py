@@ -1,0 +1,103 @@
+"""Tables of the command ``kvstore``. Imported only to show one: rich takes a while to import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvstore.calls import ClusterStatus
+from kvstore.cli.show import duration_text, size_text
+
+
+def print_fields(fields: dict[str, Any]) -> None:
+    """Prints the fields of one object, for ``kvstore stat``."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in fields.items():
+        if name == "places":
+            text = ", ".join(
+                f"{p['node']} segment {p['segment']} at {p['offset']:#x}" for p in value
+            )
+        elif name.endswith("_ms"):
+            name, text = name.removesuffix("_ms"), duration_text(value)
+        elif name == "size":
+            text = size_text(value) + (f" ({value} bytes)" if value >= 1024 else "")
+        elif isinstance(value, dict):
+            text = ", ".join(f"{k} {v}" for k, v in value.items())
+        else:
+            text = "-" if value is None else str(value)
+        table.add_row(name, text)
+    Console().print(table, highlight=False, markup=False)
+
+
+def print_rows(rows: Iterable[Sequence[str]]) -> None:
+    """Prints rows of objects, for ``kvstore ls``."""
+    table = Table("namespace", "key", box=None, pad_edge=False)
+    for name in ("size", "replicas", "depth", "leased"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, highlight=False)
+
+
+def print_status(found: ClusterStatus, master: str, *, counters: bool) -> None:
+    console = Console()
+    for part in _status_parts(found, master, counters=counters):
+        console.print(part, highlight=False)
+
+
+def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Iterator[Any]:
+    size = sum(segment.size for node in found.nodes for segment in node.segments)
+    used = sum(segment.used for node in found.nodes for segment in node.segments)
+    objects = sum(namespace.objects for namespace in found.namespaces)
+    who = f"leader {found.leader}" if found.leader else f"master {master}"
+    if found.leader and found.leader != master:
+        who += f" (found by {master})"
+    if found.cluster:
+        who = f"cluster {found.cluster}, {who}"
+    yield (
+        f"{who}, version {found.version}, epoch {found.epoch}, up {duration_text(found.uptime_ms)}"
+    )
+    share = f" ({100 * used / size:.0f} %)" if size else ""
+    counted = f"{objects} object" + ("" if objects == 1 else "s")
+    yield f"{counted}, {size_text(used)} of {size_text(size)} used{share}"
+    short = dict(found.counters).get("under_replicated_objects", 0)
+    if short:
+        yield f"{short} of them have fewer replicas than wanted"
+    yield ""
+
+    if found.nodes:
+        nodes = Table("node", "state", "address", box=None, pad_edge=False)
+        for name in ("used", "of", "largest free", "last heard"):
+            nodes.add_column(name, justify="right")
+        for node in found.nodes:
+            nodes.add_row(
+                node.name,
+                node.state,
+                node.address or "-",
+                size_text(sum(segment.used for segment in node.segments)),
+                size_text(sum(segment.size for segment in node.segments)),
+                size_text(max((s.largest_free for s in node.segments), default=0)),
+                duration_text(node.silent_ms),
+            )
+        yield nodes
+    else:
+        yield "No node: start one with kvstore-node, or kvstore-master with --memory."
+
+    if found.namespaces:
+        namespaces = Table("\nnamespace", box=None, pad_edge=False)
+        namespaces.add_column("\nobjects", justify="right")
+        namespaces.add_column("\nbytes", justify="right")
+        for row in found.namespaces:
+            namespaces.add_row(row.name, str(row.objects), size_text(row.size))
+        yield namespaces
+
+    if counters:
+        table = Table("\ncounter", box=None, pad_edge=False)
+        table.add_column("\nsince start", justify="right")
+        for name, number in found.counters:
+            table.add_row(name, str(number))
+        yield table

@@ -1,0 +1,78 @@
+"""Settings of every kind of process, and the one place that reads them.
+
+A value comes from, first found wins:
+
+1. a flag of the command line, or an argument in a program (``--lease-ms``, ``lease_ms=``);
+2. the environment: ``KVSTORE_MASTER_LEASE_MS``, ``KVSTORE_NODE_MEMORY``, ``KVSTORE_CLIENT_LANE``;
+   where clients, nodes and proxies find the master is ``KVSTORE_MASTER`` for all of them, and
+   the name of the cluster ``KVSTORE_CLUSTER``;
+3. a TOML file with the sections ``[master]``, ``[node]``, ``[client]``, ``[connector]`` and
+   ``[proxy]``: the one that ``--config`` or ``KVSTORE_CONFIG`` names, else ``./kvstore.toml``,
+   else ``~/.config/kvstore/kvstore.toml``; files are never merged, and an empty name means none;
+4. the default written here.
+
+What is unreadable or out of range is refused with ``ConfigError``, which names the setting and
+where it was found; so is a flag or an argument that is unknown. An unknown variable or key of the
+file may be one of the next release, which has read the same file before an upgrade was taken back:
+a warning names it and the nearest right spelling, once per process; with ``KVSTORE_STRICT_CONFIG``
+it is refused, too. The description of a field is its comment and its ``--help`` text.
+
+``master``, ``node``, ``client``, ``connector`` and ``proxy`` hold the settings of one kind each,
+``values`` the types that they are made of, ``reading`` the way from the sources to a value.
+
+This package imports pydantic, not pydantic-settings: what the latter adds (reading the variables
+and the file) cannot say where a value came from nor refuse an unknown ``KVSTORE_*`` variable, and
+costs each import of ``kvstore.Client`` 40 ms.
+"""
+
+from __future__ import annotations
+
+from kvstore.config.base import (
+    CONFIG_VARIABLE,
+    NATIVE_VARIABLE,
+    STRICT_VARIABLE,
+    Config,
+    Setting,
+    settings,
+)
+from kvstore.config.client import ClientConfig
+from kvstore.config.connector import ConnectorConfig
+from kvstore.config.master import MasterConfig
+from kvstore.config.node import NodeConfig
+from kvstore.config.proxy import ProxyConfig
+from kvstore.config.reading import KINDS, load, unknown_settings
+from kvstore.config.values import (
+    DATA_PORTS,
+    DEFAULT_PORT,
+    P2P,
+    TRANSPORTS,
+    TRANSPORTS_KNOWN,
+    Verify,
+    format_size,
+    parse_size,
+)
+
+__all__ = [
+    "CONFIG_VARIABLE",
+    "DATA_PORTS",
+    "DEFAULT_PORT",
+    "KINDS",
+    "NATIVE_VARIABLE",
+    "P2P",
+    "STRICT_VARIABLE",
+    "TRANSPORTS",
+    "TRANSPORTS_KNOWN",
+    "ClientConfig",
+    "Config",
+    "ConnectorConfig",
+    "MasterConfig",
+    "NodeConfig",
+    "ProxyConfig",
+    "Setting",
+    "Verify",
+    "format_size",
+    "load",
+    "parse_size",
+    "settings",
+    "unknown_settings",
+]

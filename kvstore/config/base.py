@@ -1,0 +1,151 @@
+"""What the settings of every kind of process have in common."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvstore.config.values import As, RefusedError, format_size
+from kvstore.errors import ConfigError
+
+PREFIX = "KVSTORE_"
+CONFIG_VARIABLE = "KVSTORE_CONFIG"
+MASTER_VARIABLE = "KVSTORE_MASTER"
+CLUSTER_VARIABLE = "KVSTORE_CLUSTER"
+STRICT_VARIABLE = "KVSTORE_STRICT_CONFIG"
+"""Not empty: what is unknown is refused; ``--strict-config`` sets it."""
+NATIVE_VARIABLE = "KVSTORE_NATIVE"
+"""No setting: ``kvstore.native`` looks at it."""
+
+
+class Config(BaseModel):
+    """What all have in common: frozen, keyword-only, checked when built.
+
+    Raises (all of them, when built):
+        ConfigError: an unknown name, or a value out of its range; ``fields["key"]`` names it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    section: ClassVar[str]
+
+    def __init__(self, /, **values: object) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise config_error(type(self), error) from None
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class Setting(NamedTuple):
+    """One field, as the command line, the environment and the documentation need it."""
+
+    key: str
+    flag: str
+    variables: tuple[str, ...]
+    metavar: str
+    """Empty for a switch."""
+    default: str
+    help: str
+    many: bool = False
+    """Whether the flag may be given several times."""
+
+
+def settings(kind: type[Config]) -> list[Setting]:
+    """The settings of a kind, in the order of their definition."""
+    found = []
+    for key, field in kind.model_fields.items():
+        shown = next((item for item in field.metadata if isinstance(item, As)), As(""))
+        metavar = shown.metavar
+        if not metavar and field.annotation not in (bool, bool | None):
+            metavar = "|".join(getattr(field.annotation, "__args__", ()))
+        found.append(
+            Setting(
+                key=key,
+                flag="--" + key.replace("_", "-"),
+                variables=variables_of(kind, key),
+                metavar=metavar,
+                default=_default_text(field.default, metavar),
+                help=field.description or "",
+                many=shown.many,
+            )
+        )
+    return found
+
+
+def variables_of(kind: type[Config], key: str) -> tuple[str, ...]:
+    """The environment variables of a field, the one that wins first."""
+    own = f"{PREFIX}{kind.section.upper()}_{key.upper()}"
+    shared = {"master": MASTER_VARIABLE, "cluster": CLUSTER_VARIABLE}.get(key)
+    return (own,) if shared is None else (own, shared)
+
+
+def _default_text(default: object, metavar: str) -> str:
+    if default is None:
+        return "see above" if metavar else "auto"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if metavar == "SIZE" and isinstance(default, int):
+        return format_size(default)
+    return ",".join(default) if isinstance(default, tuple) else str(default)
+
+
+def at_least(config: Config, key: str, least: int, meaning: str, reason: str) -> None:
+    value = getattr(config, key)
+    if value < least:
+        raise RefusedError(
+            f"is {value}, and must be at least {meaning} ({least})",
+            f"The reason: {reason}.",
+            key=key,
+        )
+
+
+def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
+    """The first of pydantic's complaints, in our words."""
+    first = error.errors(include_url=False)[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    context = first.get("ctx", {})
+    advice = ""
+    match first["type"]:
+        case "extra_forbidden":
+            return unknown_setting(key, "", list(kind.model_fields))
+        case "value_error" if isinstance(context["error"], RefusedError):
+            refused = context["error"]
+            key, what, advice = refused.key or key, str(refused), refused.advice
+        case "greater_than_equal":
+            what = f"must be at least {context['ge']}"
+        case "less_than_equal":
+            what = f"must be at most {context['le']}"
+        case "string_too_short":
+            what = "must not be empty"
+        case "literal_error":
+            what = f"must be {context['expected']}"
+        case "int_parsing" | "int_from_float" | "int_type":
+            what = "must be a whole number"
+        case "bool_parsing" | "bool_type":
+            what = "must be true or false"
+        case "string_type":
+            what = "must be text"
+        case _:
+            what = str(first["msg"])
+    given = "" if not first["loc"] else f" = {first['input']!r}"
+    return ConfigError(
+        f"{key}{given}: {what}" if given else f"{key} {what}", advice=advice, key=key
+    )
+
+
+def unknown_setting(key: str, origin: str, known: list[str]) -> ConfigError:
+    import difflib  # only for the message: 5 ms that no correct start should pay
+
+    fields: dict[str, str] = {"key": key} | ({"origin": origin} if origin else {})
+    near = difflib.get_close_matches(key, known, n=1)
+    if near:
+        fields["nearest"] = near[0]
+    return ConfigError(
+        f"there is no setting {key}" + (f" ({origin})" if origin else ""),
+        advice=f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}.",
+        **fields,
+    )

@@ -1,0 +1,100 @@
+"""The settings of the vLLM connector."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from kvstore.config.base import Config
+from kvstore.config.values import (
+    DEFAULT_PORT,
+    P2P,
+    TRANSPORTS_KNOWN,
+    Bytes,
+    Cluster,
+    Count,
+    Devices,
+    EngineBuffer,
+    Master,
+    MetadataServer,
+    Milliseconds,
+    MoversProtocol,
+    Share,
+    Text,
+    Transports,
+    Verify,
+)
+from kvstore.limits import REPLICAS_MAX
+
+
+class ConnectorConfig(Config):
+    """The connector of an inference engine (``kv_connector_extra_config`` of vLLM)."""
+
+    section = "connector"
+
+    master: Master = Field(
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        description="Where the master is, as of a client.",
+    )
+    cluster: Cluster = ""
+    memory: Bytes = Field(
+        default=0,
+        description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
+    )
+    transports: Transports = Field(
+        default=TRANSPORTS_KNOWN, description="Ways to move bytes, the best first."
+    )
+    protocol: MoversProtocol = ""
+    device_name: Devices = ""
+    metadata_server: MetadataServer = P2P
+    engine_buffer: EngineBuffer = 64 << 20
+    verify: Verify = Field(
+        default="payload", description="What is checked of loaded blocks, as of a client."
+    )
+    replicas: Count = Field(
+        default=1, ge=1, le=REPLICAS_MAX, description="Copies of saved blocks, on distinct nodes."
+    )
+    save_decode: bool = Field(
+        default=False,
+        description="Store the blocks of generated tokens, too: the next turn of a conversation "
+        "finds them, on whichever engine it lands.",
+    )
+    model_id: Text = Field(
+        default="",
+        description="What the weights are called; empty: name and revision, or, of a local "
+        "directory, its files. Engines share blocks only when it is equal.",
+    )
+    lookup_deadline_ms: Milliseconds = Field(
+        default=20,
+        ge=1,
+        le=10_000,
+        description="How long a request waits to learn what the store has, before that counts as "
+        "nothing. Other requests go on meanwhile.",
+    )
+    writers_wait_ms: Milliseconds = Field(
+        default=500,
+        ge=0,
+        le=60_000,
+        description="How long a request waits for blocks that another engine is writing at this "
+        "moment, instead of computing them again.",
+    )
+    transfer_timeout_ms: Milliseconds = Field(
+        default=5_000,
+        ge=10,
+        le=600_000,
+        description="The longest that loading the blocks of one request, or saving those of one "
+        "step, may take.",
+    )
+    pin_timeout_ms: Milliseconds = Field(
+        default=60_000,
+        ge=100,
+        le=3_600_000,
+        description="How long a block may wait to be saved, and be kept from other use for it; "
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (seconds) sets it, too.",
+    )
+    pinned_max: Share = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share of the engine's blocks that may be waiting to be saved; beyond, "
+        "blocks are not saved.",
+    )

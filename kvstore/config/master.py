@@ -1,0 +1,255 @@
+"""A master's settings."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from kvstore.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
+from kvstore.config.base import Config, at_least
+from kvstore.config.values import (
+    DEFAULT_PORT,
+    Advertise,
+    Bytes,
+    Cluster,
+    Count,
+    Etcd,
+    Host,
+    Limit,
+    LogLevel,
+    Microseconds,
+    Milliseconds,
+    Name,
+    Port,
+    RefusedError,
+    Secret,
+    Text,
+)
+from kvstore.errors import InvalidArgumentError
+
+
+class MasterConfig(Config):
+    """A ``kvstore-master``."""
+
+    section = "master"
+
+    host: Host = Field(
+        default="127.0.0.1",
+        description="Address to listen on. Loopback until you say otherwise, because whoever "
+        "reaches the master can read and write the cache; 0.0.0.0 is every interface.",
+    )
+    port: Port = Field(
+        default=DEFAULT_PORT, description="TCP port of the gRPC service; 0 takes any."
+    )
+    cluster: Cluster = ""
+    lane_port: Port = Field(
+        default=0,
+        description="TCP port of the lane, the fast carrier of the hot calls; 0 takes the port "
+        "after --port, or any when that is 0.",
+    )
+    memory: Bytes = Field(
+        default=0,
+        description="Memory that this process also pools (2GiB), so that one command is a whole "
+        "store; 0 leaves that to nodes.",
+    )
+    keep: bool = Field(
+        default=False,
+        description="Leave --memory in /dev/shm at a clean stop, for the next start on the same "
+        "port. A master that was killed leaves it anyway.",
+    )
+    lease_ms: Milliseconds = Field(
+        default=10_000,
+        ge=1_000,
+        le=600_000,
+        description="How long found objects keep their bytes, 1 s to 10 min. Long enough to read "
+        "gigabytes, short enough that a full pool makes room in seconds.",
+    )
+    put_deadline_ms: Milliseconds = Field(
+        default=30_000,
+        ge=1_000,
+        le=600_000,
+        description="How long a writer has between put_start and put_end, 1 s to 10 min: a batch "
+        "of gigabytes over a slow network; memory of a writer that died is lost so long.",
+    )
+    quarantine_ms: Milliseconds = Field(
+        default=20_000,
+        ge=0,
+        le=600_000,
+        description="How long memory of an expired put stays unused after its deadline, because "
+        "a write may land late: what a socket may hold up for 10 s reaches a node that is stopped "
+        "for less than --dead-ms. At least --dead-ms.",
+    )
+    beat_ms: Milliseconds = Field(
+        default=500,
+        ge=10,
+        le=60_000,
+        description="How often nodes say that they are alive: two a second cost nothing.",
+    )
+    suspect_ms: Milliseconds = Field(
+        default=2_000,
+        ge=20,
+        le=600_000,
+        description="Silence after which a node is not chosen for new objects: four lost beats; "
+        "at least twice --beat-ms.",
+    )
+    dead_ms: Milliseconds = Field(
+        default=6_000,
+        ge=30,
+        le=600_000,
+        description="Silence after which a node's objects are gone from every answer: longer "
+        "than a stall of a busy host, more than --suspect-ms.",
+    )
+    waiting_puts_max: Count = Field(
+        default=256,
+        ge=0,
+        le=65_536,
+        description="Puts that may wait for room at once; the next one is told at once that "
+        "there is none. Each waits with its whole batch in memory.",
+    )
+    pending_puts_max: Count = Field(
+        default=65_536,
+        ge=1,
+        le=16_777_216,
+        description="Objects between put_start and put_end at once: four full batches, some "
+        "300 bytes of master memory each.",
+    )
+    gather_ms: Milliseconds = Field(
+        default=3_000,
+        ge=0,
+        le=60_000,
+        description="After a restart: what would be a miss waits up to so long for nodes to tell "
+        "what they hold; 4 GiB in 100,000 objects take about two seconds. 0: it is a miss at once.",
+    )
+    repair_after_ms: Milliseconds = Field(
+        default=30_000,
+        ge=0,
+        le=86_400_000,
+        description="An object that was put with several replicas gets another one so long after "
+        "the node of one has died: a node that is only started again comes back with it. At least "
+        "--lease-ms.",
+    )
+    repair_bytes_per_s: Limit = Field(
+        default=256 << 20,
+        ge=0,
+        le=1 << 40,
+        description="How much may be copied to restore replicas, in the whole cluster: a quarter "
+        "of a 10 Gbit/s network. 0: replicas are not restored.",
+    )
+    repair_bytes_max: Limit = Field(
+        default=256 << 20,
+        ge=1 << 20,
+        le=1 << 40,
+        description="How much of that may be under way at once, at least one object.",
+    )
+    repair_copies_max: Count = Field(
+        default=512,
+        ge=1,
+        le=65_536,
+        description="Objects that may be copied at once to restore replicas.",
+    )
+    put_wait_max_ms: Milliseconds = Field(
+        default=30_000,
+        ge=0,
+        le=600_000,
+        description="The longest that a put may ask to wait for room: three default leases.",
+    )
+    lane_spin_us: Microseconds = Field(
+        default=200,
+        ge=0,
+        le=10_000,
+        description="How long the loop polls after a hot call before it sleeps: saves a wake-up "
+        "between the calls of one engine step, at the cost of that much processor time.",
+    )
+    connections_max: Count = Field(
+        default=1_024,
+        ge=1,
+        le=65_536,
+        description="Connections on the lane at once, and as many on the gRPC port; the limit of "
+        "descriptors is raised for them as far as it can be.",
+    )
+    etcd: Etcd = Field(
+        default="",
+        description="Members of the etcd through which several masters elect the one that leads; "
+        "empty: this is the only master.",
+    )
+    etcd_prefix: Name = Field(
+        default="",
+        description="Under which key in the etcd the masters of this cluster meet; empty: "
+        f"{ETCD_PREFIX}. Each cluster needs its own.",
+    )
+    etcd_ca: Text = Field(
+        default="",
+        description="File with the certificates (PEM) that etcd's own is checked against; empty: "
+        "no TLS.",
+    )
+    etcd_cert: Text = Field(
+        default="", description="File with our certificate (PEM), where etcd asks for one."
+    )
+    etcd_key: Text = Field(default="", description="File with its key (PEM).")
+    etcd_user: Text = Field(default="", description="Whom to log in to etcd as; empty: nobody.")
+    etcd_password: Secret = Field(
+        default="",
+        description="The password of --etcd-user. Better given as a variable: flags can be read by "
+        "every user of the host.",
+    )
+    etcd_lease_ms: Milliseconds = Field(
+        default=3_000,
+        ge=2_000,
+        le=60_000,
+        description="How long etcd waits for a leader that is silent before another one may lead; "
+        "whole seconds, 2 s to 1 min. Longer than any stall of a healthy host.",
+    )
+    advertise: Advertise = Field(
+        default="",
+        description="Where this master says that it is when it leads, if that differs from --host "
+        "and --port; empty: those. Clients and nodes must reach it there.",
+    )
+    log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
+
+    @property
+    def lane_port_wanted(self) -> int:
+        """The port that the lane is to listen on; 0 takes any."""
+        return self.lane_port or (self.port + 1 if self.port else 0)
+
+    @property
+    def etcd_place(self) -> EtcdPlace | None:
+        """Where the masters meet; None for a single one."""
+        if not self.etcd:
+            return None
+        place = parse_etcd(self.etcd)
+        return checked_etcd(
+            EtcdPlace(
+                place.endpoints,
+                prefix=self.etcd_prefix.strip("/") or place.prefix,
+                ca=self.etcd_ca or place.ca,
+                cert=self.etcd_cert or place.cert,
+                key=self.etcd_key or place.key,
+                user=self.etcd_user or place.user,
+                password=self.etcd_password or place.password,
+            )
+        )
+
+    @model_validator(mode="after")
+    def _rules(self) -> MasterConfig:
+        try:
+            parse_etcd(str(self.etcd_place or "etcd://nobody"))
+        except InvalidArgumentError as error:
+            raise RefusedError(error.message, error.advice, key="etcd") from error
+        at_least(self, "suspect_ms", 2 * self.beat_ms, "2 * beat_ms", "one late beat is no sign")
+        at_least(self, "dead_ms", self.suspect_ms + 1, "suspect_ms + 1", "suspect comes first")
+        at_least(
+            self,
+            "quarantine_ms",
+            self.dead_ms,
+            "dead_ms",
+            "bytes on their way to a stopped node land before it counts as dead, "
+            "and must not land in memory that has been given to someone else",
+        )
+        if self.port and self.lane_port == self.port:
+            raise RefusedError(
+                f"is {self.port}, the same as port",
+                "Give the lane a port of its own.",
+                key="lane_port",
+            )
+        if self.port == 65_535 and not self.lane_port:
+            raise RefusedError("must be given, there is no port after 65535", key="lane_port")
+        return self

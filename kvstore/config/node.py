@@ -1,0 +1,129 @@
+"""A node's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kvstore.config.base import Config
+from kvstore.config.values import (
+    DATA_PORT,
+    DATA_PORTS,
+    DEFAULT_PORT,
+    MASTER_HELP,
+    MEMORY_BYTES_MIN,
+    P2P,
+    Advertise,
+    As,
+    Bytes,
+    Cluster,
+    Count,
+    Devices,
+    EngineProtocol,
+    Group,
+    HugePages,
+    LockMemory,
+    LogLevel,
+    Master,
+    MetadataServer,
+    Name,
+    OnOffAuto,
+    Port,
+)
+
+
+class NodeConfig(Config):
+    """A ``kvstore-node``."""
+
+    section = "node"
+
+    master: Master = Field(
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        description=MASTER_HELP,
+    )
+    cluster: Cluster = ""
+    name: Name = Field(
+        default="",
+        description="The node's name, unique in the cluster; empty takes the host's name, and "
+        "-2, -3, ... after it where that is taken.",
+    )
+    host: Annotated[str, As("HOST")] = Field(
+        default="",
+        description="Address to serve the memory on; empty: this host's own on the way to the "
+        "master, which is loopback beside a master on loopback. 0.0.0.0 is every interface.",
+    )
+    port: Port = Field(
+        default=DATA_PORT,
+        description="TCP port to serve the memory on; 0 takes any. Unless it is given, the next "
+        f"free one of {DATA_PORT} to {DATA_PORT + DATA_PORTS - 1} is taken (several nodes on a "
+        "host), or any.",
+    )
+    advertise: Advertise = Field(
+        default="",
+        description="What clients are told to connect to, where that differs from --host and "
+        "--port (behind NAT); empty: those, and with --host 0.0.0.0 this host's own address on "
+        "the way to the master.",
+    )
+    memory: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
+        default=1 << 30,
+        description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
+        "set it to what the host can spare.",
+    )
+    huge_pages: HugePages = Field(
+        default="auto",
+        description="auto: huge pages where /dev/shm gives them (mount option huge=advise), which "
+        "makes starting and first reads many times faster; transparent: those, or do not start; "
+        "reserved: those of a hugetlbfs (sysctl vm.nr_hugepages), or do not start; off: none.",
+    )
+    numa_node: Annotated[Count, Field(ge=-1, le=1_023)] = Field(
+        default=-1,
+        description="Take the memory from this NUMA node and serve it by its processors; -1: as "
+        "the kernel likes. One kvstore-node per NUMA node uses all of a host.",
+    )
+    lock_memory: LockMemory = Field(
+        default="auto",
+        description="Keep the memory from being swapped out. auto: where the limit of locked "
+        "memory (ulimit -l) allows it; on: do not start where it does not; off: never.",
+    )
+    shm_group: Group = Field(
+        default="",
+        description="Group whose members may map the memory, and so may write to it, although they "
+        "are other users: their clients on this host read without a copy. Empty: this user alone; "
+        "others are served by tcp.",
+    )
+    keep: OnOffAuto = Field(
+        default=None,
+        description="Leave the memory in /dev/shm at a clean stop, for the next start of this "
+        "node. auto: on for a node with --name, else off. A node that was killed, or whose start "
+        "failed, leaves what it held; one that was drained leaves nothing.",
+    )
+    adopt: bool = Field(
+        default=False,
+        description="Take over memory of this name although another cluster has left it, with "
+        "what it holds: for a cluster that has got another name or address.",
+    )
+    discard: bool = Field(
+        default=False,
+        description="Throw away the memory that an earlier start of this node has left, instead of "
+        "serving what it holds.",
+    )
+    connections_max: Count = Field(
+        default=256,
+        ge=1,
+        le=65_536,
+        description="Data connections at once: 64 clients with 4 streams each; more are refused.",
+    )
+    protocol: EngineProtocol = Field(
+        default="",
+        description="Also serve the memory by Mooncake's transfer engine (pip install "
+        "mooncake-transfer-engine-non-cuda), over this protocol; empty: without it.",
+    )
+    device_name: Devices = ""
+    metadata_server: MetadataServer = P2P
+    log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
+
+    @property
+    def keeps(self) -> bool:
+        """At a clean stop. Without a name the next start might not find it."""
+        return bool(self.name) if self.keep is None else self.keep

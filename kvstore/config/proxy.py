@@ -1,0 +1,182 @@
+"""The proxy's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from kvstore.config.base import Config
+from kvstore.config.values import (
+    DEFAULT_PORT,
+    Addresses,
+    Affinity,
+    Cluster,
+    Count,
+    Host,
+    Limit,
+    LogLevel,
+    Milliseconds,
+    OptionalMaster,
+    Port,
+    Secret,
+)
+
+
+class ProxyConfig(Config):
+    """A ``kvstore-proxy``."""
+
+    section = "proxy"
+
+    prefill: Addresses = Field(
+        default=(),
+        description="Engines that put the KV cache of a prompt into the store before it is "
+        "decoded. Without any of them decoders do all the work.",
+    )
+    decode: Addresses = Field(
+        default=(),
+        description="Engines that answer. More of both can be added while the proxy runs.",
+    )
+    host: Host = Field(
+        default="127.0.0.1",
+        description="Address to listen on. Loopback until you say otherwise, because the proxy "
+        "asks nobody who he is; 0.0.0.0 is every interface.",
+    )
+    port: Port = Field(default=8_000, description="TCP port to listen on; 0 takes any.")
+    master: OptionalMaster = Field(
+        default="",
+        description="The store's master, to ask whether it holds a prompt already; empty asks "
+        f"nobody, and every long prompt goes to a prefiller. Port {DEFAULT_PORT} when only a host "
+        "is given.",
+    )
+    cluster: Cluster = ""
+    prefill_threshold: Count = Field(
+        default=256,
+        ge=0,
+        le=16_777_216,
+        description="Tokens below which a prompt, or what the store lacks of it, is left to the "
+        "decoder: so few ride along in a decoding step, which waits for weights and not for "
+        "arithmetic, and cost it less than the way over a prefiller and the store.",
+    )
+    affinity: Affinity = Field(
+        default="none",
+        description="none: the engine with the fewest requests; prefix: rather the one that "
+        "lately had the longest beginning of this prompt.",
+    )
+    affinity_slack: Count = Field(
+        default=4,
+        ge=0,
+        le=65_536,
+        description="How many more requests than the least busy engine the one preferred by "
+        "--affinity may have: a few wait shorter than a prefix takes to load.",
+    )
+    affinity_blocks_max: Count = Field(
+        default=131_072,
+        ge=1,
+        le=16_777_216,
+        description="Blocks of 64 tokens that --affinity remembers, the latest ones: eight "
+        "million tokens, some 20 MiB.",
+    )
+    retries: Count = Field(
+        default=2,
+        ge=0,
+        le=64,
+        description="How many other decoders are tried when one fails before its first byte.",
+    )
+    inflight_max: Count = Field(
+        default=1_024,
+        ge=1,
+        le=1_048_576,
+        description="Requests at once; the next one is told to come back (503, Retry-After): "
+        "what some decoders run together, each with its body in memory.",
+    )
+    body_max: Annotated[Limit, Field(ge=1_024, le=1 << 30)] = Field(
+        default=32 << 20,
+        description="The largest request body: a million token ids are 8 MiB; images take more.",
+    )
+    body_timeout_ms: Milliseconds = Field(
+        default=60_000,
+        ge=1,
+        le=86_400_000,
+        description="How long a request's body may take: the largest one at 5 Mbit/s. As many "
+        "bodies as requests may be on their way; the slowest gives way to one more.",
+    )
+    connect_timeout_ms: Milliseconds = Field(
+        default=2_000,
+        ge=1,
+        le=600_000,
+        description="How long a connection to an engine may take: two lost SYNs.",
+    )
+    render_timeout_ms: Milliseconds = Field(
+        default=5_000,
+        ge=1,
+        le=600_000,
+        description="How long an engine may take to make token ids of a prompt; without them "
+        "the request goes on, and is tokenized twice.",
+    )
+    prefill_timeout_ms: Milliseconds = Field(
+        default=30_000,
+        ge=1,
+        le=3_600_000,
+        description="How long one prefiller may take; one other is tried, then the decoder "
+        "computes the prompt. More than your longest prompt takes.",
+    )
+    first_byte_timeout_ms: Milliseconds = Field(
+        default=600_000,
+        ge=1,
+        le=86_400_000,
+        description="How long a decoder may take until its first byte, which without streaming "
+        "is the whole answer: what OpenAI's own clients wait.",
+    )
+    idle_timeout_ms: Milliseconds = Field(
+        default=120_000,
+        ge=1,
+        le=86_400_000,
+        description="The longest silence within an answer, of either side.",
+    )
+    lookup_timeout_ms: Milliseconds = Field(
+        default=20,
+        ge=1,
+        le=10_000,
+        description="How long to wait for the store to say what it holds: a small part of what "
+        "the shortest prefill takes.",
+    )
+    health_interval_ms: Milliseconds = Field(
+        default=1_000,
+        ge=10,
+        le=3_600_000,
+        description="How often each engine is asked whether it is well.",
+    )
+    health_timeout_ms: Milliseconds = Field(
+        default=1_000,
+        ge=1,
+        le=600_000,
+        description="Silence after which such a question counts as failed; two failures in a "
+        "row make an engine unhealthy.",
+    )
+    breaker_failures: Count = Field(
+        default=5,
+        ge=1,
+        le=1_000_000,
+        description="Failed requests in a row after which an engine gets none for a while, "
+        "although it says that it is well.",
+    )
+    breaker_open_ms: Milliseconds = Field(
+        default=5_000,
+        ge=1,
+        le=3_600_000,
+        description="How long that is; then one request tries whether it works again.",
+    )
+    grace_ms: Milliseconds = Field(
+        default=30_000,
+        ge=0,
+        le=3_600_000,
+        description="What requests under way get to end when the proxy is asked to stop: what "
+        "Kubernetes waits before it kills.",
+    )
+    admin_token: Secret = Field(
+        default="",
+        description="Lets others than this host change the instances, by 'Authorization: Bearer "
+        "TEXT'. Better given as a variable: flags can be read by every user of the host.",
+    )
+    log_level: LogLevel = Field(default="info", description="The least serious messages to log.")

@@ -1,0 +1,209 @@
+"""Reads the settings of a process: from its arguments, the environment and a TOML file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvstore.config.base import (
+    CONFIG_VARIABLE,
+    NATIVE_VARIABLE,
+    PREFIX,
+    STRICT_VARIABLE,
+    Config,
+    ConfigT,
+    unknown_setting,
+    variables_of,
+)
+from kvstore.config.client import ClientConfig
+from kvstore.config.connector import ConnectorConfig
+from kvstore.config.master import MasterConfig
+from kvstore.config.node import NodeConfig
+from kvstore.config.proxy import ProxyConfig
+from kvstore.errors import ConfigError
+
+log = logging.getLogger("kvstore.config")
+
+_NO_SETTINGS = (CONFIG_VARIABLE, NATIVE_VARIABLE, STRICT_VARIABLE)
+
+# Kubernetes and Docker announce a service called "kvstore" to every container beside it in
+# variables of these forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001). They are nobody's mistake.
+_SERVICE_VARIABLE = re.compile(
+    r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
+
+KINDS: tuple[type[Config], ...] = (
+    MasterConfig,
+    NodeConfig,
+    ClientConfig,
+    ConnectorConfig,
+    ProxyConfig,
+)
+
+
+def load(
+    kind: type[ConfigT],
+    arguments: Mapping[str, object] | None = None,
+    *,
+    config_path: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    origin: str = "argument {key}",
+) -> ConfigT:
+    """The configuration of one process, from all its sources.
+
+    Args:
+        arguments: values given by flags or by a program; ``None`` values count as not given.
+        config_path: the TOML file; an empty string: none; ``None``: ``KVSTORE_CONFIG`` or one
+            of the default places.
+        environ: instead of ``os.environ``.
+        origin: how errors call the source of ``arguments``; ``{key}`` and ``{flag}`` stand for
+            the field.
+
+    Raises:
+        ConfigError: an unknown argument, an unreadable file, a value out of its range; with
+            ``KVSTORE_STRICT_CONFIG`` any unknown name. Its fields: ``key``, ``origin`` and, where
+            one is near, ``nearest``.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    unknown: list[ConfigError] = []
+
+    for key, value, where in _from_file(kind, config_path, environ, unknown):
+        values[key], origins[key] = value, where
+    for key, value, where in _from_environment(kind, environ, unknown):
+        values[key], origins[key] = value, where
+    _complain(unknown, strict=bool(environ.get(STRICT_VARIABLE)))
+    for key, value in (arguments or {}).items():
+        if value is not None:
+            values[key] = value
+            origins[key] = origin.format(key=key, flag="--" + key.replace("_", "-"))
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        where = origins.get(str(error.fields.get("key", "")), "default")
+        fields = {**error.fields, "origin": where}
+        raise ConfigError(
+            f"{error.message} (from {where})", advice=error.advice, **fields
+        ) from None
+
+
+def unknown_settings(config_path: str | os.PathLike[str] | None = None) -> list[ConfigError]:
+    """What ``load`` warns of, in the environment and in the file that it would read.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    unknown: list[ConfigError] = []
+    for _ in _from_file(ClientConfig, config_path, os.environ, unknown):
+        pass
+    for _ in _from_environment(ClientConfig, os.environ, unknown):
+        pass
+    return unknown
+
+
+_told: set[str] = set()
+"""Of what this process was warned."""
+
+
+def _complain(unknown: list[ConfigError], *, strict: bool) -> None:
+    for error in unknown:
+        if strict:
+            raise error
+        if (text := str(error)) not in _told:
+            _told.add(text)
+            log.warning("unknown setting, ignored: %s", text)
+
+
+def _from_environment(
+    kind: type[Config], environ: Mapping[str, str], unknown: list[ConfigError]
+) -> Iterable[tuple[str, object, str]]:
+    known = {
+        variable: (other, key)
+        for other in KINDS
+        for key in other.model_fields
+        for variable in variables_of(other, key)
+    }
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable in _NO_SETTINGS:
+            continue
+        if _SERVICE_VARIABLE.fullmatch(variable) or _SERVICE_VALUE.match(value):
+            continue
+        if variable not in known:
+            unknown.append(unknown_setting(variable, "the environment", [*known, CONFIG_VARIABLE]))
+    for key in kind.model_fields:
+        for variable in variables_of(kind, key):
+            if variable in environ and not _SERVICE_VALUE.match(environ[variable]):
+                yield key, environ[variable], variable
+                break
+
+
+def _from_file(
+    kind: type[Config],
+    config_path: str | os.PathLike[str] | None,
+    environ: Mapping[str, str],
+    unknown: list[ConfigError],
+) -> Iterable[tuple[str, object, str]]:
+    path = _file_to_read(config_path, environ)
+    if path is None:
+        return
+    sections = _read_toml(path)
+    for name, section in sections.items():
+        other = next((other for other in KINDS if other.section == name), None)
+        if other is None:
+            sections_known = [f"[{other.section}]" for other in KINDS]
+            unknown.append(unknown_setting(f"[{name}]", str(path), sections_known))
+            continue
+        if not isinstance(section, dict):
+            raise ConfigError(
+                f"{name} in {path} is a value, not a section",
+                advice=f"Sections are written [{name}], the settings on the lines below.",
+                key=name,
+                origin=str(path),
+            )
+        unknown += [  # also of the sections for others: the file is one
+            unknown_setting(key, f"{path} [{name}]", list(other.model_fields))
+            for key in section
+            if key not in other.model_fields
+        ]
+        if other is kind:
+            for key, value in section.items():
+                if key not in other.model_fields:
+                    continue
+                yield key, value, f"{path} [{name}] {key}"
+
+
+def _file_to_read(
+    config_path: str | os.PathLike[str] | None, environ: Mapping[str, str]
+) -> Path | None:
+    named = environ.get(CONFIG_VARIABLE) if config_path is None else os.fspath(config_path)
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    places = [Path("kvstore.toml")]
+    home = environ.get("XDG_CONFIG_HOME") or (
+        environ.get("HOME", "") and environ["HOME"] + "/.config"
+    )
+    if home:
+        places.append(Path(home) / "kvstore" / "kvstore.toml")
+    return next((place for place in places if os.path.lexists(place)), None)
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        reason = f"not valid TOML: {error}"
+    raise ConfigError(
+        f"cannot read the configuration {path}: {reason}",
+        advice="Name another with --config, or none with --config ''.",
+        key=str(path),
+        origin=str(path),
+    )

@@ -1,0 +1,304 @@
+"""The types of settings, and how each reads what was given: sizes, addresses, names."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import check_namespace
+
+DEFAULT_PORT = 50001
+"""Where Mooncake's master listens, too: its users' firewalls already let it through."""
+
+DATA_PORT = 50003
+"""Of a node: the one after the master's two."""
+DATA_PORTS = 16
+"""Tried from there on: a host with one node per NUMA node or GPU needs no more."""
+
+P2P = "P2PHANDSHAKE"
+METADATA_KINDS = ("etcd", "http", "https", "redis")
+MASTER_HELP = (
+    "Where the master is; several, when one may take over from another, are separated by commas. "
+    f"Port {DEFAULT_PORT} when only a host is given. Or where in an etcd it is announced: "
+    "etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
+)
+
+MEMORY_BYTES_MIN = 1 << 20
+MEMORY_BYTES_MAX = 1 << 46
+
+TRANSPORTS = ("shm", "tcp")
+"""Those that are always there."""
+
+TRANSPORTS_KNOWN = ("shm", "mooncake", "tcp")
+"""The best first. ``mooncake`` counts where both ends name a protocol for it."""
+
+_UNITS: dict[str, int] = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("i", 1024), ("b", 1000))
+}
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes: ``4096``, ``"2GiB"``, ``"512 MiB"``, ``"1.5GiB"``, ``"2GB"`` (decimal).
+
+    Raises:
+        InvalidArgumentError: no size, or one whose unit may mean two things (``2G``).
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise InvalidArgumentError(f"a size must not be negative, this one is {value}")
+        return value
+    found = re.fullmatch(r"(\d+)(?:\.(\d{1,3}))?\s*([a-z]*)", str(value).strip().lower(), re.ASCII)
+    whole, fraction, unit = found.groups(default="") if found else ("", "", "")
+    if found and unit in ("k", "m", "g", "t"):
+        number, letter = str(value).strip()[: -len(unit)].strip(), unit.upper()
+        raise InvalidArgumentError(
+            f"the unit of {value!r} may be binary or decimal",
+            advice=f"Write {number}{letter}iB or {number}{letter}B.",
+        )
+    if not found or unit not in _UNITS:
+        raise InvalidArgumentError(
+            f"{value!r} is not a size", advice="Write it like 2GiB, 512MiB or 4096 (bytes)."
+        )
+    return int(whole) * _UNITS[unit] + int(fraction or 0) * _UNITS[unit] // int(
+        "1" + "0" * len(fraction)
+    )
+
+
+def format_size(size: int) -> str:
+    """``parse_size`` backwards, in the largest binary unit that divides it: ``2GiB``, ``4097``."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        factor = _UNITS[unit.lower()]
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def _size(value: object) -> object:
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return parse_size(value)
+        except InvalidArgumentError as error:
+            raise RefusedError(error.message, error.advice) from error
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise RefusedError("is true or false, not a number")
+    return value
+
+
+def _memory(value: int) -> int:
+    if value and not MEMORY_BYTES_MIN <= value <= MEMORY_BYTES_MAX:
+        bounds = f"{format_size(MEMORY_BYTES_MIN)} to {format_size(MEMORY_BYTES_MAX)}"
+        raise RefusedError(f"must be 0 or {bounds}")
+    return value
+
+
+def _master(value: str) -> str:
+    if value.strip().startswith(ETCD_SCHEME):
+        try:
+            return str(parse_etcd(value))
+        except InvalidArgumentError as error:
+            raise RefusedError(error.message, error.advice) from error
+    places = []
+    for place in value.split(","):
+        try:
+            host, port = split_address(place, default_port=DEFAULT_PORT)
+        except InvalidArgumentError as error:
+            raise RefusedError(error.message, error.advice) from error
+        if not port:
+            raise RefusedError("must name a port: nobody can connect to port 0")
+        places.append(join_address(host, port))
+    return ",".join(places)
+
+
+def _etcd(value: str) -> str:
+    """Members of an etcd, or a whole place in it; as the latter."""
+    if not value.strip():
+        return ""
+    try:
+        return str(parse_etcd(value))
+    except InvalidArgumentError as error:
+        raise RefusedError(error.message, error.advice) from error
+
+
+def _optional_master(value: str) -> str:
+    return _master(value) if value.strip() else ""
+
+
+def _addresses(value: object) -> object:
+    """Words between commas or blanks; a flag that was given several times is a tuple of those."""
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        return value
+    found = []
+    for word in (word for each in value for word in each.replace(",", " ").split()):
+        try:
+            host, port = split_address(word)
+        except InvalidArgumentError as error:
+            raise RefusedError(error.message, error.advice) from error
+        if not port:
+            raise RefusedError("must name a port: nobody can connect to port 0")
+        found.append(join_address(host, port))
+    if len(set(found)) != len(found):
+        raise RefusedError("must name each once")
+    return tuple(found)
+
+
+def _advertise(value: str) -> str:
+    if value:
+        try:
+            split_address(value, default_port=0)
+        except InvalidArgumentError as error:
+            raise RefusedError(error.message, error.advice) from error
+    return value
+
+
+def _name(value: str) -> str:
+    if len(value.encode()) > 128 or not value.isprintable():
+        raise RefusedError("must be printable text of at most 128 bytes")
+    return value
+
+
+def _cluster(value: str) -> str:
+    if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value, re.ASCII):
+        raise RefusedError(
+            "must be 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
+    return value
+
+
+def _namespace(value: str) -> str:
+    try:
+        return check_namespace(value)
+    except InvalidArgumentError as error:
+        raise RefusedError(error.message, error.advice) from error
+
+
+def _words(value: object) -> object:
+    return tuple(word.strip() for word in value.split(",")) if isinstance(value, str) else value
+
+
+def _transports(value: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in value if name not in TRANSPORTS_KNOWN]
+    if unknown or not value or len(set(value)) != len(value):
+        raise RefusedError(f"must name each once, of: {', '.join(TRANSPORTS_KNOWN)}")
+    return value
+
+
+def _metadata_server(value: str) -> str:
+    kind, separator, place = value.partition("://")
+    if value == P2P or (separator and place and kind in METADATA_KINDS):
+        return value
+    raise RefusedError(
+        "names no metadata server",
+        f"Write {P2P}, or one of: {', '.join(f'{each}://HOST:PORT' for each in METADATA_KINDS)}.",
+    )
+
+
+def _device_name(value: str) -> str:
+    if value and not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in value.split(",")):
+        raise RefusedError("must be names of cards, separated by commas", "As in: mlx5_0,mlx5_1.")
+    return value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+class RefusedError(ValueError):
+    """A value that is not allowed; pydantic hands it through to ``config_error``."""
+
+    def __init__(self, message: str, advice: str = "", *, key: str = "") -> None:
+        super().__init__(message)
+        self.advice = advice
+        self.key = key
+        """Of a rule between fields: the one to blame."""
+
+
+class As(NamedTuple):
+    """Metadata of a type: what ``--help`` calls its values."""
+
+    metavar: str
+    many: bool = False
+    """Whether the flag may be given several times."""
+
+
+Bytes = Annotated[int, As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
+Milliseconds = Annotated[int, As("MS"), BeforeValidator(_number)]
+Share = Annotated[float, As("SHARE")]
+Text = Annotated[str, As("TEXT")]
+Microseconds = Annotated[int, As("US"), BeforeValidator(_number)]
+Count = Annotated[int, As("N"), BeforeValidator(_number)]
+Port = Annotated[int, As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
+Host = Annotated[str, As("HOST"), Field(min_length=1)]
+Master = Annotated[str, As("HOST:PORT,..."), AfterValidator(_master)]
+OptionalMaster = Annotated[str, As("HOST:PORT,..."), AfterValidator(_optional_master)]
+Etcd = Annotated[str, As("HOST:PORT,..."), AfterValidator(_etcd)]
+Addresses = Annotated[tuple[str, ...], As("HOST:PORT,...", many=True), BeforeValidator(_addresses)]
+Limit = Annotated[int, As("SIZE"), BeforeValidator(_size)]
+Advertise = Annotated[str, As("HOST[:PORT]"), AfterValidator(_advertise)]
+Name = Annotated[str, As("NAME"), AfterValidator(_name)]
+Cluster = Annotated[
+    str,
+    As("NAME"),
+    AfterValidator(_cluster),
+    Field(
+        description="Name of the cluster; empty: it has none, and is known by the address of its "
+        "master. Who names another one, or brings memory of another one, is refused."
+    ),
+]
+NamespaceName = Annotated[str, As("NAME"), AfterValidator(_namespace)]
+Transports = Annotated[
+    tuple[str, ...], As("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
+]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
+OnOffAuto = Annotated[
+    bool | None, BeforeValidator(lambda value: None if value == "auto" else value)
+]
+Verify = Annotated[Literal["header", "payload", "all"], BeforeValidator(_lower)]
+HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeValidator(_lower)]
+LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
+Group = Annotated[str, As("GROUP")]
+Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
+Secret = Annotated[str, As("TEXT")]
+EngineProtocol = Annotated[Literal["", "tcp", "rdma"], As("tcp|rdma"), BeforeValidator(_lower)]
+Devices = Annotated[
+    str,
+    As("NAME,..."),
+    AfterValidator(_device_name),
+    Field(description="The RDMA cards that the engine may use (mlx5_0,mlx5_1); empty: all."),
+]
+MetadataServer = Annotated[
+    str,
+    As("URL"),
+    AfterValidator(_metadata_server),
+    Field(
+        description="Where engines find each other: P2PHANDSHAKE needs no server; or "
+        "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends."
+    ),
+]
+MoversProtocol = Annotated[
+    EngineProtocol,
+    Field(
+        description="Move bytes by Mooncake's transfer engine (pip install "
+        "mooncake-transfer-engine-non-cuda) "
+        "where the node has it, too, over this protocol; empty: without it."
+    ),
+]
+EngineBuffer = Annotated[
+    Bytes,
+    Field(
+        ge=MEMORY_BYTES_MIN,
+        description="Memory registered with the transfer engine, through which bytes pass that "
+        "are not registered themselves: enough for a few transfers at once.",
+    ),
+]

@@ -1,0 +1,26 @@
+"""Descriptors: each connection takes one, and a process without any can neither accept nor log."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Final
+
+RESERVE: Final = 256
+"""For all that is no client's connection: files, listeners, pipes, libraries."""
+
+
+def allow(wanted: int) -> int:
+    """Raise this process's limit so that ``wanted`` descriptors fit, as far as the hard limit lets;
+    the limit then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
+def open_now() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1  # and that of the listing

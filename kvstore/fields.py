@@ -1,0 +1,88 @@
+"""What a field of a call may hold, as annotations of ``kvstore.calls``.
+
+Whoever decodes a call checks them (``kvstore.wire.codec``); whoever makes one in this process is
+trusted. A field without an annotation takes any value of its type, and as many rows as a frame
+holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvstore.limits import (
+    AVOID_MAX,
+    BATCH_KEYS_MAX,
+    EPOCH_MAX,
+    REPLICAS_MAX,
+    SIZE_BYTES_MAX,
+    WAIT_MS_MAX,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A number from ``least`` to ``most``."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text that may stand in a log line."""
+
+    empty: bool = False
+    """Whether it may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileName:
+    """A name in ``/dev/shm``, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sixteen:
+    """16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPrefix:
+    """What a key may begin with: no more bytes than a key has."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnyNamespace:
+    """A namespace, or empty: all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A column."""
+
+    most: int = BATCH_KEYS_MAX
+    """So many rows at most."""
+    like: str = ""
+    """The field before it that has as many rows; then ``most`` says nothing."""
+    value_max: int | None = None
+    """Of its numbers; None: any of 64 bits."""
+    distinct: bool = False
+    """Of its keys."""
+
+
+Name = Annotated[str, Text()]
+NameOrEmpty = Annotated[str, Text(empty=True)]
+NamespaceOrEmpty = Annotated[str, AnyNamespace()]
+ShmName = Annotated[str, FileName()]
+Uuid = Annotated[bytes, Sixteen()]
+Port = Annotated[int, Between(0, 65_535)]
+Epoch = Annotated[int, Between(0, EPOCH_MAX)]
+Size = Annotated[int, Between(0, SIZE_BYTES_MAX)]
+WaitMs = Annotated[int, Between(0, WAIT_MS_MAX)]
+Replicas = Annotated[int, Between(1, REPLICAS_MAX)]
+PageRows = Annotated[int, Between(1, BATCH_KEYS_MAX)]
+Numbers = Annotated[Sequence[int], Rows()]
+NumberPerKey = Annotated[Sequence[int], Rows(like="keys")]
+NumberPerOffset = Annotated[Sequence[int], Rows(like="offsets")]
+Avoided = Annotated[Sequence[bytes], Rows(AVOID_MAX), Sixteen()]

@@ -1,0 +1,374 @@
+"""Entries of ``/dev/shm`` and of hugetlbfs: their names, their owners, and what was left behind.
+
+The owner of a segment holds an exclusive ``flock`` on its entry for as long as it lives. So a name
+has one owner at a time, and an entry without a lock was left by an owner that was killed. A segment
+of reserved huge pages is an entry of the same name in a hugetlbfs; the code looks in all of
+``directories()`` to find it.
+
+A left-over entry is unlinked and never truncated: a client may still map the old memory, and would
+die of SIGBUS if the file shrank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import grp
+import os
+import re
+from collections.abc import Collection, Iterator
+from typing import Final, NamedTuple
+
+from kvstore.errors import (
+    ClusterMismatchError,
+    ConfigError,
+    LeftOverMemoryError,
+    NodeNameTakenError,
+    StartupError,
+)
+from kvstore.memory import header as layout
+
+SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - shared memory is what it is for
+
+SHM_PREFIX: Final = "kvstore."
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def directories() -> Iterator[str]:
+    """Where segments are: ``/dev/shm``, then each hugetlbfs of this host."""
+    yield SHM_DIRECTORY
+    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            _, where, kind, *_ = line.split(" ")
+            if kind == "hugetlbfs":
+                yield where.encode().decode("unicode_escape")
+
+
+def free_node_name(
+    base: str, owner: layout.Owner | None = None, avoid: Collection[str] = ()
+) -> str:
+    """The first name of ``base``, ``base-2``, ``base-3`` ... whose memory ``owner`` has left;
+    otherwise the first whose segment belongs to no live process and to no other cluster.
+
+    A suggestion: two processes that ask at once get the same name, and ``Segment.create`` decides.
+
+    Args:
+        owner: the cluster that the name is for; None: any, and left-over memory is not considered.
+        avoid: names that cannot be used.
+    """
+    free = ""
+    number = 0
+    left_until = _last_number(base) if owner is not None else 0
+    while not free or number < left_until:
+        number += 1
+        name = base if number == 1 else f"{base}-{number}"
+        paths = [f"{each}/{SHM_PREFIX}{name}" for each in directories()]
+        if name in avoid or any(_is_taken(path) for path in paths):
+            continue
+        lefts = [left for path in paths if (left := read_left(path)) is not None]
+        if owner is not None and any(layout.why_not_of(left.owner, owner) for left in lefts):
+            continue
+        if lefts and owner is not None:
+            return name
+        free = free or name
+    return free
+
+
+def _last_number(base: str) -> int:
+    """The last number of the existing entries ``base``, ``base-2`` ...; 0: none."""
+    pattern = re.compile(rf"{re.escape(SHM_PREFIX + base)}(?:-(\d{{1,6}}))?")
+    numbers = [0]
+    for directory in directories():
+        with contextlib.suppress(OSError):
+            found = map(pattern.fullmatch, os.listdir(directory))
+            numbers += [int(each[1] or 1) for each in found if each]
+    return max(numbers)
+
+
+class LeftOver(NamedTuple):
+    """Memory that no living process owns."""
+
+    path: str
+    node: str
+    """Empty: the process was killed before its segment was ready, and the memory has no objects."""
+    owner: layout.Owner
+    size: int
+    """As a file."""
+    held: int
+    """Bytes of memory in use."""
+    uuid: bytes = b""
+
+    @property
+    def name(self) -> str:
+        """The name under which a node finds this memory again."""
+        return os.path.basename(self.path).removeprefix(SHM_PREFIX)
+
+
+def read_left(path: str) -> LeftOver | None:
+    """The memory that a dead process left at ``path``; None: there is none, this user may not look,
+    or the process is alive."""
+    try:
+        fd = open_left(path)
+    except NodeNameTakenError:
+        return None
+    if fd < 0:
+        return None
+    try:
+        return _left_over(fd, path)
+    finally:
+        os.close(fd)
+
+
+def left_overs() -> list[LeftOver]:
+    """All memory on this host that no living process owns, as far as this user may see."""
+    found = []
+    for directory in directories():
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(directory)):
+                left = read_left(f"{directory}/{name}") if name.startswith(SHM_PREFIX) else None
+                found += [left] if left is not None else []
+    return found
+
+
+def remove_left(left: LeftOver) -> bool:
+    """Frees left-over memory; False: a process has taken it meanwhile, or it is gone.
+
+    The entry is locked during the removal, so that no node attaches it in between.
+    """
+    try:
+        fd = open_left(left.path)
+    except NodeNameTakenError:
+        return False
+    if fd < 0:
+        return False
+    try:
+        if _left_over(fd, left.path) != left:
+            return False
+        os.unlink(left.path)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _left_over(fd: int, path: str) -> LeftOver:
+    superblock = layout.unpack_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
+    stat = os.fstat(fd)
+    return LeftOver(
+        path,
+        "" if superblock is None else superblock.node,
+        layout.unpack_owner(raw_owner(fd)) or layout.Owner(),
+        stat.st_size,
+        stat.st_blocks * 512,
+        b"" if superblock is None else superblock.uuid,
+    )
+
+
+def check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a valid name of a node or segment",
+            advice="Use 1 to 128 letters, digits, '.', '_' and '-', a letter or digit first.",
+            name=name,
+        )
+
+
+def group_id(group: str) -> int:
+    """The id of a group, given its name or number; -1: none. Raises ConfigError if there is no such
+    group."""
+    if not group:
+        return -1
+    if group.isascii() and group.isdigit():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(
+            f"shm_group = {group!r}: there is no such group on this host",
+            advice="getent group lists them; groupadd makes one.",
+            key="shm_group",
+        ) from None
+
+
+def why_not_mapped(shm_name: str) -> str:
+    """Why this process cannot map an entry of a node on its host: one line, for a log."""
+    for directory in directories():
+        path = f"{directory}/{shm_name}"
+        if os.path.lexists(path):
+            if not os.access(path, os.R_OK | os.W_OK):
+                return f"{path} belongs to another user; kvstore-node --shm-group lets a group in"
+            return f"{path} is not the memory of that node, or is shorter than it says"
+    return f"{SHM_DIRECTORY}/{shm_name} is not here: the node has ended, or is in another container"
+
+
+def let_in(fd: int, path: str, group: int) -> None:
+    """Lets the owner's user, and the members of ``group`` unless that is -1, map the entry.
+
+    Raises:
+        StartupError: this user may not give the entry to that group.
+    """
+    try:
+        if group >= 0:
+            os.fchown(fd, -1, group)
+        os.fchmod(fd, 0o600 if group < 0 else 0o660)
+    except OSError as error:
+        raise StartupError(
+            f"{path} cannot be given to group {group}: {error.strerror}",
+            advice="The node's own user has to be a member of --shm-group.",
+            path=path,
+        ) from error
+
+
+def reclaim_elsewhere(shm_name: str, directory: str) -> None:
+    """Removes memory that a killed owner of this name left in directories other than
+    ``directory``."""
+    for other in directories():
+        path = f"{other}/{shm_name}"
+        if other == directory or not os.path.lexists(path):
+            continue
+        if _is_taken(path):
+            raise _name_taken(path, "a running process")
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def open_locked(path: str) -> int:
+    """A descriptor of a new, empty, locked entry. A left-over one is unlinked first."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except PermissionError as error:
+            raise _name_taken(path, "another user") from error
+        except OSError as error:
+            raise StartupError(
+                f"{path} cannot be created: {error.strerror}",
+                advice=f"A node needs a writable {os.path.dirname(path)}.",
+                path=path,
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The entry's owner may have removed it between open and lock: then the lock is on an
+            # inode without a name, and the next round makes a new entry.
+            is_current = _is_same_file(fd, path)
+            if is_current and os.fstat(fd).st_size == 0:
+                return fd
+            if is_current:
+                os.unlink(path)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise _name_taken(path, "a running process") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def open_left(path: str) -> int:
+    """A locked descriptor of the entry that a previous process left; -1: there is none."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return -1
+    except OSError as error:
+        raise _name_taken(path, "another user") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same_file(fd, path) and os.fstat(fd).st_size:
+            return fd
+    except BlockingIOError as error:
+        os.close(fd)
+        raise _name_taken(path, "a running process") from error
+    os.close(fd)
+    return -1
+
+
+def left_superblock(
+    fd: int, path: str, node: str, size: int, *, volatile: bool
+) -> layout.Superblock | None:
+    """The superblock of left-over memory that can be the segment of that node and size; None: its
+    process was killed before it wrote one."""
+    raw = os.pread(fd, layout.SUPERBLOCK_BYTES, 0)
+    superblock = layout.unpack_superblock(raw)
+    if superblock is None:
+        why = layout.why_no_superblock(raw)
+        if not why:
+            return None
+    elif superblock.size != os.fstat(fd).st_size:
+        why = f"it has {os.fstat(fd).st_size} bytes, and its superblock says {superblock.size}"
+    elif superblock.size != size:
+        why = f"it has {superblock.size >> 20} MiB, and {size >> 20} MiB were asked for"
+    elif superblock.node != node:
+        why = f"it belongs to the node {superblock.node}"
+    else:
+        return superblock
+    raise of_no_use(path, why, volatile=volatile)
+
+
+def raw_owner(fd: int) -> bytes:
+    return os.pread(fd, layout.OWNER_BYTES_MAX, layout.OWNER_OFFSET)
+
+
+def of_another_cluster(path: str, left: layout.Owner, why: str) -> ClusterMismatchError:
+    named = f" --cluster {left.cluster}" if left.cluster else ""
+    return ClusterMismatchError(
+        f"{path} was left by a node of another cluster: {why}",
+        advice=f"If it is the same cluster, start the node with its former --master{named}, or "
+        "take the memory over with --adopt. Otherwise choose another --name, or delete the memory: "
+        f"kvstore clean {os.path.basename(path).removeprefix(SHM_PREFIX)}",
+        path=path,
+        cluster=left.cluster,
+        places=",".join(left.places),
+    )
+
+
+def of_no_use(path: str, why: str, *, volatile: bool = False) -> LeftOverMemoryError:
+    return LeftOverMemoryError(
+        f"{path} was left by another process and cannot be used: {why}",
+        advice="Start with the same options as before, or delete its content with --discard.",
+        path=path,
+        volatile=int(volatile),
+    )
+
+
+def _name_taken(path: str, owner: str) -> NodeNameTakenError:
+    return NodeNameTakenError(
+        f"{path} belongs to {owner}",
+        advice="Choose another node name, or stop the node that has it.",
+        path=path,
+    )
+
+
+def _is_same_file(fd: int, path: str) -> bool:
+    try:
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), named)
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether a living process owns this entry. Raises OSError if the entry is gone or may not be
+    read."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def _is_taken(path: str) -> bool:
+    """Whether a segment of that name exists, so that none can be created."""
+    try:
+        return is_locked(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+def unlink_entry(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,115 @@
+"""A client's attachment to a segment of its own host."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.memory import header as layout
+from kvstore.memory.entries import SHM_PREFIX, directories
+from kvstore.memory.pages import POPULATE_READ, populate
+from kvstore.memory.taking import RESERVE_BYTES
+
+
+class Mapping:
+    """A client's attachment to a segment on its own host. Threads: any."""
+
+    def __init__(
+        self, mapped: mmap.mmap, superblock: layout.Superblock, path: str, inode: tuple[int, int]
+    ) -> None:
+        """Internal: use ``attach``. Takes over ``mapped``."""
+        self._path = path
+        self._inode = inode
+        self.uuid: Final = superblock.uuid
+        self.size: Final = superblock.size
+        self.memory: Final = memoryview(mapped)
+        """All of the segment, writable. It stays mapped as long as there is a reference to it."""
+        self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
+        self._is_closed = False
+        self._populating = threading.Thread(
+            target=self._populate, args=(mapped,), name="kvstore-populate", daemon=True
+        )
+        self._populating.start()
+
+    @classmethod
+    def attach(cls, shm_name: str, uuid: bytes) -> Mapping | None:
+        """Maps the entry ``shm_name`` if it exists and is the segment of this ``uuid``.
+
+        Returns None if the entry is gone, replaced, another user's, or in another container's
+        ``/dev/shm``. Clients reach such a segment over the network instead.
+
+        Page tables are filled in the background (150 ms per GiB of small pages, 1 ms of huge ones),
+        because a get that has to fault its pages in runs at a third of its speed and a put at a
+        tenth.
+        """
+        if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
+            return None
+        for directory in directories():
+            mapping = cls._attach(f"{directory}/{shm_name}", uuid)
+            if mapping is not None:
+                return mapping
+        return None
+
+    @classmethod
+    def _attach(cls, path: str, uuid: bytes) -> Mapping | None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            superblock = layout.unpack_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
+            if superblock is None or superblock.uuid != uuid:
+                return None
+            there = os.fstat(fd)
+            if superblock.size != there.st_size:
+                return None
+            mapped = mmap.mmap(fd, superblock.size)
+            return cls(mapped, superblock, path, (there.st_dev, there.st_ino))
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(fd)
+
+    @property
+    def generation(self) -> int:
+        """The generation of the owner's mount; 0: the owner has closed the segment, or ``close``
+        was called. One aligned word: never torn."""
+        return 0 if self._is_closed else self._words[layout.GENERATION_OFFSET // 8]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the segment still exists: its owner has not closed it, and its name has not been
+        taken by another one."""
+        if not self.generation:
+            return False
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # unknown
+        return (there.st_dev, there.st_ino) == self._inode
+
+    def watch(self, generation: int) -> Callable[[], bool]:
+        """Returns a function that tells whether the owner's mount still has ``generation``. The
+        function keeps the memory mapped."""
+        start = layout.GENERATION_OFFSET
+        word = self.memory[start : start + 8].cast("Q")
+        return lambda: word[0] == generation
+
+    def close(self) -> None:
+        """Marks the mapping as closed, and ends its thread. Drop the mapping then: the memory is
+        unmapped when no call and no view refers to it. Idempotent."""
+        self._is_closed = True
+        self._populating.join()
+
+    def _populate(self, mapped: mmap.mmap) -> None:
+        with contextlib.suppress(OSError):  # then pages are faulted in at their first use
+            for start in range(0, self.size, RESERVE_BYTES):
+                length = min(RESERVE_BYTES, self.size - start)
+                if self._is_closed or not populate(mapped, start, length, POPULATE_READ):
+                    return

@@ -1,0 +1,124 @@
+"""Connections of clients: their number is limited, and idle ones make room for new ones.
+
+A connection is *idle* while it has no request under way: before its first request, between two
+requests, and while the headers of a request arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from aiohttp import web
+
+from kvstore.proxy.asked import CLIENT_LEFT, RETRY_AFTER_S
+
+log = logging.getLogger("kvstore.proxy")
+
+FILES_WANTED: Final = 65_536
+FILES_OTHERWISE: Final = 96
+"""Descriptors kept for other files, and for the connections of one step of the event loop."""
+
+AT_ONCE: Final = 32
+"""Connections that one step of the event loop accepts; it closes none in that step."""
+
+BACKLOG: Final = 1_024
+"""Connections that wait in the kernel to be accepted."""
+
+FILES_PER_CONNECTION: Final = 3
+"""The client's, an engine's, and a spare one: if no connection is idle, half as many more are
+accepted."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_FULL: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n"
+    b"Retry-After: %d\r\n\r\n" % RETRY_AFTER_S
+)
+
+
+def connections_max(inflight_max: int) -> int:
+    """How many clients may be connected: four per request in flight, if the limit of open files
+    allows it. Raises that limit as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = FILES_WANTED if soft == resource.RLIM_INFINITY else soft
+    return max(1, min(4 * inflight_max, (files - FILES_OTHERWISE) // FILES_PER_CONNECTION))
+
+
+async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
+    """Starts the server. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(doors, host, port, backlog=AT_ONCE)
+    for each in server.sockets:
+        # asyncio uses one number for the kernel's queue and for the accepts of one step.
+        with socket.socket(fileno=os.dup(each.fileno())) as same:
+            same.listen(BACKLOG)
+    return server
+
+
+class Doors:
+    """Makes the protocol of each new connection of a server, for ``loop.create_server``."""
+
+    def __init__(self, connections_max: int) -> None:
+        self._connections_max = connections_max
+        self._server: web.Server | None = None
+        self._idle: dict[web.RequestHandler, None] = {}
+        """Ordered, longest idle first. May hold connections that have ended."""
+        self._is_full = False
+
+    def open(self, server: web.Server) -> None:
+        self._server = server
+
+    def __call__(self) -> asyncio.Protocol:
+        assert self._server is not None, "open comes first"
+        connections = self._server.connections
+        if len(self._idle) > 2 * len(connections) + 16:
+            self._idle = {each: None for each in self._idle if each.transport is not None}
+        if len(connections) >= self._connections_max:
+            made_room = self._make_room()
+            if not made_room and len(connections) >= 1.5 * self._connections_max:
+                return _Refusal()
+        if self._is_full and len(connections) < self._connections_max // 2:
+            self._is_full = False
+        handler = self._server()
+        self._idle[handler] = None
+        return handler
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keeps a connection out of the idle ones while its request is answered."""
+        self._idle.pop(request.protocol, None)
+        if request.transport is None:  # the connection was closed before the request was handled
+            return web.Response(status=CLIENT_LEFT)
+        try:
+            return await handler(request)
+        finally:
+            self._idle[request.protocol] = None
+
+    def _make_room(self) -> bool:
+        if not self._is_full:
+            self._is_full = True
+            log.warning("connections_full limit=%d", self._connections_max)
+        while self._idle:
+            longest = next(iter(self._idle))
+            del self._idle[longest]
+            if longest.transport is not None:
+                longest.force_close()
+                return True
+        return False
+
+
+class _Refusal(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(_FULL)
+        transport.close()

@@ -1,0 +1,129 @@
+"""Large calls, cut into pieces: between two of them the loop serves others.
+
+A piece is a separate call of a few milliseconds at most; each piece is atomic, the whole call is
+not. Only calls that treat each key or namespace alone are cut, so that the pieces together do the
+work of the call. A put is granted as a whole, so it has a bound instead (``PUT_KEYS_MAX``), and
+clients cut it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+from kvstore import calls
+from kvstore.calls import Reply, Request
+from kvstore.limits import BATCH_KEYS_MAX
+
+KEYS_PER_PIECE: Final = 256
+"""To remove so many takes 2 ms."""
+
+REPORTS_PER_PIECE: Final = 64
+"""Corrupt objects; each is a line in the log."""
+
+LOOKUPS_PER_PIECE: Final = 4_096
+"""To look up so many at random among 10 million objects takes 5 ms."""
+
+PROBES_PER_PIECE: Final = BATCH_KEYS_MAX
+"""Keys times namespaces of a match: a scan of so many takes 5 ms, a search much less."""
+
+
+class Cut(NamedTuple):
+    """How to cut one kind of call, and how to merge the replies of its pieces."""
+
+    is_large: Callable[[Any], bool]
+    pieces: Callable[[Any], list[Request]]
+    joined: Callable[[list[Any]], Reply]
+
+
+def _ranges(count: int, step: int) -> list[slice]:
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def _by(*columns: str, rows_max: int = KEYS_PER_PIECE) -> Callable[[Any], list[Request]]:
+    """Pieces of ``rows_max`` rows of these fields, which are equally long."""
+
+    def pieces(request: Any) -> list[Request]:
+        fields = {name: getattr(request, name) for name in columns}
+        return [
+            request._replace(**{name: column[rows] for name, column in fields.items()})
+            for rows in _ranges(len(fields[columns[0]]), rows_max)
+        ]
+
+    return pieces
+
+
+def _flat(replies: Sequence[Any], name: str) -> bytes:
+    return b"".join(bytes(getattr(reply, name)) for reply in replies)
+
+
+def _match_pieces(request: calls.MatchPrefix) -> list[Request]:
+    step = max(1, PROBES_PER_PIECE // len(request.keys))
+    return [
+        request._replace(namespaces=request.namespaces[part])
+        for part in _ranges(len(request.namespaces), step)
+    ]
+
+
+def _matched(replies: list[calls.Matched]) -> calls.Matched:
+    matches = [match for reply in replies for match in reply.matches]
+    return calls.Matched(replies[0].epoch, min(reply.lease_ms for reply in replies), matches)
+
+
+def _found(replies: list[calls.Found]) -> calls.Found:
+    columns = zip(*(reply.placements for reply in replies), strict=True)
+    placements = calls.Placements(*(list(chain.from_iterable(parts)) for parts in columns))
+    return calls.Found(replies[0].epoch, min(reply.lease_ms for reply in replies), placements)
+
+
+def _renew_pieces(request: calls.Renew) -> list[Request]:
+    rows = _by("keys", "epochs", "counters")(request._replace(tokens=()))
+    tokens = _by("tokens")(request._replace(keys=(), epochs=(), counters=()))
+    return rows + tokens
+
+
+def _renewed(replies: list[calls.Renewed]) -> calls.Renewed:
+    return replies[0]._replace(
+        keys_held=_flat(replies, "keys_held"), tokens_held=_flat(replies, "tokens_held")
+    )
+
+
+def _rows(
+    joined: Callable[[list[Any]], Reply], *columns: str, rows_max: int = KEYS_PER_PIECE
+) -> Cut:
+    """Of a call whose rows are in these fields: cut where it has more than ``rows_max``."""
+    return Cut(
+        lambda request: len(getattr(request, columns[0])) > rows_max,
+        _by(*columns, rows_max=rows_max),
+        joined,
+    )
+
+
+CUTS: Final[dict[type, Cut]] = {
+    calls.Exists: _rows(
+        lambda replies: calls.Existing(_flat(replies, "presence")),
+        "keys",
+        rows_max=2 * LOOKUPS_PER_PIECE,  # it takes half as long
+    ),
+    calls.Lookup: _rows(_found, "keys", rows_max=LOOKUPS_PER_PIECE),
+    calls.MatchPrefix: Cut(
+        lambda r: len(r.keys) * len(r.namespaces) > PROBES_PER_PIECE, _match_pieces, _matched
+    ),
+    calls.PutEnd: _rows(lambda replies: calls.PutEnded(_flat(replies, "outcomes")), "tokens"),
+    calls.PutRevoke: _rows(
+        lambda replies: calls.Revoked(sum(reply.revoked for reply in replies)), "tokens"
+    ),
+    calls.Renew: Cut(
+        lambda r: len(r.keys) + len(r.tokens) > KEYS_PER_PIECE, _renew_pieces, _renewed
+    ),
+    calls.Remove: _rows(lambda replies: calls.Removed(_flat(replies, "removed")), "keys"),
+    calls.ReportCorrupt: _rows(
+        lambda replies: calls.Dropped(sum(reply.dropped for reply in replies)),
+        "keys",
+        "epochs",
+        "counters",
+        "uuids",
+        rows_max=REPORTS_PER_PIECE,
+    ),
+}

@@ -1,0 +1,344 @@
+"""Objects with fewer replicas than they were put with: which of them to copy next, and how much.
+
+    a node died or joined ──► a pass over all objects, in slices ──► the hottest, by node ─┐
+    a put found too few nodes, or lost one ────────────────────────────────────────────────┤
+         ┌─────────────────────────────────────────────────────────────────────────────────┘
+         └► the node's beat is answered with ``repair`` ──► it asks (``StartMoves``), copies,
+            and ends it (``PutEnd``) ──► the object has one replica more, under the same version
+
+How many replicas an object should have is how many extents its record has: those on dead segments,
+and those on the segment ``nowhere``, are *signs* of a replica that is missing. (At ``COPIED``
+there, one is only a note that a copy was begun: memory that comes back may hold one too many.)
+
+What is copied is bounded in objects, in bytes and in bytes per second. A copy takes free memory
+only, and leaves ``SPARE_SHIFT`` of each segment to puts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush, heappushpop
+from itertools import islice
+from typing import Final
+
+from kvstore.calls import SegmentOffer
+from kvstore.master.state.eviction import LRU
+from kvstore.master.state.forest import Forest
+from kvstore.master.state.liveness import Node
+from kvstore.master.state.records import Extent, ObjectRecord, Segment, shards_from
+
+COPIED: Final = 1
+"""No extent has this offset."""
+
+QUEUE_MAX: Final = 65_536
+"""Objects that wait for their turn. Those that were used longer ago are found by a later pass."""
+
+SPARE_SHIFT: Final = 4
+"""A copy leaves a 16th of its segment free: puts find room without waiting for an eviction."""
+
+OBJECT_COUNTS_FOR: Final = 64 << 10
+"""Bytes per second that a smaller object takes, too: it costs the master's time."""
+
+SCAN_STEPS: Final = 20_000
+"""Records that one slice of a pass looks at: 2 to 4 ms."""
+
+SHORT_COUNTS_FOR: Final = 16
+"""A record that is put into order costs as much as so many others."""
+
+SORTED_PER_SLICE: Final = 1_000
+
+RECORDS_PER_PAUSE_MS: Final = 100
+"""A pass over so many records is followed by a pause of a millisecond at least: passes take a
+fiftieth of the master's time."""
+
+PAUSE_MIN_MS: Final = 1_000
+"""Between two passes; doubled each time that nothing comes of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairRules:
+    """The bounds of repair; ``kvstore.config.MasterConfig`` gives the reasons."""
+
+    after_ms: int = 30_000
+    """A replica counts as gone so long after its node died; one lease at least."""
+    copies_max: int = 512
+    """Objects that are copied at once."""
+    bytes_max: int = 256 << 20
+    """Payload bytes of those, unless there is only one."""
+    bytes_per_s: int = 256 << 20
+    """0: nothing is repaired."""
+    pause_max_ms: int = 60_000
+    """What came to nothing is tried again after so long at the latest."""
+
+
+def nowhere() -> Segment:
+    """The segment of replicas that were never made. It is dead, and no segment has its number."""
+    offer = SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 0, True)
+    segment = Segment(0, Node("", "", None, 0), offer, LRU(), 0)
+    segment.alive = False
+    return segment
+
+
+def wanted(record: ObjectRecord) -> int:
+    """Replicas that the object should have, if it has ever been complete."""
+    return len(record.more) + 1 - was_copied(record)
+
+
+def was_copied(record: ObjectRecord) -> bool:
+    """Whether a copy of the object was begun, whatever its outcome."""
+    return any(offset == COPIED for _, offset in record.more)
+
+
+def missing(record: ObjectRecord) -> int:
+    """How many more replicas the object should have; 0 if it is not complete."""
+    first, more = record.segment, record.more
+    if not more or first is None:
+        return 0
+    dead, alive = 0, 0
+    for segment, offset in record.extents():
+        if segment.alive:
+            alive += 1
+        elif offset != COPIED:
+            dead += 1
+    return dead if alive else 0
+
+
+def sign(record: ObjectRecord, gone_before_ms: int) -> Extent | None:
+    """A missing replica that may be replaced: its segment died before that time. None: there is
+    none, or readers may still be promised its bytes."""
+    for segment, offset in record.extents():
+        if not segment.alive and offset != COPIED and segment.died_ms <= gone_before_ms:
+            return segment, offset
+    return None
+
+
+class Repairs:
+    """The objects that wait to be copied, and the amount of copies under way."""
+
+    def __init__(self, rules: RepairRules, lease_ms: int, started_ms: int) -> None:
+        self.rules = rules
+        self.after_ms = max(rules.after_ms, lease_ms)
+        self.enabled = rules.bytes_per_s > 0
+        self.due_ms: int | None = None
+        """When the next pass is due; None: not before something changes."""
+        self.needs_room = False
+        """Whether that pass only makes sense where something can be copied."""
+        self.fewest = 1
+        """Replicas of the short object that has the fewest."""
+        self.scanning = False
+        self.copies = 0
+        """Under way; so the next one."""
+        self.copied_bytes = 0
+        self._queues: dict[str, deque[ObjectRecord]] = {}
+        """By the name of a node that has it; the hottest is the last."""
+        self._queued = 0
+        self._heap: list[tuple[int, int, int, ObjectRecord]] = []
+        self._sorted: list[ObjectRecord] = []
+        """What was found, the coldest first; being filled, and then emptied into the queues."""
+        self._place = 0, 0
+        """Of the next record that the pass looks at."""
+        self._looked = 0
+        self.found = 0
+        """Objects that the pass has found to have too few replicas."""
+        self._not_before_ms = started_ms
+        """The next pass."""
+        self._ripe_ms: int | None = None
+        """When the first replica that the pass has found missing counts as gone."""
+        self._left = False
+        """Whether objects are short that are in no queue."""
+        self._done = 0
+        """Copies that were finished since the last pass began."""
+        self._pause_ms = PAUSE_MIN_MS
+        self._allowance = rules.bytes_max
+        self._refilled_ms = started_ms
+
+    # --- what there is to do ------------------------------------------------------------------
+
+    def changed(self, at_ms: int) -> None:
+        """Look at all objects, at that time: a node came or went."""
+        self._pause_ms = PAUSE_MIN_MS
+        self.needs_room = False
+        if self.due_ms is None or at_ms < self.due_ms:
+            self.due_ms = at_ms
+
+    def note(self, record: ObjectRecord, *, hopeful: bool) -> None:
+        """It is short, and was used just now. ``hopeful``: a node may be there to take a copy."""
+        self.fewest = 1
+        if hopeful and not self.scanning and self._queued < QUEUE_MAX:
+            self._enqueue(record)
+        else:
+            self._left = True
+
+    def left(self) -> None:
+        """Some short object could not be copied now."""
+        self._left = True
+
+    def begin_pass(self) -> None:
+        self.due_ms = None
+        self.scanning = True
+        self._queues.clear()
+        self._queued = 0
+        self._place = 0, 0
+        self._looked = self.found = 0
+        self.fewest = 1 << 30
+        self._ripe_ms = None
+        self._left = False
+
+    def scan(self, forest: Forest, now_ms: int, nodes: int) -> bool:
+        """One slice of the pass; whether that was the last one.
+
+        Args:
+            nodes: that could take copies. An object that has as many replicas is only counted.
+        """
+        if self._place[0] < 0:
+            return self._order(now_ms)
+        first, position = self._place
+        steps = 0
+        gone_before_ms = now_ms - self.after_ms
+        for index, shard in enumerate(shards_from(forest.namespaces.values(), first), first):
+            for record in islice(shard.values(), position, None):
+                if steps >= SCAN_STEPS:
+                    self._place = index, position
+                    self._looked += steps
+                    return False
+                steps += 1
+                position += 1
+                if not record.more:
+                    continue
+                lacks = missing(record)
+                if lacks:
+                    steps += SHORT_COUNTS_FOR
+                    self.found += 1
+                    self._take(record, wanted(record) - lacks, gone_before_ms, nodes)
+            position = 0
+        self._looked += steps
+        self._place = -1, 0
+        return False
+
+    def _take(self, record: ObjectRecord, has: int, gone_before_ms: int, nodes: int) -> None:
+        self.fewest = min(self.fewest, has)
+        if sign(record, gone_before_ms) is None:
+            died_ms = min(s.died_ms for s, _ in record.extents() if not s.alive and s.segment_id)
+            ripe_ms = died_ms + self.after_ms
+            self._ripe_ms = ripe_ms if self._ripe_ms is None else min(self._ripe_ms, ripe_ms)
+        elif has >= nodes:
+            self._left = True
+        else:
+            # Of a chain that was put at once, the root before what hangs on it.
+            row = record.last_used_ms, -record.depth, -self.found, record
+            if len(self._heap) < QUEUE_MAX:
+                heappush(self._heap, row)
+            else:
+                heappushpop(self._heap, row)
+                self._left = True
+
+    def _order(self, now_ms: int) -> bool:
+        heap, rows = self._heap, self._sorted
+        if heap:
+            for _ in range(min(len(heap), SORTED_PER_SLICE)):
+                rows.append(heappop(heap)[3])
+            return False
+        for _ in range(min(len(rows), SORTED_PER_SLICE)):
+            self._enqueue(rows.pop(), hottest=False)
+        if rows:
+            return False
+        self.scanning = False
+        self._not_before_ms = now_ms + max(PAUSE_MIN_MS, self._looked // RECORDS_PER_PAUSE_MS)
+        if self._ripe_ms is not None and (self.due_ms is None or self._ripe_ms < self.due_ms):
+            self.due_ms = self._ripe_ms
+            self.needs_room = False
+        return True
+
+    def is_due(self, now_ms: int) -> bool:
+        """Whether a pass is to begin. It is put off until the last one was long enough ago."""
+        if self.due_ms is None or self.due_ms > now_ms:
+            return False
+        if self.scanning or now_ms < self._not_before_ms:
+            self.due_ms = max(now_ms + PAUSE_MIN_MS, self._not_before_ms)
+            return False
+        return True
+
+    def plan_next(self, now_ms: int) -> None:
+        """Nothing waits any more: look again for what is left, and whether all is done."""
+        if not (self._left or self._done) or self.scanning or self._queued or self.copies:
+            return
+        if self.due_ms is None:
+            if self._done:
+                self._pause_ms = PAUSE_MIN_MS
+            self.due_ms = now_ms + self._pause_ms
+            self._pause_ms = min(2 * self._pause_ms, self.rules.pause_max_ms)
+            self.needs_room = not self._done
+        self._left = False
+        self._done = 0
+
+    def _enqueue(self, record: ObjectRecord, *, hottest: bool = True) -> None:
+        for segment, _ in record.extents():
+            if segment.alive:
+                queue = self._queues.get(segment.node.name)
+                if queue is None:
+                    queue = self._queues[segment.node.name] = deque()
+                if hottest:
+                    queue.append(record)
+                else:
+                    queue.appendleft(record)
+                self._queued += 1
+                return
+
+    def waits(self, node: str) -> bool:
+        """Whether there is anything to copy from that node."""
+        return node in self._queues
+
+    def next(self, node: str) -> ObjectRecord | None:
+        """The hottest object that this node has. It may have changed since it was found."""
+        queue = self._queues.get(node)
+        if queue is None:
+            return None
+        record = queue.pop()
+        self._queued -= 1
+        if not queue:
+            del self._queues[node]
+        return record
+
+    def put_back(self, record: ObjectRecord) -> None:
+        self._enqueue(record)
+
+    # --- how much ------------------------------------------------------------------------------
+
+    def may_begin(self, now_ms: int, size: int = 0) -> bool:
+        """Whether one more copy, of so many bytes, keeps the bounds."""
+        rules = self.rules
+        passed_ms = now_ms - self._refilled_ms
+        if passed_ms > 0:
+            self._refilled_ms = now_ms
+            self._allowance += passed_ms * rules.bytes_per_s // 1000
+            self._allowance = min(self._allowance, rules.bytes_max)
+        return (
+            self.enabled
+            and self._allowance > 0
+            and self.copies < rules.copies_max
+            and (not self.copies or self.copied_bytes + size <= rules.bytes_max)
+        )
+
+    def begun(self, size: int) -> None:
+        self.copies += 1
+        self.copied_bytes += size
+        self._allowance -= max(size, OBJECT_COUNTS_FOR)
+
+    def ended(self, size: int) -> None:
+        """Of a copy that was begun, whatever came of it: the next pass looks."""
+        self.copies -= 1
+        self.copied_bytes -= size
+        self._left = True
+
+    def done(self) -> None:
+        """A copy became a replica."""
+        self._done += 1
+
+    def check_invariants(self) -> None:
+        rules = self.rules
+        assert 0 <= self.copies <= rules.copies_max, "more copies than allowed"
+        assert self.copied_bytes <= rules.bytes_max or self.copies == 1, "more bytes than allowed"
+        assert self._queued == sum(map(len, self._queues.values())) <= QUEUE_MAX + rules.copies_max
+        assert all(self._queues.values())
+        assert len(self._heap) <= QUEUE_MAX
