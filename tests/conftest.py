@@ -6,20 +6,29 @@ failures after it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import leaks
+from kvstore.config import NATIVE_VARIABLE
+from tests import apart, leaks
 
-SUITES = ("unit", "conformance", "model", "simulation", "integration", "e2e", "netns")
+ROOT = Path(__file__).parents[1]
+NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
+"""Their conftest leaves out every file where vLLM is not installed."""
+CONTAINERS = ROOT / "tests/containers"
 
-# The developer's own settings must not decide a test.
+SUITES = ("unit", "conformance", "model", "simulation", "integration", "e2e", "netns", "containers")
+
+# The developer's own settings must not decide a test. KVSTORE_NATIVE=0 chooses what is tested.
 for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
-    del os.environ[variable]
+    if variable != NATIVE_VARIABLE:
+        del os.environ[variable]
 os.environ["KVSTORE_CONFIG"] = ""
 
 # "fixed" draws the same examples on every machine, so that a red run is red for everybody;
@@ -46,6 +55,12 @@ _left_behind: list[str] = []
 
 def pytest_report_header() -> str:
     return f"hypothesis profile: {PROFILE}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker of pytest-xdist begins."""
+    if apart.is_worker(config) and not apart.give_worker_its_own_shared_memory():
+        leaks.share_memory_with_other_workers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,11 +97,43 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     found = leaks.leaked(_at_start)
     # Descriptors that logging and capturing open for the whole run are not the tests'.
     _left_behind.extend(line for line in found if not line.startswith("descriptor"))
-    if _left_behind and session.exitstatus == pytest.ExitCode.OK:
+    if apart.is_worker(session.config):
+        session.config.workeroutput["left_behind"] = _left_behind  # type: ignore[attr-defined]
+    elif _left_behind and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended; what it left behind is in its last message, unless it was killed."""
+    of_worker = getattr(node, "workeroutput", {}).get("left_behind", [])
+    _left_behind.extend(f"{node.gateway.id}: {line}" for line in of_worker)
+
+
+def _not_collected(config: pytest.Config) -> list[str]:
+    """Folders that were asked for and left out, why, and what runs them."""
+    where = config.invocation_params.dir
+    asked = [Path(where, arg.partition("::")[0]).resolve() for arg in config.args]
+    ignored = [Path(where, path).resolve() for path in config.getoption("ignore") or ()]
+    left_out = [
+        (ROOT / folder, "need vLLM: make test-vllm installs it and runs them")
+        for folder in NEED_VLLM
+        if importlib.util.find_spec("vllm") is None
+    ]
+    if CONTAINERS in ignored:
+        left_out.append((CONTAINERS, "are run by make test-containers"))
+    return [
+        f"{folder.relative_to(ROOT)}: {len(list(folder.glob('test_*.py')))} files {why}"
+        for folder, why in left_out
+        if any(path in (folder, *folder.parents) for path in asked)
+    ]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if missing := _not_collected(terminalreporter.config):
+        terminalreporter.section("not collected")
+        for line in missing:
+            terminalreporter.line(line)
     if _left_behind:
         terminalreporter.section("left behind by the run")
         for line in _left_behind:

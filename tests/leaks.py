@@ -26,6 +26,15 @@ DESCRIPTORS_KEPT = ("anon_inode:",)  # grpc's eventfd and epoll; without a peer 
 CHILDREN_KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
+_shm_is_ours = True
+
+
+def share_memory_with_other_workers() -> None:
+    """Do not look at shared memory from now on: other processes of tests use it, too."""
+    global _shm_is_ours
+    _shm_is_ours = False
+
+
 class Snapshot(NamedTuple):
     threads: frozenset[threading.Thread]
     descriptors: frozenset[tuple[int, str]]
@@ -107,6 +116,8 @@ def _command(process: int) -> str:
 
 
 def _shared_memory() -> frozenset[str]:
+    if not _shm_is_ours:
+        return frozenset()
     try:
         return frozenset(name for name in os.listdir(SHM) if name.startswith(SHM_PREFIX))
     except OSError:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvstore.demo.processes import free_port
 from tests.programs import need_engine, need_program
 
 READY_S = 30.0
@@ -21,7 +22,7 @@ def metadata_server(kind: str, directory: Path) -> Iterator[str]:
     if kind == "P2PHANDSHAKE":
         yield kind
         return
-    port, peers = _free_port(), _free_port()
+    port, peers = free_port(), free_port()
     here = f"http://127.0.0.1:{port}"
     if kind == "etcd":
         command = [
@@ -65,8 +66,3 @@ def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
             assert process.poll() is None, "it ended"
             assert time.monotonic() < deadline, "it does not listen"
             time.sleep(0.02)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -21,7 +21,11 @@ ANY_NAMESPACE = st.just("") | NAMESPACE
 NAME = st.from_regex(r"[a-z0-9.:_-]{1,40}", fullmatch=True)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 BYTES = st.binary(max_size=40)
+ANY_NAME = st.just("") | NAME
+PROTOCOL = st.integers(1, 2**32 - 1)
+EPOCH = st.integers(0, 1 << 62)
 SIXTEEN = st.binary(min_size=16, max_size=16)
+AVOID = st.lists(SIXTEEN, max_size=64).map(tuple)
 
 
 def keys(*, distinct: bool = False, least: int = 0, most: int = 60) -> st.SearchStrategy[list[Key]]:
@@ -81,6 +85,9 @@ def put_starts(draw: st.DrawFn) -> calls.PutStart:
         draw(FLAGS),
         draw(st.integers(0, 3_600_000)),
         draw(st.just("") | NAME),
+        draw(AVOID),
+        draw(FLAGS),
+        draw(U64),
     )
 
 
@@ -123,16 +130,28 @@ def corrupt_reports(draw: st.DrawFn) -> calls.ReportCorrupt:
 
 @st.composite
 def wipes(draw: st.DrawFn) -> calls.MasterWipe:
-    rows = draw(st.integers(0, 40))
+    rows, cut = draw(st.integers(0, 40)), draw(st.integers(0, 5))
     return calls.MasterWipe(
         draw(U64), draw(SIXTEEN), draw(column(rows)), draw(column(rows)), draw(column(rows)),
-        draw(VERSION),
+        draw(VERSION), draw(column(cut)), draw(column(cut)),
     )  # fmt: skip
 
 
 ENGINE = st.none() | st.builds(calls.EngineAddress, NAME, U64, NAME, NAME)
 SEGMENT_INFO = st.builds(
-    calls.SegmentInfo, U64, NAME, NAME, U64, SIXTEEN, NAME, NAME, SIXTEEN, U64, U64, ENGINE
+    calls.SegmentInfo,
+    U64,
+    NAME,
+    NAME,
+    U64,
+    SIXTEEN,
+    NAME,
+    NAME,
+    SIXTEEN,
+    U64,
+    U64,
+    ENGINE,
+    PROTOCOL,
 )
 SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME)
 NODE_STATUS = st.builds(
@@ -152,6 +171,7 @@ OFFER = st.builds(
     FLAGS,
     VERSION,
     ENGINE,
+    PROTOCOL,
 )
 
 
@@ -174,22 +194,28 @@ def moves_started(draw: st.DrawFn) -> calls.MovesStarted:
 
 
 REQUESTS: dict[type, st.SearchStrategy[Any]] = {
-    calls.Join: st.builds(calls.Join, NAME, NAME, U32),
+    calls.Join: st.builds(calls.Join, NAME, NAME, U32, U32, ANY_NAME, EPOCH),
     calls.MatchPrefix: st.builds(calls.MatchPrefix, st.lists(NAMESPACE, max_size=5), keys(), FLAGS),
     calls.Lookup: st.builds(calls.Lookup, NAMESPACE, keys()),
     calls.Exists: st.builds(calls.Exists, NAMESPACE, keys()),
     calls.PutStart: put_starts(),
     calls.PutEnd: st.builds(calls.PutEnd, U64, st.lists(U64, max_size=40)),
-    calls.PutRevoke: st.builds(calls.PutRevoke, U64, st.lists(U64, max_size=40), FLAGS),
-    calls.Allocate: st.builds(calls.Allocate, SIZES, st.integers(0, 3_600_000), st.just("") | NAME),
+    calls.PutRevoke: st.builds(
+        calls.PutRevoke, U64, st.lists(U64, max_size=40), FLAGS, st.lists(U64, max_size=64)
+    ),
+    calls.Allocate: st.builds(
+        calls.Allocate, SIZES, st.integers(0, 3_600_000), st.just("") | NAME, AVOID, FLAGS, U64
+    ),
     calls.Commit: st.builds(calls.Commit, U64, U64, NAMESPACE, KEY, PARENT, SIZES, FLAGS),
     calls.Renew: renews(),
     calls.Remove: st.builds(calls.Remove, NAMESPACE, keys()),
     calls.Clear: st.builds(calls.Clear, ANY_NAMESPACE, st.integers(1, 16_384)),
     calls.DescribeSegments: st.builds(calls.DescribeSegments, st.lists(U64, max_size=40)),
-    calls.ReportFailure: st.builds(calls.ReportFailure, st.lists(U64, max_size=40)),
+    calls.ReportFailure: st.builds(
+        calls.ReportFailure, st.lists(U64, max_size=40), *[st.just("") | NAME] * 3
+    ),
     calls.ReportCorrupt: corrupt_reports(),
-    calls.Status: st.builds(calls.Status),
+    calls.Status: st.builds(calls.Status, U64),
     calls.ListObjects: st.builds(
         calls.ListObjects,
         ANY_NAMESPACE,
@@ -199,11 +225,22 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     ),
     calls.StatObject: st.builds(calls.StatObject, NAMESPACE, KEY),
     calls.Drain: st.builds(calls.Drain, NAME, st.sampled_from(calls.DrainStep)),
-    calls.StartMoves: st.builds(calls.StartMoves, NAME, U64, st.integers(1, 16_384), SIZES),
+    calls.StartMoves: st.builds(
+        calls.StartMoves,
+        NAME,
+        U64,
+        st.integers(1, 16_384),
+        SIZES,
+        AVOID,
+        U64,
+        st.booleans(),
+    ),
 }
 
 REPLIES: dict[type, st.SearchStrategy[Any]] = {
-    calls.Joined: st.builds(calls.Joined, U64, st.integers(0, 65_535), TEXT, BYTES, U64, U64, TEXT),
+    calls.Joined: st.builds(
+        calls.Joined, U64, st.integers(0, 65_535), TEXT, BYTES, U64, U64, TEXT, PROTOCOL, ANY_NAME
+    ),
     calls.Matched: st.builds(calls.Matched, U64, U64, st.lists(prefix_matches(), max_size=4)),
     calls.Found: st.builds(calls.Found, U64, U64, placements()),
     calls.Existing: st.builds(calls.Existing, BYTES),
@@ -224,9 +261,11 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         U64,
         st.lists(NODE_STATUS, max_size=3),
         st.lists(NAMESPACE_STATUS, max_size=3),
-        st.lists(st.tuples(NAME, U64), max_size=5),
+        st.lists(st.builds(calls.Counter, NAME, U64), max_size=5),
+        NAME,
         TEXT,
         TEXT,
+        U64,
     ),
     calls.Drained: st.builds(calls.Drained, U64, U64, U64),
     calls.MovesStarted: moves_started(),
@@ -262,7 +301,9 @@ def claims(draw: st.DrawFn) -> calls.NodeClaims:
 
 
 NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    calls.NodeJoin: st.builds(calls.NodeJoin, NAME, NAME, U32, U64, st.lists(OFFER, max_size=3)),
+    calls.NodeJoin: st.builds(
+        calls.NodeJoin, NAME, NAME, U32, U64, st.lists(OFFER, max_size=3), U32, EPOCH, ANY_NAME
+    ),
     calls.NodeBeat: st.builds(calls.NodeBeat, U64),
     calls.NodeWiped: st.builds(calls.NodeWiped, U64),
     calls.NodeLeave: st.builds(calls.NodeLeave),
@@ -276,6 +317,8 @@ MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.integers(1, 3_600_000),
         st.integers(1, 86_400_000),
         st.lists(U64, max_size=5),
+        PROTOCOL,
+        ANY_NAME,
     ),
     calls.MasterBeat: st.builds(calls.MasterBeat, U64),
     calls.MasterWipe: wipes(),

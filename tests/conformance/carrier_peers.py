@@ -11,7 +11,6 @@ import copy
 import socket
 import struct
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -21,6 +20,7 @@ from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.client.aio_stub import AsyncMasterStub
 from kvstore.client.stub import MasterStub
+from kvstore.clocks import uptime
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.carriers import Carriers, Endpoints
@@ -57,7 +57,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
             calls.Grants(7, 30_000, b"\x01\x02", 1, [9], [3], [4096]),
         ),
         (calls.PutEnd(7, [9]), calls.PutEnded(b"\x04")),
-        (calls.PutRevoke(7, [9], True), calls.Revoked(1)),
+        (calls.PutRevoke(7, [9], False, [5, 6]), calls.Revoked(1)),
         (
             calls.Allocate(4096, 0, "host"),
             calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096]),
@@ -80,7 +80,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
                 5,
                 [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
                 [calls.NamespaceStatus(N, 2, 4106)],
-                [("puts", 2)],
+                [calls.Counter("puts", 2)],
             ),
         ),
         (calls.ListObjects(N, b"", 0, 10), calls.Listed([ROW], 0)),
@@ -325,7 +325,7 @@ class SyncCaller:
         return self.stub.epoch
 
     def call(self, request: Request, timeout_s: float = 10.0) -> Reply:
-        return self.stub.call(request, time.monotonic() + timeout_s)
+        return self.stub.call(request, uptime() + timeout_s)
 
     def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
         def one(request: Request) -> Any:
@@ -363,12 +363,12 @@ class AsyncCaller:
         return int(self.stub.epoch)
 
     def call(self, request: Request, timeout_s: float = 10.0) -> Reply:
-        reply: Reply = self._wait(self.stub.call(request, time.monotonic() + timeout_s), timeout_s)
+        reply: Reply = self._wait(self.stub.call(request, uptime() + timeout_s), timeout_s)
         return reply
 
     def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
         async def gather() -> list[Any]:
-            deadline = time.monotonic() + timeout_s
+            deadline = uptime() + timeout_s
             calling = (self.stub.call(request, deadline) for request in requests)
             return await asyncio.gather(*calling, return_exceptions=True)
 

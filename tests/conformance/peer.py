@@ -17,7 +17,8 @@ from pathlib import Path
 
 from kvstore.calls import EngineAddress, SegmentInfo
 from kvstore.host import host_id
-from kvstore.memory.segment import SHM_DIRECTORY, Segment
+from kvstore.memory.entries import SHM_DIRECTORY
+from kvstore.memory.segment import Segment
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from tests.programs import ENGINE

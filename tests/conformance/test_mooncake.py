@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.clocks import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
     BusyError,
@@ -77,7 +78,7 @@ def test_engines_meet_at_each_kind_of_metadata_server(kind: str, tmp_path: Path)
 
 
 MEET = """
-import time
+from kvstore.clocks import uptime
 from kvstore.calls import EngineAddress, SegmentInfo
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.engine import EngineSettings
@@ -87,8 +88,8 @@ mover = MooncakeTransport(EngineSettings("tcp", metadata_server={url!r}))
 info = {info}
 assert mover.reaches(info)
 written, read = bytes(range(256)) * 12345, bytearray(256 * 12345)
-mover.write(info, [Move(1 << 20, memoryview(written))], time.monotonic() + 30)
-mover.read(info, [Move(1 << 20, memoryview(read))], time.monotonic() + 30)
+mover.write(info, [Move(1 << 20, memoryview(written))], uptime() + 30)
+mover.read(info, [Move(1 << 20, memoryview(read))], uptime() + 30)
 assert read == written
 mover.close()
 print("met")
@@ -107,7 +108,7 @@ def test_this_build_does_not_know_redis(tmp_path: Path) -> None:
         )
         assert bare.returncode == -6, "SIGABRT; if it knows redis now, test it as the others"
         assert "Unable to find metadata storage plugin redis" in bare.stderr
-        with pytest.raises(TransferEngineError, match="does not know redis") as caught:
+        with pytest.raises(TransferEngineError, match="does not support redis") as caught:
             Engine(EngineSettings("tcp", metadata_server=url), "127.0.0.1")
         assert "etcd://" in caught.value.advice
 
@@ -116,10 +117,10 @@ def test_this_build_does_not_know_redis(tmp_path: Path) -> None:
 def test_a_metadata_server_that_is_not_there_is_told_at_once(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = f"127.0.0.1:{listener.getsockname()[1]}"
-    start = time.monotonic()
+    start = uptime()
     with pytest.raises(TransferEngineError, match="cannot be reached"):
         Engine(EngineSettings("tcp", metadata_server=f"{kind}://{place}"), "127.0.0.1")
-    assert time.monotonic() - start < 2
+    assert uptime() - start < 2
 
 
 def test_other_settings_are_not_reached(peer: Peer, mover: MooncakeTransport) -> None:
@@ -151,7 +152,7 @@ def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
     mover.read(info, [Move(MIB, empty(16))], soon())
     deadline = soon(5)
     while not mover.reaches(closed):
-        assert time.monotonic() < deadline
+        assert uptime() < deadline
         time.sleep(0.01)
 
 
@@ -225,9 +226,9 @@ def test_a_connection_that_stalls_is_cut_and_one_that_is_idle_is_not_missed(
     with socket.create_connection(("127.0.0.1", port), 5) as stalled:
         stalled.sendall(bytes(5))  # not even a whole header
         stalled.settimeout(server.STALL_S + 5)
-        start = time.monotonic()
+        start = uptime()
         assert stalled.recv(1) == b""
-        took = time.monotonic() - start
+        took = uptime() - start
     assert server.STALL_S - 1 < took < server.STALL_S + 3
     assert transport.IDLE_S < server.STALL_S - server.SWEEP_S
     mover.read(peer.info, [Move(MIB, read)], soon())
@@ -258,7 +259,7 @@ def test_registered_memory_is_moved_as_it_is(peer: Peer, mover: MooncakeTranspor
     mover.start()
     free = take_all_chunks(mover)
     with pytest.raises(DeadlineExceededError) as caught:
-        mover.write(peer.info, [Move(MIB, written)], time.monotonic() + 0.2)
+        mover.write(peer.info, [Move(MIB, written)], uptime() + 0.2)
     assert caught.value.fields["settled"] == 1
     for memory in (written, read):
         mover.register(memory)
@@ -268,7 +269,7 @@ def test_registered_memory_is_moved_as_it_is(peer: Peer, mover: MooncakeTranspor
     for memory in (written, read):
         mover.unregister(memory)
     with pytest.raises(DeadlineExceededError):
-        mover.read(peer.info, [Move(MIB, read)], time.monotonic() + 0.2)
+        mover.read(peer.info, [Move(MIB, read)], uptime() + 0.2)
     for chunk in free:
         station_buffer(mover).free.put(chunk)
     mover.read(peer.info, [Move(MIB, read)], soon())
@@ -297,16 +298,16 @@ def test_a_read_that_was_given_up_keeps_its_memory_in_quarantine(
     mover.read(peer.info, [Move(MIB, read[:MIB])], soon())
     peer.stop()
     with pytest.raises(MemoryQuarantinedError):
-        mover.read(peer.info, [Move(MIB, read)], time.monotonic() + 0.2)
+        mover.read(peer.info, [Move(MIB, read)], uptime() + 0.2)
     inside = read[:MIB]  # of what was under way
     with pytest.raises(MemoryQuarantinedError):
         mover.read(peer.info, [Move(MIB, inside)], soon())
     peer.resume()
     elsewhere = empty(MIB)
     mover.read(peer.info, [Move(MIB, elsewhere)], soon())  # others go on meanwhile
-    start = time.monotonic()
+    start = uptime()
     mover.unregister(read)
-    assert time.monotonic() - start < 10
+    assert uptime() - start < 10
     before = noise(len(read))
     read[:] = before
     mover.read(peer.info, [Move(MIB, elsewhere)], soon())
@@ -335,7 +336,7 @@ def test_too_many_that_were_given_up_are_refused(
     try:
         moves = [Move(MIB, empty(48 * MIB), At(peer.stop))]
         with pytest.raises(DeadlineExceededError):
-            mover.read(peer.info, moves, time.monotonic() + 1)
+            mover.read(peer.info, moves, uptime() + 1)
         with pytest.raises(BusyError):
             mover.read(other.info, [Move(MIB, empty(16))], soon())
         mover._retired[0].ended.wait(10)  # its time-out
@@ -352,11 +353,11 @@ def test_one_engine_in_many_threads(peer: Peer) -> None:
     address = peer.info.engine
     assert address is not None
     one = Engine(TCP, "127.0.0.1")
-    stop = time.monotonic() + 2.0
+    stop = uptime() + 2.0
 
     def there_and_back(number: int) -> int:
         rounds = 0
-        while time.monotonic() < stop:
+        while uptime() < stop:
             written, read = noise(256 << 10, seed=100 * number + rounds), empty(256 << 10)
             for memory, is_write in ((written, True), (read, False)):
                 ours = address_of(memory)
@@ -388,23 +389,23 @@ def test_others_go_on_while_a_transfer_waits(peer: Peer) -> None:
     longest, ended = [0.0], threading.Event()
 
     def count() -> None:
-        last = time.monotonic()
+        last = uptime()
         while not ended.wait(0.002):
-            now = time.monotonic()
+            now = uptime()
             longest[0] = max(longest[0], now - last)
             last = now
 
     counting = threading.Thread(target=count)
     counting.start()
     peer.stop()
-    start = time.monotonic()
+    start = uptime()
     assert not one.transfer(address.name, [ours], [address.base + MIB], [8 * MIB], is_write=True)
-    took = time.monotonic() - start
+    took = uptime() - start
     one.close()
     ended.set()
     counting.join()
-    assert 4 < took < 8, "its own time-out, which cannot be less"
-    assert longest[0] < 1
+    assert 4 < took < 12, "its own time-out, which cannot be less"
+    assert longest[0] < 3
 
 
 # --- without it -----------------------------------------------------------------------------------
@@ -432,7 +433,7 @@ except TransferEngineError as error:
 
 def test_without_the_package_the_message_names_it() -> None:
     said = run("import sys; sys.modules['mooncake'] = None\n" + TRY)
-    assert "pip install 'kvstore[mooncake]'" in said.stdout, said
+    assert "pip install mooncake-transfer-engine-non-cuda" in said.stdout, said
     assert "what='package', ok=False" in said.stdout
 
 
@@ -456,7 +457,7 @@ def test_without_a_system_library_the_message_names_its_package(tmp_path: Path) 
 
 def test_writes_that_nobody_acknowledges_are_refused() -> None:
     said = run(TRY, MC_TCP_PROTO="1")
-    assert "says that a write is done before it is" in said.stdout, said
+    assert "reports a write as complete too early" in said.stdout, said
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

@@ -92,7 +92,8 @@ def test_messages_go_both_ways(server: Server) -> None:
 
 
 def test_every_message_of_the_master_arrives(server: Server) -> None:
-    wipe = calls.MasterWipe(3, b"u" * 16, [0, 8192], [7, 7], [1, 2])
+    place = b"u" * 16, [0, 8192], [7, 7], [1, 2]
+    wipe = calls.MasterWipe(3, *place, calls.Version(7, 1), [5, 0], [9, 0])
     scripted(server, ACCEPTED, calls.MasterBeat(2**63), wipe)
 
     async def scenario(stream: NodeStream) -> None:
@@ -150,6 +151,18 @@ def test_a_bug_of_the_master_is_an_internal_error(
     run(server, scenario)
     assert any(record.exc_info for record in caplog.records)
     caplog.clear()
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "CANCELLED", "INTERNAL"])
+def test_a_failure_of_grpc_itself_is_worth_another_try(code: str) -> None:
+    """Also INTERNAL: a master that resigns ended the stream while it was being opened."""
+    nothing = grpc.aio.Metadata()
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode[code], nothing, nothing, "Internal error from Core"
+    )
+    found = asyncio.run(NodeStream("127.0.0.1:1")._why(error))
+    assert isinstance(found, MasterUnreachableError)
+    assert "internal error from core" in found.message
 
 
 def test_a_malformed_message_ends_the_session(server: Server) -> None:

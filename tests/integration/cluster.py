@@ -14,7 +14,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.calls import ClusterStatus
-from kvstore.memory.segment import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
 
 ROOT: Final = Path(__file__).parents[2]
 START_S: Final = 30.0
@@ -247,7 +246,8 @@ class Cluster:
     def launch_node(self, **settings: Any) -> Node:
         """Start one; it need not be able to join."""
         given = {"master": self.address, "name": unique_name(), "memory": "32MiB"} | settings
-        node = Node(NODE, flags_of(given), log=self._new_log("node"), prefix=self.prefix)
+        keep = "--keep" if given.pop("keep", False) else "--no-keep"
+        node = Node(NODE, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix)
         node.name = given["name"]
         self._servers.append(node)
         self.nodes.append(node)
@@ -336,9 +336,3 @@ class Cluster:
 
     def _new_log(self, kind: str) -> Path:
         return self.directory / f"{kind}-{len(self._servers)}.log"
-
-
-def free_port() -> int:
-    """Of TCP on loopback; somebody else may take it first."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

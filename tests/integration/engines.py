@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -145,6 +146,7 @@ class Engine:
         self.render_status = 200
         self.render_error: dict[str, Any] = {"detail": "Not Found"}
         self.health_status = 200
+        self.health_takes_s = 0.0
         self.health_asked = asyncio.Event()
         self.address = ""
         self._runner: web.AppRunner | None = None
@@ -186,6 +188,7 @@ class Engine:
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         self.health_asked.set()
+        await asyncio.sleep(self.health_takes_s)
         return web.Response(status=self.health_status)
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
@@ -220,14 +223,18 @@ class World:
         assert self._session is not None
         return self._session
 
-    async def start(self, prefill: int, decode: int, settings: dict[str, Any]) -> None:
+    async def start(
+        self, prefill: int, decode: int, settings: dict[str, Any], prefix: Sequence[str]
+    ) -> None:
         self._session = aiohttp.ClientSession()
         self.prefillers = [await self.engine() for _ in range(prefill)]
         self.decoders = [await self.engine() for _ in range(decode)]
         given = {"host": "127.0.0.1", "port": 0} | QUICK | settings
         for role, engines in (("prefill", self.prefillers), ("decode", self.decoders)):
             given.setdefault(role, ",".join(engine.address for engine in engines))
-        self._server = Server(PROXY, flags_of(given), log=self._directory / "proxy.log")
+        self._server = Server(
+            PROXY, flags_of(given), log=self._directory / "proxy.log", prefix=prefix
+        )
         # In a thread: the engines are asked for their health meanwhile.
         said = await asyncio.to_thread(self.server.line, r"listening on (\S+?);")
         self.url, self.greeting = f"http://{said[1]}", said.string
@@ -289,6 +296,22 @@ class World:
         body = {"model": "m", "prompt": prompt, "stream": True, **more}
         return self.http.post(self.url + "/v1/completions", json=body)
 
+    @asynccontextmanager
+    async def connected(
+        self, count: int, first: bytes
+    ) -> AsyncIterator[list[asyncio.StreamReader]]:
+        """So many connections of other clients, each of which has sent ``first`` and waits."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        pairs: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        try:
+            for _ in range(count):
+                pairs.append(await asyncio.open_connection(host, int(port)))
+                pairs[-1][1].write(first)
+            yield [reader for reader, _ in pairs]
+        finally:
+            for _, writer in pairs:
+                writer.transport.abort()
+
     async def healthz(self) -> tuple[int, Any]:
         async with self.http.get(self.url + "/healthz") as response:
             return response.status, await response.json()
@@ -333,14 +356,21 @@ Scenario = Callable[[World], Awaitable[None]]
 
 
 def play(
-    directory: Path, scenario: Scenario, *, prefill: int = 1, decode: int = 1, **settings: Any
+    directory: Path,
+    scenario: Scenario,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    prefix: Sequence[str] = (),
+    **settings: Any,
 ) -> None:
-    """Run it; whatever happens, nothing of it is left."""
+    """Run it; whatever happens, nothing of it is left. ``prefix``: the proxy's command line
+    begins with it."""
 
     async def run() -> None:
         world = World(directory)
         try:
-            await world.start(prefill, decode, settings)
+            await world.start(prefill, decode, settings, prefix)
             async with asyncio.timeout(SCENARIO_S):
                 await scenario(world)
         except BaseException:

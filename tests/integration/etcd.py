@@ -18,9 +18,10 @@ from typing import Any, Final
 import pytest
 
 from kvstore.addresses import EtcdPlace
+from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, PermissionDeniedError
 from kvstore.etcd.finding import find_leader
-from tests.integration.cluster import free_port, until
+from tests.integration.cluster import until
 
 START_S: Final = 20.0
 
@@ -43,6 +44,7 @@ class EtcdServer:
         directory.mkdir(parents=True, exist_ok=True)
         self.certificates = make_certificates(directory / "tls") if tls else None
         self.port, self._peer_port = free_port(), free_port()
+        self._has_served = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def place(self, prefix: str = "kvstore", *, port: int = 0) -> EtcdPlace:
@@ -51,6 +53,22 @@ class EtcdServer:
         return EtcdPlace((f"127.0.0.1:{port or self.port}",), prefix, **files)
 
     def start(self) -> None:
+        while True:
+            self._launch()
+            until(lambda: self._port_is_taken() or self._answers(), within_s=START_S)
+            if not self._port_is_taken():
+                self._has_served = True
+                return
+            self.port, self._peer_port = free_port(), free_port()
+
+    def _port_is_taken(self) -> bool:
+        """Another process was quicker. Before its first start it may have another port."""
+        assert self._process is not None
+        if self._has_served or self._process.poll() is None:
+            return False
+        return "address already in use" in (self.directory / "etcd.log").read_text()
+
+    def _launch(self) -> None:
         scheme = "https" if self.certificates else "http"
         client, peer = f"{scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
         command = [
@@ -65,7 +83,8 @@ class EtcdServer:
                 "--key-file", str(self.directory / "tls" / "server.key"),
                 "--trusted-ca-file", self.certificates["ca"], "--client-cert-auth",
             ]  # fmt: skip
-        with (self.directory / "etcd.log").open("ab") as log:
+        mode = "ab" if self._has_served else "wb"
+        with (self.directory / "etcd.log").open(mode) as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         until(self._answers, within_s=START_S)
 

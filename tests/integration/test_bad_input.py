@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
+from kvstore.demo.processes import free_port
 from kvstore.errors import (
     BatchTooLargeError,
     BufferMismatchError,
@@ -34,7 +35,7 @@ from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, MATCH_KEYS_MAX
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
-from tests.integration.cluster import MASTER, NODE, ROOT, Cluster, entry, free_port, unique_name
+from tests.integration.cluster import MASTER, NODE, ROOT, Cluster, entry, unique_name
 from tests.integration.conftest import either_client
 
 STORED = PutOutcome.STORED
@@ -300,7 +301,7 @@ def refused(cluster: Cluster, module: str, settings: dict[str, Any], *says: str)
 
 def test_a_port_in_use(store: Cluster) -> None:
     port = store.settings["port"]
-    refused(store, MASTER, {"port": port}, f"{port} is in use", "another port")
+    refused(store, MASTER, {"port": port}, f"{port} is in use", "another --port")
     refused(store, MASTER, {"port": 0, "lane_port": store.lane_port}, "in use")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -403,7 +404,7 @@ def test_configuration_that_is_unreadable_or_misspelt(store: Cluster, tmp_path: 
         (MASTER, "[master]\nlease_ms = 5\n", "at least 1000"),
     ):
         file.write_text(text)
-        done = run(module, "--config", str(file))
+        done = run(module, "--config", str(file), "--strict-config")
         assert done.returncode == 2
         assert says in done.stderr
         assert str(file) in done.stderr
@@ -411,7 +412,7 @@ def test_configuration_that_is_unreadable_or_misspelt(store: Cluster, tmp_path: 
     done = run(NODE, "--memroy", "2GiB")
     assert done.returncode == 2
     assert "--memory" in done.stderr
-    done = run(MASTER, environ={"KVSTORE_MASTER_LEAS_MS": "5"})
+    done = run(MASTER, "--strict-config", environ={"KVSTORE_MASTER_LEAS_MS": "5"})
     assert done.returncode == 2
     assert "KVSTORE_MASTER_LEASE_MS" in done.stderr
     with pytest.raises(ConfigError) as caught:

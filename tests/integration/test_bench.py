@@ -95,7 +95,7 @@ def test_a_client_that_cannot_start_says_why(children: Children) -> None:
         warm=False,
     )  # fmt: skip
     client = Worker(children, "stranger", settings)
-    with pytest.raises(ChildError, match="no system is called nobody's"):
+    with pytest.raises(ChildError, match="there is no system nobody's"):
         client.ready()
     client.close()
 

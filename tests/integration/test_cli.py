@@ -144,6 +144,18 @@ def test_no_master_is_told_in_time() -> None:
     assert result.err.count("\n") == 1
 
 
+def test_a_command_that_waits_for_a_master_says_so() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{nobody.getsockname()[1]}"
+        result = kvstore("ls", "--master", where, "--timeout-ms", "1500")
+        silent = kvstore("ls", "--master", where, "--timeout-ms", "1500", "--json")
+    first, last = result.err.splitlines()
+    assert first == f"kvstore: waiting for a master at {where}, up to 1.5 s (--timeout-ms)"
+    assert "no master could be reached" in last
+    assert json.loads(silent.err)["error"]["code"] == "master_unreachable"
+
+
 def test_a_reader_that_goes_away_is_no_error_message(kv: KV, address: str) -> None:
     kv("put", "long", "-", stdin=bytes(4 << 20))
     process = subprocess.Popen(
@@ -168,7 +180,7 @@ def test_the_servers_say_where_they_are_and_stop_cleanly(number: int) -> None:
         assert found, first
         assert "--host" in first, "says that it listens on loopback only"
         name = f"stop-{os.getpid()}"
-        where = ("--master", found[1], "--memory", "16MiB", "--name", name)
+        where = ("--master", found[1], "--memory", "16MiB", "--name", name, "--no-keep")
         with server("node", *where) as (node, first):
             assert "16 MiB" in first
             assert any(name in entry for entry in set(os.listdir("/dev/shm")) - before)

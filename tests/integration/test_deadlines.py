@@ -17,8 +17,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -31,6 +32,9 @@ from tests.integration.test_network import ip
 TIMEOUT_MS = 1_200
 SLACK_S = 0.8
 """Hundreds of threads wake up at the same moment, on two cores; alone it is milliseconds."""
+
+TICK_S = 0.02
+"""How often ``Stalls`` looks whether a thread that wants to run does."""
 
 HUNG_S = 15.0
 LARGE = 4 << 20
@@ -63,6 +67,9 @@ CALLS: dict[str, Verb] = {
     "drain": lambda c: c.drain("nobody"),
     "move_some": lambda c: c.move_some("nobody"),
 }
+PER_CALL = {"timeout_ms": TIMEOUT_MS}
+"""What every public call can be given."""
+
 NO_CALLS = {"close", "config", "embedded", "lease", "stats", "register", "unregister"}
 """Public names that ask nobody, or are tested apart."""
 
@@ -70,10 +77,38 @@ NO_CALLS = {"close", "config", "embedded", "lease", "stats", "register", "unregi
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_every_public_call_is_in_the_table(kind: type) -> None:
     public = {name for name in dir(kind) if not name.startswith("_")} | {"config"}
-    assert public == {name.split()[0] for name in CALLS} | NO_CALLS
+    called = {name.split()[0] for name in CALLS}
+    assert public == called | NO_CALLS
+    for name in called:
+        assert inspect.signature(getattr(kind, name)).parameters["timeout_ms"].default is None
 
 
 # --- calls that run at the same time, each on its own ------------------------------------------
+
+
+class Stalls:
+    """How long threads of this process that wanted to run did not: the machine's part of how long a
+    call takes. A thread sleeps again and again; what each sleep takes too long is added up."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="stalls", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _tick(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(TICK_S):
+            now = time.monotonic()
+            self.seconds += now - before - TICK_S
+            before = now
 
 
 class Took:
@@ -83,14 +118,16 @@ class Took:
         self.name = name
         self.seconds: float | None = None
         self.outcome: object = "hangs"
+        self.stalled_s = 0.0
+        """Of those seconds, at most."""
 
     def __repr__(self) -> str:
         took = "never ends" if self.seconds is None else f"{self.seconds:.2f} s"
-        return f"{self.name}: {took}, {self.outcome!r:.120}"
+        return f"{self.name}: {took}, stalled {self.stalled_s:.2f} s, {self.outcome!r:.120}"
 
     @property
     def is_wrong(self) -> bool:
-        if self.seconds is None or self.seconds > TIMEOUT_MS / 1000 + SLACK_S:
+        if self.seconds is None or self.seconds > TIMEOUT_MS / 1000 + SLACK_S + self.stalled_s:
             return True
         error = self.outcome
         if not isinstance(error, BaseException):
@@ -104,8 +141,10 @@ class Took:
 class Clients:
     """One client per way, each connected and warm or new; ``run`` makes every call of each."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, per_call: bool = False) -> None:
+        """``per_call``: clients that have more time by themselves are told with each call."""
         self._address = address
+        self._per_call = per_call
         self._clients: list[tuple[str, Any]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aio", daemon=True)
@@ -116,7 +155,8 @@ class Clients:
             for transport in ("shm", "tcp"):
                 for lane in (True, False):
                     name = f"{kind.__name__} {transport} {'lane' if lane else 'grpc'} {age}"
-                    settings: dict[str, Any] = {"timeout_ms": TIMEOUT_MS, "lane": lane}
+                    longest_ms = 60_000 if self._per_call else TIMEOUT_MS
+                    settings: dict[str, Any] = {"timeout_ms": longest_ms, "lane": lane}
                     client = kind(self._address, transports=(transport,), **settings)
                     self._clients.append((name, client))
 
@@ -137,6 +177,8 @@ class Clients:
         ended: list[Any] = []
         for name, client in self._clients:
             for what, verb in CALLS.items():
+                if self._per_call:
+                    verb = partial(_within, verb)
                 took = Took(f"{name}: {what}")
                 all_took.append(took)
                 if isinstance(client, AsyncClient):
@@ -147,14 +189,17 @@ class Clients:
                         target=self._timed, args=(took, verb, client), name=took.name, daemon=True
                     )
                     threads.append(call_it)
-        for thread in threads:
-            thread.start()
-        give_up = time.monotonic() + HUNG_S
-        for thread in threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
-        for future in ended:
-            with contextlib.suppress(TimeoutError):
-                future.result(max(0.0, give_up - time.monotonic()))
+        with Stalls() as stalls:
+            for thread in threads:
+                thread.start()
+            give_up = time.monotonic() + HUNG_S
+            for thread in threads:
+                thread.join(max(0.0, give_up - time.monotonic()))
+            for future in ended:
+                with contextlib.suppress(TimeoutError):
+                    future.result(max(0.0, give_up - time.monotonic()))
+        for took in all_took:
+            took.stalled_s = stalls.seconds
         return all_took
 
     def close(self) -> list[Took]:
@@ -206,9 +251,23 @@ async def _drive(verb: Verb, client: AsyncClient) -> Any:
     return await outcome if inspect.isawaitable(outcome) else outcome
 
 
-def check(cluster: Cluster, fault: Callable[[], object]) -> None:
+class _Within:
+    """A client each of whose calls is given its own time-out."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(getattr(self._client, name), **PER_CALL)
+
+
+def _within(verb: Verb, client: Any) -> Any:
+    return verb(_Within(client))
+
+
+def check(cluster: Cluster, fault: Callable[[], object], *, per_call: bool = False) -> None:
     """No call of old and new clients takes longer than it may, after ``fault``."""
-    clients = Clients(cluster.address)
+    clients = Clients(cluster.address, per_call=per_call)
     try:
         clients.add("old")
         clients.warm()
@@ -240,7 +299,8 @@ def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
         cluster.master()
 
 
-def test_both_stop(cluster: Cluster) -> None:
+@pytest.mark.parametrize("per_call", [False, True], ids=["of clients", "of calls"])
+def test_both_stop(cluster: Cluster, per_call: bool) -> None:
     """What clients hold and know is of no use then, and costs them no second deadline."""
     cluster.start(2, memory="256MiB")
     assert cluster.master_server is not None
@@ -251,7 +311,7 @@ def test_both_stop(cluster: Cluster) -> None:
             server.freeze()
 
     try:
-        check(cluster, freeze)
+        check(cluster, freeze, per_call=per_call)
     finally:
         for server in servers:
             server.resume()

@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvstore import Client
 from kvstore.calls import PutOutcome
+from kvstore.client.steps import Transfer
+from kvstore.errors import KVStoreError
 from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, Node, until
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -187,6 +190,46 @@ def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(
         assert client.get(key) == value_of(key, 0 if key == "empty" else 200 * KIB), key
 
 
+def test_a_copy_that_lands_after_a_removal_is_not_found_by_the_next_master(
+    store: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mover writes through shared memory, which nobody can cut, when the object that it copies
+    is gone already; and the master dies before it hears of it."""
+    old = store.node(memory="64MiB")
+    client = store.client()
+    client.put("removed", value_of("removed"))
+    new = store.node(memory="64MiB")
+    mover = store.client(transports=("shm",), timeout_ms=60_000)
+    arrived, goes_on, landed = (threading.Event() for _ in range(3))
+    movers = mover._session.movers
+    move = movers.move
+
+    def held_up(transfers: Sequence[Transfer], *rest: Any) -> list[KVStoreError | None]:
+        if not transfers[0].write:
+            return move(transfers, *rest)
+        arrived.set()
+        assert goes_on.wait(60)
+        errors = move(transfers, *rest)
+        landed.set()
+        return errors
+
+    monkeypatch.setattr(movers, "move", held_up)
+    mover.drain(old.name)
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(mover.move_some, old.name)
+        assert arrived.wait(60)
+        assert client.remove("removed")
+        assert store.master_server is not None
+        store.master_server.kill()
+        goes_on.set()
+        assert landed.wait(60)
+        master = store.master()
+        until(lambda: master.errors.count("inventory_done") == 2)
+        assert moved.result(60).objects == 0
+    assert "late_headers_wiped" in new.errors, "the copy did not land"
+    assert client.get("removed") is None
+
+
 def test_a_view_keeps_its_bytes_and_is_told(store: Cluster) -> None:
     old = store.node(memory="64MiB")
     fill(store)
@@ -341,5 +384,5 @@ def test_asked_wrongly(store: Cluster) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "there is no node nobody" in done.stderr
-    with Client(store.address) as client, pytest.raises(Exception, match="not both"):
+    with Client(store.address) as client, pytest.raises(Exception, match="exclude each other"):
         client.drain("x", undo=True, leave=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore.addresses import EtcdPlace
+from kvstore.clocks import uptime
+from kvstore.demo.processes import free_port
 from kvstore.errors import (
     EtcdUnreachableError,
     NotLeaderError,
@@ -20,7 +21,6 @@ from kvstore.errors import (
 )
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import find_leader
-from tests.integration.cluster import free_port
 from tests.integration.etcd import EtcdServer, Relay, running
 
 
@@ -33,7 +33,7 @@ def etcd(
 
 
 def soon(seconds: float = 5.0) -> float:
-    return time.monotonic() + seconds
+    return uptime() + seconds
 
 
 def use(place: EtcdPlace, body: Callable[[Etcd], Coroutine[Any, Any, None]]) -> None:
@@ -95,11 +95,11 @@ def test_a_lease_that_nobody_keeps_ends(etcd: EtcdServer) -> None:
     async def body(client: Etcd) -> None:
         lease = await client.grant(1, soon())
         assert lease.ttl_s >= 1
-        granted = time.monotonic()
+        granted = uptime()
         await client.campaign(lease.lease_id, "a:1", soon())
         sight = await client.look(soon())
         assert await client.watch_for_end(sight.revision, soon(15))
-        assert time.monotonic() - granted > lease.ttl_s - 0.1, "not before its time"
+        assert uptime() - granted > lease.ttl_s - 0.1, "not before its time"
 
     use(etcd.place("ends"), body)
 
@@ -129,11 +129,11 @@ def test_nobody_there_is_said_in_time() -> None:
         with pytest.raises(EtcdUnreachableError, match="refused"):
             await client.look(soon(1.0))
 
-    started = time.monotonic()
+    started = uptime()
     use(place, body)
     with pytest.raises(EtcdUnreachableError, match="refused"):
         find_leader(place, soon(1.0))
-    assert time.monotonic() - started < 3.0
+    assert uptime() - started < 3.0
 
 
 def test_another_member_answers_for_a_dead_or_a_silent_one(tmp_path: Path) -> None:
@@ -151,9 +151,12 @@ def test_another_member_answers_for_a_dead_or_a_silent_one(tmp_path: Path) -> No
             async def body(client: Etcd) -> None:
                 lease = await client.grant(5, soon())
                 await client.campaign(lease.lease_id, "a:1", soon())
-                started = time.monotonic()
-                assert (await client.look(soon())).leader is not None
-                assert time.monotonic() - started < 0.5, "it remembers who answered"
+                took_s = []
+                for _ in range(3):
+                    started = uptime()
+                    assert (await client.look(soon())).leader is not None
+                    took_s.append(uptime() - started)
+                assert min(took_s) < 0.5, "it remembers who answered"
 
             use(place, body)
             assert find_leader(place, soon()) == "a:1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
+from kvstore.client.placements import AVOID_FIRST_S
+from kvstore.clocks import uptime
 from tests.integration.cluster import SHORT, Cluster, until
 from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island
 from tests.integration.test_deadlines import island as island  # a fixture
@@ -67,25 +68,27 @@ def two_nodes(island: Island, tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.netns
-def test_a_failing_node_is_avoided_by_everybody_within_a_second(
+def test_a_failing_node_costs_each_client_a_second_and_nobody_else_anything(
     island: Island, two_nodes: Cluster
 ) -> None:
+    """Both run on one host, and a firewall may be before that: the master believes neither."""
     failing, _ = two_nodes.nodes
     first, second = (two_nodes.client(transports=("tcp",), timeout_ms=9_000) for _ in range(2))
     assert set(first.put_many([(key, content(key)) for key in KEYS], replicas=2)) == {STORED}
     for client in (first, second):
         assert client.get_many(KEYS) == [content(key) for key in KEYS]
     island.cut(OF_NODE)
-    until(lambda: _reads(first) and two_nodes.state_of(failing) == "suspect")
-    reported = time.monotonic()
+    for client in (first, second):
+        started = uptime()
+        assert _reads(client)
+        assert uptime() - started < 2.0
+        assert two_nodes.state_of(failing) == "alive"
+    noticed = uptime()
     for number, key in enumerate(KEYS):
-        for client in (second, first):
-            started = time.monotonic()
-            assert client.get(key) == content(key)
-            assert time.monotonic() - started < QUICK_S or started - reported < 1.0
-        started = time.monotonic()
+        started = uptime()
+        assert second.get(key) == content(key)
         assert second.put(f"new-{number}", content(key)) is STORED
-        assert time.monotonic() - started < QUICK_S
+        assert uptime() - started < QUICK_S or started - noticed > AVOID_FIRST_S
     names = {
         segment.segment_id: node.name for node in second.status().nodes for segment in node.segments
     }
@@ -93,7 +96,11 @@ def test_a_failing_node_is_avoided_by_everybody_within_a_second(
         stat = second.stat(f"new-{number}")
         assert stat is not None
         assert names[stat.detail.placements.segments[0]] != failing.name
-    assert time.monotonic() - reported < 4.0, "it is trusted again after that"
+    assert two_nodes.master_server is not None
+    reports = [line for line in two_nodes.master_server.errors.splitlines() if "_reported" in line]
+    assert len(reports) == 1
+    assert f"node={failing.name} " in reports[0]
+    assert "moved no byte over tcp for 1.0 s" in reports[0]
 
 
 def _reads(client: Any) -> bool:

@@ -21,6 +21,7 @@ import pytest
 
 from kvstore import Client, PutOutcome, calls
 from kvstore.addresses import EtcdPlace
+from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
@@ -80,9 +81,9 @@ class Observer:
                 grpc.insecure_channel(master, [("grpc.use_local_subchannel_pool", 1)]) as channel,
             ):
                 while not self._over.wait(0.02):
-                    asked = time.monotonic()
+                    asked = uptime()
                     status = ask(channel, calls.Status(), 20.0)
-                    now = time.monotonic()
+                    now = uptime()
                     self.answers.append(Answer(asked, now, master, status.epoch))
             self._over.wait(0.02)
 
@@ -141,7 +142,7 @@ class HaCluster(Cluster):
 
     def leader(self) -> str:
         try:
-            return find_leader(self.etcd.place(), time.monotonic() + 2.0)
+            return find_leader(self.etcd.place(), uptime() + 2.0)
         except UnavailableError:
             return ""
 
@@ -165,7 +166,7 @@ class HaCluster(Cluster):
 
     def served_again(self, client: Client, *, within_s: float = 15.0) -> float:
         """Seconds until a get is served, whatever it waits for or fails with."""
-        started = time.monotonic()
+        started = uptime()
 
         def get() -> bool:
             with contextlib.suppress(UnavailableError):
@@ -173,7 +174,7 @@ class HaCluster(Cluster):
             return False
 
         until(get, within_s=within_s)
-        return time.monotonic() - started
+        return uptime() - started
 
     def check_nothing_is_lost(self, client: Client) -> None:
         """Once all nodes have told what they hold."""
@@ -531,10 +532,10 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(ha: HaCluster) -> None
     ha.node()
     ha.fill()
     client = fresh_client(ha)
-    started = time.monotonic()
+    started = uptime()
     assert ha.masters[first].terminate() == 0
     ha.served_again(client)
-    took_s = time.monotonic() - started
+    took_s = uptime() - started
     print(f"from SIGTERM to the next served get: {took_s:.2f} s")
     assert took_s < LEASE_S, "nobody waits for the lease to end"
     assert client.status().leader == second
@@ -551,6 +552,24 @@ def test_a_leader_whose_key_was_deleted_by_hand_steps_down(ha: HaCluster) -> Non
     until(lambda: "removed_from_etcd" in ha.masters[first].errors)
     until(ha.leader)
     assert ha.client().status().epoch > epoch
+
+
+def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
+    """etcd keeps its name: another one is refused, none is given that one."""
+    first = ha.add_master(cluster="prod")
+    until(lambda: ha.leader() == first)
+    second = ha.add_master()
+    until(lambda: "standing_by" in ha.masters[second].errors)
+    etcd = f"127.0.0.1:{ha.relays[first].port}"
+    refused = ha.launch(MASTER, ha.settings | {"etcd": etcd, "cluster": "test"})
+    assert refused.wait() == 1
+    assert "the masters of the cluster prod use" in refused.errors
+    assert "Traceback" not in refused.errors
+
+    ha.masters[first].kill()
+    ha.another_leads(first)
+    with Client(second) as client:
+        assert client.status().cluster == "prod"
 
 
 def test_what_a_standby_says(ha: HaCluster) -> None:

@@ -133,7 +133,7 @@ def test_a_frozen_master_costs_a_deadline(cluster: Cluster) -> None:
         started = time.monotonic()
         with pytest.raises((DeadlineExceededError, MasterUnreachableError)):
             attempt()
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 3
     until(lambda: time.monotonic() - frozen > SHORT["dead_ms"] / 1000 + 0.2)
     cluster.master_server.resume()
     until(lambda: cluster.state_of(cluster.nodes[0]) == "alive")

@@ -126,9 +126,7 @@ def test_memory_that_may_not_be_locked(store: Cluster, tmp_path: Path) -> None:
     prefix = ["setpriv", "--bounding-set", "-ipc_lock", "prlimit", "--memlock=65536:65536"]
     says = ("32 MiB cannot be locked", "locked memory is 64 KiB", "ulimit -l unlimited")
     assert refused(store, tmp_path, prefix, *says, lock_memory="on") == 1
-    node = Cluster(tmp_path, prefix=prefix).launch(
-        NODE, {"master": store.address, "name": unique_name(), "memory": "32MiB"}
-    )
+    node = Cluster(tmp_path, prefix=prefix).launch_node(master=store.address)
     try:
         node.line("serves")  # auto is content without
         assert "locked=False" in node.errors
@@ -176,7 +174,7 @@ def test_off_means_small_pages_where_there_are_huge_ones(store: Cluster, tmp_pat
 def test_transparent_huge_pages_that_are_not_given(store: Cluster, tmp_path: Path) -> None:
     needs_root()
     prefix = own_shm("-o huge=never,size=256m")
-    says = ("/dev/shm gives no huge pages", "mount -o remount,huge=advise /dev/shm")
+    says = ("/dev/shm provides no huge pages", "mount -o remount,huge=advise /dev/shm")
     assert refused(store, tmp_path, prefix, *says, huge_pages="transparent") == 1
 
 
@@ -250,7 +248,8 @@ def test_a_killed_node_leaves_reserved_pages_with_what_they_hold(
     assert "memory of /dev/shm was asked for" in other.errors
     assert path.exists()
     command = [sys.executable, "-m", NODE, "--name", name, "--master", store.address, "--discard"]
-    with subprocess.Popen([*command, "--memory", "8MiB"], stdout=subprocess.PIPE) as third:
+    command += ["--memory", "8MiB", "--no-keep"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as third:
         assert third.stdout is not None
         assert b"serves" in third.stdout.readline()
         assert not path.exists(), "what was left elsewhere goes all the same"

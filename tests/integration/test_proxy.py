@@ -269,7 +269,8 @@ def test_a_prefiller_that_nobody_listens_at_is_left_out(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
         gone = w.prefillers[0]
         await gone.stop()
-        assert (await w.complete([1, 2, 3, 4, 5]))[0] == 200  # ids: it is not asked to render
+        for _ in range(3):
+            assert (await w.complete([1, 2, 3, 4, 5]))[0] == 200  # ids: it is not asked to render
         state = await w.state_of(gone)
         assert state is not None
         assert not state["healthy"]
@@ -281,7 +282,7 @@ def test_a_prefiller_that_nobody_listens_at_is_left_out(tmp_path: Path) -> None:
         assert (await w.complete())[0] == 200
         assert len(gone.calls) == 1
 
-    # So rare that the requests find out first, not the checks; the second round is not waited for.
+    # So rare that the requests find out first, not the checks.
     play(tmp_path, scenario, health_interval_ms=1_000)
 
 
@@ -607,7 +608,98 @@ def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
         writer.close()
         await writer.wait_closed()
 
-    play(tmp_path, scenario, idle_timeout_ms=200)
+    play(tmp_path, scenario, body_timeout_ms=200)
+
+
+SLOW_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+FEW_FILES = ("sh", "-c", 'ulimit -n 512; exec "$@"', "sh")
+
+
+@pytest.mark.parametrize("prefix", [(), FEW_FILES], ids=["", "with few descriptors"])
+@pytest.mark.parametrize("first", [SLOW_BODY, b"", b"POST /v1/comp"], ids=["body", "idle", "head"])
+def test_requests_are_answered_beside_many_that_do_not_come(
+    tmp_path: Path, first: bytes, prefix: tuple[str, ...]
+) -> None:
+    async def scenario(w: World) -> None:
+        async with w.connected(1_100, first):
+            for _ in range(20):
+                async with aiohttp.ClientSession() as session:  # a new connection each
+                    body = {"model": "m", "prompt": PROMPT}
+                    async with session.post(w.url + "/v1/completions", json=body) as response:
+                        assert response.status == 200
+            if first != SLOW_BODY:  # those are told to go before there are too many connections
+                assert ("connections_full" in w.server.errors) == bool(prefix)
+        assert len(w.decoders[0].calls) == 20
+
+    play(tmp_path, scenario, prefix=prefix)
+
+
+def test_the_body_that_has_been_coming_longest_gives_way(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        async with w.connected(3, SLOW_BODY) as (oldest, *others):
+            assert b" 503 " in await oldest.readline()
+            assert (await w.complete())[0] == 200
+            assert b" 503 " in await others[0].readline()
+
+    play(tmp_path, scenario, inflight_max=2)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"POST /v1/completions HTTP/9\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"]
+)
+def test_a_malformed_request_is_one_line_of_the_log(tmp_path: Path, sent: bytes) -> None:
+    async def scenario(w: World) -> None:
+        await w.until(lambda: w.logged("proxy_started"))
+        started = len(w.server.errors.splitlines())
+        async with w.connected(1, sent) as [reader]:
+            assert b" 400 " in await reader.readline()
+        await w.until(lambda: w.logged("malformed_request peer=127.0.0.1"))
+        assert len(w.server.errors.splitlines()) == started + 1
+
+    play(tmp_path, scenario, prefill=0, decode=0)
+
+
+# --- busy engines ------------------------------------------------------------------------------
+
+
+def test_a_busy_decoder_that_is_too_slow_for_health_checks_is_asked(tmp_path: Path) -> None:
+    """Three rounds of checks at the shipped times."""
+
+    async def scenario(w: World) -> None:
+        [busy] = w.decoders
+        busy.health_takes_s = 2.0
+        loop = asyncio.get_running_loop()
+        until = loop.time() + 4.0
+        while loop.time() < until:
+            assert (await w.complete())[0] == 200
+            state = await w.state_of(busy)
+            assert state is not None
+            assert state["healthy"]
+        # Nobody asks for a while, so it counts as ill, and is asked all the same.
+        await w.until_healthy(busy, healthy=False)
+        assert (await w.healthz())[1]["status"] == "no healthy decoder"
+        assert (await w.complete())[0] == 200
+        assert (await w.healthz())[1]["status"] == "ok"
+
+    play(tmp_path, scenario, health_interval_ms=1_000)
+
+
+def test_when_nobody_listens_at_any_decoder_nothing_is_computed(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        [gone] = w.decoders
+        port = int(gone.address.rpartition(":")[2])
+        await gone.stop()
+        await w.until_healthy(gone, healthy=False)
+        assert (await w.healthz())[1]["status"] == "no decoder"
+        body = {"model": "m", "prompt": PROMPT}
+        async with w.http.post(w.url + "/v1/completions", json=body) as response:
+            assert (response.status, response.headers["Retry-After"]) == (503, "1")
+        assert not w.prefillers[0].calls
+        await gone.start(port)
+        await w.until_healthy(gone)
+        assert (await w.complete())[0] == 200
+
+    play(tmp_path, scenario)
 
 
 # --- operators ---------------------------------------------------------------------------------

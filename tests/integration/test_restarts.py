@@ -277,7 +277,7 @@ def test_memory_that_is_no_use_is_refused_or_discarded(cluster: Cluster, damage:
     assert why in refused.errors
     assert "--discard" in refused.errors
     assert node.entry.exists(), "nothing was thrown away"
-    flags = [*flags_of(settings), "--discard"]
+    flags = [*flags_of(settings), "--discard", "--no-keep"]
     server = Node(NODE, flags, log=cluster.directory / "discard.log")
     server.name = node.name
     try:

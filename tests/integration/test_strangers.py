@@ -18,8 +18,9 @@ import pytest
 
 from kvstore import PutOutcome, calls
 from kvstore.addresses import split_address
+from kvstore.demo.processes import free_port
 from kvstore.wire.messages import CALLS, decode_reply, encode_reply
-from tests.integration.cluster import Cluster, free_port
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import either_client
 from tests.integration.traffic import at_work, content, getter, putter
 

@@ -29,9 +29,9 @@ from kvstore.errors import (
     ValueTooLargeError,
 )
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.master.state import eviction, graves, master_state, pool, records
+from kvstore.master.state import graves, master_state, pool, records
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Send
-from kvstore.master.state.liveness import LivenessRules
+from kvstore.master.state.liveness import AGREEING_MS, LivenessRules
 from kvstore.master.state.master_state import MAKING_ROOM_MS, MasterRules, MasterState
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
 
@@ -93,6 +93,7 @@ class Granted:
     size: int
     places: list[Place]
     deadline_ms: int
+    overwrite: bool = False
 
 
 @dataclass
@@ -109,6 +110,10 @@ class ModelNode:
     offers: list[calls.SegmentOffer]
     ids: list[int]
     reported_ms: int | None = None
+    """When hosts last agreed that it fails, or one said so of a broken stream."""
+    alone_ms: int | None = None
+    """When one host alone last said so."""
+    agreed_ms: int | None = None
     orders: list[calls.MasterWipe] = field(default_factory=list)
 
     def state(self, now_ms: int) -> str:
@@ -267,7 +272,7 @@ class MasterMachine(RuleBasedStateMachine):
             case "breaks":
                 self._node_stream_breaks(node)
             case "reported":
-                self._client_reports_failure(node)
+                self._clients_report_failure(node, data.draw(st.sampled_from((1, 5))))
             case "leaves":
                 self._node_leaves(node)
 
@@ -276,6 +281,8 @@ class MasterMachine(RuleBasedStateMachine):
             self.old_sessions.append(node.session)
             self.state.node_stream_broken(node.session)
             node.session = None
+            if node.alone_ms is not None:
+                node.reported_ms = node.alone_ms
         self._see()
 
     @rule(name=st.sampled_from(NODES), data=st.data())
@@ -337,11 +344,20 @@ class MasterMachine(RuleBasedStateMachine):
             node.orders.remove(order)
         self._see()
 
-    def _client_reports_failure(self, node: ModelNode) -> None:
-        reported = self.state.report_failure(
-            self.now_ms, calls.ReportFailure([node.ids[0], 999_999])
-        )
-        node.reported_ms = self.now_ms
+    def _clients_report_failure(self, node: ModelNode, hosts: int) -> None:
+        """One, or more than there are others."""
+        ids = [node.ids[0], 999_999]
+        reported = calls.Reported(0)
+        for number in range(hosts):
+            report = calls.ReportFailure(ids, "client", f"reporter-{number}", "refused")
+            reported = self.state.report_failure(self.now_ms, report)
+        node.alone_ms = self.now_ms
+        if hosts > 1:
+            node.agreed_ms = self.now_ms
+        if node.session is None or (
+            node.agreed_ms is not None and self.now_ms - node.agreed_ms <= AGREEING_MS
+        ):
+            node.reported_ms = self.now_ms
         self._bury_dead()
         states = [node.state(self.now_ms) for node in self.nodes.values()]
         assert reported.suspects == states.count("suspect")
@@ -625,6 +641,7 @@ class MasterMachine(RuleBasedStateMachine):
             granted = Granted(None, None, sizes[index], its, deadline_ms)
             if isinstance(request, calls.PutStart):
                 granted.name = name = (request.namespace, request.keys[index])
+                granted.overwrite = request.overwrite
                 above = request.keys[index - 1] if request.chain and index else request.parent
                 granted.parent = self.objects[name].parent if name in self.objects else above
                 self.links[name] = granted.parent
@@ -704,6 +721,8 @@ class MasterMachine(RuleBasedStateMachine):
                 continue
             expected.append(PutOutcome.STORED)
             replaced |= self._bury(granted.name)
+            if granted.overwrite:
+                replaced |= self._unwiped_of(granted.name)
             self.objects[granted.name] = Stored(
                 Version(EPOCH, token), granted.size, places, granted.parent
             )
@@ -779,6 +798,8 @@ class MasterMachine(RuleBasedStateMachine):
         above = self.objects[name].parent if name in self.objects else parent
         self.links[name] = above
         replaced = self._bury(name)
+        if overwrite:
+            replaced |= self._unwiped_of(name)
         self.objects[name] = Stored(Version(EPOCH, token), size, places, above)
         self._promise(self.objects[name])
         reply = self._reply_now_or_later(result, replaced)
@@ -919,8 +940,7 @@ class MasterMachine(RuleBasedStateMachine):
             with pytest.raises(UnavailableError):
                 self.state.remove(self.now_ms, calls.Remove(namespace, batch))
             return
-        names = {(namespace, key) for key in batch}
-        items = {item for item, unwiped in self.unwiped.items() if unwiped.name in names}
+        items = self._unwiped_of(*((namespace, key) for key in batch))
         result = self.state.remove(self.now_ms, calls.Remove(namespace, batch))
         reply = self._reply_now_or_later(result, items)
         if reply is not None:
@@ -956,6 +976,10 @@ class MasterMachine(RuleBasedStateMachine):
         for item in items:
             self.unwiped[item] = Unwiped(name, extent_bytes(stored.size), free_at_ms)
         return items
+
+    def _unwiped_of(self, *names: Name) -> set[tuple[Place, Version]]:
+        """Also of earlier removals."""
+        return {item for item, unwiped in self.unwiped.items() if unwiped.name in names}
 
     def _reply_now_or_later(
         self, result: calls.Reply | Later, items: set[tuple[Place, Version]]
@@ -1205,7 +1229,7 @@ class SlicedMachine(MasterMachine):
         (pool, "EVICTIONS_PER_STEP", 1),
         (pool, "SETTLE_STEPS", 1),
         (pool, "_REMARKS_PER_LOOK", 1),
-        (eviction, "_MOVES_PER_PEEK", 2),
+        (pool, "MOVES_PER_STEP", 2),
         (master_state, "SWEEP_STEPS", 2),
         (master_state, "HIDE_STEPS", 1),
         (graves, "WIPES_PER_ORDER", 2),

@@ -68,6 +68,11 @@ class Candidate:
         except BrokenStreamError:
             return
 
+    def _outrun(self, epoch: int) -> None:
+        self._role.outrun(epoch)
+        if self.master is not None:
+            self.master.cease()
+
     async def _run(self) -> None:
         while True:
             action = self._role.next(self.clock())
@@ -98,7 +103,7 @@ class Candidate:
                     return
                 epoch = 0
                 if leader.lease_id == lease_id:
-                    least = max(role.epoch + 1, int(self.clock() * 1000))
+                    least = max(role.epoch + 1, role.epoch_least, int(self.clock() * 1000))
                     epoch = await etcd.ask(ASK_US, "new_epoch", leader, least)
                     if not epoch:
                         role.failed(self.clock())
@@ -121,6 +126,7 @@ class Candidate:
                 self._oracle.note(f"{self.process.name} leads epoch={epoch}")
                 self.master = self._new_master(self.process, epoch, self.clock)
                 self.master.leads_until = role.until
+                self.master.outrun = self._outrun
             case StepDown(why):
                 self._oracle.note(f"{self.process.name} steps down: {why}")
                 if self.master is not None:

@@ -32,10 +32,11 @@ from kvstore.limits import PROTOCOL_VERSION
 from kvstore.memory.header import HEADER_BYTES, unpack
 from kvstore.transport.base import Move
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.tcp_client import CONNECT_STALLS
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error
 from tests.simulation.memory import Memory
-from tests.simulation.network import BrokenStreamError, Network
+from tests.simulation.network import BrokenStreamError, End, Network
 from tests.simulation.oracle import Believed, Oracle, View
 from tests.simulation.scheduler import Process, TimedOutError
 from tests.simulation.views import Held, SimViews
@@ -46,6 +47,11 @@ TokenRefusedError = stub_flow.TokenRefusedError
 CARRIER_ERRORS = (
     KVStoreError, CarrierBrokenError, stub_flow.LaneUnreachableError, TokenRefusedError,
 )  # fmt: skip
+
+
+STALL_S = 0.2
+CONNECT_S = STALL_S * CONNECT_STALLS
+"""As ``transport.tcp_client`` has them, in the simulation's times."""
 
 
 class SimLink(Link):
@@ -94,6 +100,7 @@ class Client:
         self.context = Context(
             clock=self.clock,
             host=process.host,
+            client_number=process.scheduler.random.getrandbits(63) + 1,
             segments=SegmentTable(self.clock),
             placements=PlacementCache(config.placements_max, self.clock),
             lease_margin_s=margin_s,
@@ -196,6 +203,13 @@ class Client:
             ):
                 token = reply.tokens[index // reply.replicas]
                 self._tokens[segment, offset] = Version(reply.epoch, token)
+        if isinstance(reply, calls.MovesStarted):
+            grants, sources = reply.grants, reply.sources
+            copied = [Version(grants.epoch, token) for token in grants.tokens]
+            if reply.keeps_version:
+                copied = list(map(Version, sources.epochs, sources.counters))
+            for index, place in enumerate(zip(grants.segments, grants.offsets, strict=True)):
+                self._tokens[place] = copied[index // grants.replicas]
         return reply
 
     async def _join_at(self, step: stub_flow.JoinAt, deadline: float) -> None:
@@ -203,7 +217,7 @@ class Client:
             return
         patience_s = step.timeout_s if self._link.alone else step.timeout_s / 5
         until = min(deadline, self.clock() + patience_s)
-        payload = encode_request(self._join)
+        payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
         last = until == deadline
         data = await self._exchange(
             step.address, "join", 0, CALLS[calls.Join], payload, until, last=last
@@ -298,42 +312,88 @@ class Client:
                     move.hasher.update(piece)
                 await self._between_pieces(_what(transfer, move))
 
+    async def _greeted(self, end: End, segment: SegmentInfo, deadline: float) -> int:
+        """Say hello; returns the number of the connection."""
+        number = self._random.getrandbits(63) + 1
+        writer = self.context.client_number, number
+        end.send((segment.uuid, segment.generation, writer))
+        until = min(deadline, self.clock() + CONNECT_S)
+        try:
+            if await end.receive(self._us(until - self.clock())) != "ok":
+                raise segment_gone(segment)
+        except TimedOutError:
+            if until == deadline:
+                raise
+            raise NodeUnreachableError("no connection in time", settled=1, silent_ms=1) from None
+        return number
+
+    async def _next(self, end: End, deadline: float) -> Any:
+        """As ``end.receive``, for as long as bytes move.
+
+        Raises:
+            BrokenStreamError, TimedOutError, NodeUnreachableError
+        """
+        stall_us = self._us(STALL_S)
+        while True:
+            sent = len(end.outgoing)
+            left_us = self._us(deadline - self.clock())
+            try:
+                return await end.receive(min(left_us, stall_us))
+            except TimedOutError:
+                if left_us <= stall_us:
+                    raise
+            if len(end.outgoing) == sent:
+                raise NodeUnreachableError("no byte moved", settled=0, silent_ms=1)
+
     async def _tcp_write(self, transfer: Transfer, deadline: float) -> None:
         segment = transfer.segment
         count = sum(1 for move in transfer.moves for _ in self._pieces(move))
         end = self._network.connect(self.process, segment.node, "data")
+        number = 0
         try:
-            end.send((segment.uuid, segment.generation, "write", count, None))
+            number = await self._greeted(end, segment, deadline)
+            end.send(("write", count))
             for move, version in self._versions(transfer):
                 if move.prepare is not None:
                     move.prepare()
                 self._watch_header(transfer, move)
                 for offset, piece in self._pieces(move):
                     if self.clock() >= deadline:
-                        raise deadline_exceeded(segment, settled=0)
+                        raise TimedOutError
                     if move.hasher is not None:
                         move.hasher.update(piece)
                     end.send((offset, bytes(piece), version))
                     await self._between_pieces(_what(transfer, move))
-            status = await end.receive(self._us(deadline - self.clock()))
+            status = await self._next(end, deadline)
             if status != "ok":
                 raise segment_gone(segment)
-        except BrokenStreamError:
-            raise NodeUnreachableError("the connection broke", settled=0) from None
-        except TimedOutError:
-            raise deadline_exceeded(segment, settled=0) from None
-        finally:
             end.close()
+        except NodeUnreachableError as stalled:
+            if not stalled.fields["settled"]:
+                stalled.fields["connection"] = number
+            raise
+        except BrokenStreamError:
+            raise NodeUnreachableError(
+                "the connection broke", settled=int(not number), connection=number
+            ) from None
+        except TimedOutError:
+            late = deadline_exceeded(segment, settled=int(not number))
+            late.fields["connection"] = number
+            raise late from None
+        finally:
+            if not end.closed:
+                end.reset()
 
     async def _tcp_read(self, transfer: Transfer, deadline: float) -> None:
         segment = transfer.segment
         end = self._network.connect(self.process, segment.node, "data")
         try:
+            await self._greeted(end, segment, deadline)
             ranges = [(move.offset, len(move.buffer)) for move in transfer.moves]
-            end.send((segment.uuid, segment.generation, "read", ranges, None))
+            end.send(("read", ranges))
             for move in transfer.moves:
                 for _, piece in self._pieces(move):
-                    data = await end.receive(self._us(deadline - self.clock()))
+                    data = await self._next(end, deadline)
                     if data == "gone":
                         raise segment_gone(segment)
                     piece[:] = data

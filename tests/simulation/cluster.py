@@ -19,6 +19,7 @@ from kvstore.limits import Key
 from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.repairing import RepairRules
 from tests.simulation import inside
 from tests.simulation.candidate import Candidate
 from tests.simulation.client import Client
@@ -41,8 +42,13 @@ RULES = MasterRules(
     gather_ms=600,
     beat_ms=100,
     liveness=LivenessRules(suspect_ms=400, dead_ms=1_200),
+    repair=RepairRules(
+        after_ms=2_000, copies_max=3, bytes_max=8 << 10, bytes_per_s=1 << 20, pause_max_ms=2_000
+    ),
 )
 """The defaults, a fifth of each."""
+
+EPOCH_STEP_MAX = 1 << 20
 
 LEASE_MARGIN_MS = 40
 CLOCK_DRIFT = 0.005
@@ -50,6 +56,12 @@ CLOCK_DRIFT = 0.005
 
 HEALED_US = 16 * SECOND
 """After the last fault: a client's patience, its last put's deadline, and quarantine."""
+
+BACK_US = 30 * SECOND
+"""From then on no object lacks a replica for which there is room."""
+
+ENDED_US = 7 * SECOND
+"""After the last fault: nobody is at an operation of before."""
 
 QUIET_US = 3 * SECOND
 """After the last operation: a lease, and a removal's wiping."""
@@ -111,7 +123,8 @@ class Cluster:
         self.nodes: list[Node] = []
         self.clients: dict[str, Client] = {}
         self.workers: list[Worker] = []
-        self._epoch = 0
+        self.wall_clock_us = SECOND
+        """How far the clock that a single master takes its epoch from is ahead of ours."""
         self._client_numbers = count(1)
         self._call_ids = count(1)
         self._start_masters()
@@ -129,10 +142,14 @@ class Cluster:
         self.oracle.note("--- faults end")
         faults.stop()
         self.paused = True
-        self._run_until(self.scheduler.now_us + HEALED_US)
+        self._run_until(self.scheduler.now_us + ENDED_US)
+        self._undo_drains()
+        self._run_until(self.scheduler.now_us + HEALED_US - ENDED_US)
+        self._replicas_are_back()
         self._nothing_is_left("healed")
         self._everything_works()
         self._run_until(self.scheduler.now_us + QUIET_US)
+        self._replicas_are_back()
         self._nothing_is_left("quiet")
         self._all_is_found()
 
@@ -165,6 +182,24 @@ class Cluster:
             for what in ("checksum_mismatches", "corrupt_objects"):
                 if client.context.counters.get(what):
                     self.oracle.broken("corrupt", f"{client.process.name} has seen {what}")
+
+    def _undo_drains(self) -> None:
+        """Those of programs that died within them."""
+        worker = next(each for each in self.workers if each.client.process.alive)
+        worker.client.process.spawn("undo", worker.undo_drains())
+
+    def _replicas_are_back(self) -> None:
+        """Where there is room for them; and no copy is under way."""
+        until_us = self.scheduler.now_us + BACK_US
+        while self.master is not None:  # else ``_nothing_is_left`` says so
+            state, now_ms = self.master.state, self.master.now_ms
+            short = inside.could_be_repaired(state, now_ms)
+            copies = [put.token for put in inside.repairs(state)]
+            if not short and not copies:
+                return
+            if self.scheduler.now_us >= until_us:
+                self.oracle.broken("liveness", f"{short} lack replicas; under way: {copies}")
+            self._run_until(self.scheduler.now_us + SECOND // 2)
 
     def _all_is_found(self) -> None:
         """What nobody removed, replaced or evicted, and memory still holds, is at the master; and
@@ -257,10 +292,8 @@ class Cluster:
         """Those that do not live."""
         if len(self.masters) == 1:
             if self._alone is None or not self._alone.process.alive:
-                self._epoch += 1
                 process = self._process(self.masters[0], "host-m")
-                self._alone = self._new_master(process, self._epoch, self._new_clock())
-                self.network.listen(process.name, process, self._alone.accept)
+                self._begin_alone(process, 0, self._new_clock())
             return
         if self.etcd is None or not self.etcd.process.alive:
             process = self._process("etcd", "host-e")
@@ -274,6 +307,19 @@ class Cluster:
                 candidate = Candidate(process, self.oracle, stub, self._rate(), self._new_master)
                 self._candidates[name] = candidate
                 self.network.listen(name, process, candidate.accept)
+
+    def _begin_alone(self, process: Process, least: int, clock: Callable[[], float]) -> None:
+        """A term of the single master: as ``kvstore.master.app``."""
+        epoch = max(least, self.wall_clock_us + self.scheduler.now_us)
+        self._alone = master = self._new_master(process, epoch, clock)
+
+        def outrun(epoch: int) -> None:
+            if master is self._alone and master.state.epoch <= epoch:
+                master.cease()
+                self._begin_alone(process, epoch + self.random.randint(1, EPOCH_STEP_MAX), clock)
+
+        master.outrun = outrun
+        self.network.listen(process.name, process, master.accept)
 
     def _new_master(self, process: Process, epoch: int, clock: Callable[[], float]) -> Master:
         self.oracle.note(f"master starts epoch={epoch}")
@@ -304,6 +350,7 @@ class Cluster:
             process, self.network, self.oracle, memory, self.piece_bytes,
             attached=left is not None, masters=tuple(self.masters),
         )  # fmt: skip
+        node.copier = self._client_in(process, ClientConfig(lease_margin_ms=LEASE_MARGIN_MS))
         self.network.listen(name, process, node.accept)
         return node
 
@@ -317,18 +364,20 @@ class Cluster:
             "placements_max": self.random.choice((0, 4, 1000)),
             "transports": self.random.choice((("shm", "tcp"), ("shm", "tcp"), ("tcp",))),
         }
-        client = self.options.new_client(
-            process, self.network, self.oracle,
-            memories=self._memories.get, piece_bytes=self.piece_bytes, piece_us=self.piece_us,
-            rate=self._rate(), config=ClientConfig(**config), call_ids=self._call_ids,
-            masters=",".join(f"{name}:1" for name in self.masters),
-        )  # fmt: skip
-        self.clients[name] = client
+        self.clients[name] = client = self._client_in(process, ClientConfig(**config))
         for _ in range(self.options.workers):
             random = Random(self.random.getrandbits(32))
             worker = Worker(client, self.mix, random, lambda: self.paused)
             self.workers.append(worker)
             process.spawn("work", worker.work())
+
+    def _client_in(self, process: Process, config: ClientConfig) -> Client:
+        return self.options.new_client(
+            process, self.network, self.oracle,
+            memories=self._memories.get, piece_bytes=self.piece_bytes, piece_us=self.piece_us,
+            rate=self._rate(), config=config, call_ids=self._call_ids,
+            masters=",".join(f"{name}:1" for name in self.masters),
+        )  # fmt: skip
 
     @staticmethod
     def _host_of(name: str) -> str:

@@ -3,8 +3,10 @@ kind and others have a little of each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tests.simulation import inside
 from tests.simulation.scheduler import MS, SECOND
 
 if TYPE_CHECKING:
@@ -14,12 +16,21 @@ KINDS = (
     "break_stream", "cut_one_way", "cut_both_ways", "stall_node", "stall_node_long",
     "stall_client", "stall_master", "kill_node", "leave_node", "kill_client",
     "kill_client_mid_put", "restart_master", "isolate_node", "die_at_step", "stall_leader",
-    "cut_etcd", "restart_etcd",
+    "cut_etcd", "restart_etcd", "put_clock_back", "hold_back",
+    "hold_back_a_put", "restart_amid_copies",
 )  # fmt: skip
 
 
 QUICK_US = (5, 200)
 """Between two pieces of a transfer, where nothing is slow."""
+
+
+SEEK_US = 5 * MS
+"""How often a fault that waits for its moment looks for it."""
+
+
+GRANTS_AGAIN_US = 3 * SECOND
+"""After a master was killed: until then its successor keeps all free memory in quarantine."""
 
 
 class Faults:
@@ -36,6 +47,8 @@ class Faults:
             self._weights["break_stream"] *= 4
         self._pause_us = random.choice((150 * MS, 400 * MS, 1_000 * MS))
         self._stopped = False
+        self._seeks_from_us = 0
+        """The next restart that waits for its moment may be planned then."""
         if self._weights and allowed:
             self._again()
 
@@ -52,6 +65,9 @@ class Faults:
         for client in cluster.clients.values():
             client.piece_us = QUICK_US
             client.die_after_pieces = 0
+        for node in cluster.nodes:
+            if node.copier is not None:
+                node.copier.piece_us = QUICK_US
         cluster.revive()
 
     def _again(self) -> None:
@@ -143,11 +159,24 @@ class Faults:
 
     def _restart_master(self) -> None:
         """The leader, if there is one."""
+        if self._stopped:
+            return
         master = self._cluster.master
         if master is not None:
             self._note(f"kill {master.process.name}")
             master.process.kill()
         self._cluster.later(self._duration_us(), self._cluster.revive)
+
+    def _put_clock_back(self) -> None:
+        """That from which a single master takes its epoch, at its next start. Once: how far it may
+        go is not bounded, how often is of no interest."""
+        cluster = self._cluster
+        if len(cluster.masters) == 1 and not cluster.oracle.clock_was_put_back:
+            self._note("the clock is put back")
+            cluster.oracle.clock_was_put_back = True
+            # To before all epochs so far; and not onto one of them.
+            cluster.wall_clock_us = -cluster.scheduler.now_us + self._random.randint(1, 1_000)
+            self._restart_master()
 
     def _die_at_step(self) -> None:
         """Whoever comes to it next; each step that has a name is as likely as any other."""
@@ -172,12 +201,82 @@ class Faults:
             self._cluster.etcd.process.kill()
             self._cluster.later(self._duration_us(), self._cluster.revive)
 
+    def _hold_back(self) -> None:
+        """A write that was given up is on its way still, for as long as a lease or a deadline."""
+        cluster = self._cluster
+        client = self._random.choice(list(cluster.clients))
+        node = self._random.choice(cluster.nodes).name
+        puts = self._puts()
+        if puts:
+            client, node = self._random.choice(puts)
+        duration_us = self._random.randint(SECOND, 8 * SECOND)
+        self._note(f"hold back {client}->{node} for {duration_us // MS} ms")
+        cluster.network.hold_back(client, node, cluster.scheduler.now_us + duration_us)
+
+    def _hold_back_a_put(self) -> None:
+        """The rest of one that has begun; soon after that has landed, the master dies. So it may
+        not have wiped what it gave up meanwhile."""
+        self._seek(self._hold_back_one_of_the_puts)
+
+    def _hold_back_one_of_the_puts(self) -> bool:
+        cluster = self._cluster
+        puts = self._puts()
+        if not puts:
+            return False
+        client, node = self._random.choice(puts)
+        duration_us = self._random.randint(SECOND // 2, 3 * SECOND)
+        self._note(f"hold back {client}->{node} for {duration_us // MS} ms, with a put")
+        cluster.oracle.count("puts_held_back")
+        cluster.network.hold_back(client, node, cluster.scheduler.now_us + duration_us)
+        self._restart_in(duration_us + self._random.randint(50, 500) * MS)
+        return True
+
+    def _restart_amid_copies(self) -> None:
+        """While objects are copied from node to node, or soon after: copies that were given up
+        because their objects were removed land before their places are wiped again."""
+        self._seek(self._restart_if_there_are_copies)
+
+    def _restart_if_there_are_copies(self) -> bool:
+        master = self._cluster.master
+        if master is None or not inside.copies(master.state):
+            return False
+        self._note(f"restarts amid {inside.copies(master.state)} copies")
+        self._restart_in(self._random.randint(100 * MS, 3 * SECOND))
+        return True
+
+    def _seek(self, found: Callable[[], bool]) -> None:
+        """Do this as soon as it can be done, within a second."""
+        now_us = self._cluster.scheduler.now_us
+        if now_us < self._seeks_from_us:
+            return
+        self._seeks_from_us = now_us + SECOND
+
+        def look() -> None:
+            cluster = self._cluster
+            if not self._stopped and not found() and cluster.scheduler.now_us < now_us + SECOND:
+                cluster.later(SEEK_US, look)
+
+        look()
+
+    def _restart_in(self, delay_us: int) -> None:
+        self._cluster.later(delay_us, self._restart_master)
+        self._seeks_from_us = self._cluster.scheduler.now_us + delay_us + GRANTS_AGAIN_US
+
     # --- helpers ------------------------------------------------------------------------------
 
     def _duration_us(self) -> int:
         """Mostly short, now and then long enough for everything to time out."""
         longest_us = self._random.choice((20 * MS, 300 * MS, 1_500 * MS, 4_000 * MS))
         return self._random.randint(1 * MS, longest_us)
+
+    def _puts(self) -> list[tuple[str, str]]:
+        """Who writes over tcp at this moment, and to which node."""
+        ends = self._cluster.network.streams
+        return [
+            (end.process.name, end.peer.process.name)
+            for end in ends
+            if end.peer.is_written and not end.closed
+        ]
 
     def _pair(self) -> tuple[str, str]:
         """Client and master, node and master, or client and node, in some order."""

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from kvstore.calls import Version
 from kvstore.limits import Key, Namespace
+from kvstore.master.state import repairing
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.records import Segment
+from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.records import ObjectRecord, Segment
 from kvstore.memory.header import extent_bytes
 
 Name = tuple[Namespace, Key]
@@ -23,7 +25,8 @@ def complete_objects(state: MasterState) -> dict[Name, Version]:
 
 def extents_of(state: MasterState, name: Name) -> list[tuple[Segment, int]]:
     record = state.forest.get(*name)
-    return [] if record is None else record.extents()
+    extents = [] if record is None else record.extents()
+    return [(segment, offset) for segment, offset in extents if segment.segment_id]
 
 
 def mounted(state: MasterState, uuid: bytes) -> Segment | None:
@@ -40,10 +43,61 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int
             yield put.token, segment, offset, put.length
 
 
+def repairs(state: MasterState) -> Iterator[PendingPut]:
+    """Copies under way that are to be further replicas."""
+    return (put for put in state._pending if put.repairs)
+
+
+def is_repair(state: MasterState, token: int) -> bool:
+    put = state._pending.get(token)
+    return put is not None and put.repairs
+
+
+def is_copy(state: MasterState, token: int) -> bool:
+    """Of an object that is there: for a repair, or because its node is drained."""
+    put = state._pending.get(token)
+    return put is not None and put.moves is not None
+
+
+def copies(state: MasterState) -> int:
+    """That are under way, of all objects."""
+    return sum(map(len, state._copies.values()))
+
+
+def moved_to(state: MasterState, name: Name) -> list[Version]:
+    """Versions that the moves under way of an object would give it."""
+    copies = state._copies.get(name, ())
+    return [Version(state.epoch, put.token) for put in copies if not put.repairs]
+
+
+def could_be_repaired(state: MasterState, now_ms: int) -> list[ObjectRecord]:
+    """Objects that lack a replica for which there is room."""
+    usable = [s for s in state.membership.alive_segments(now_ms) if s.usable(now_ms)]
+    found = []
+    for record in state.forest.records():
+        if not repairing.missing(record) or record.writer:
+            continue
+        length = extent_bytes(record.size)
+        on = [segment.node for segment, _ in record.extents() if segment.alive]
+        if any(
+            segment.node not in on
+            and segment.allocator.largest_free >= length
+            and segment.allocator.free_bytes - length >= segment.capacity >> repairing.SPARE_SHIFT
+            for segment in usable
+        ):
+            found.append(record)
+    return found
+
+
+def is_pending(state: MasterState, version: Version) -> bool:
+    """Whether the put of that version can still end."""
+    return version.epoch == state.epoch and state._pending.get(version.counter) is not None
+
+
 def replaced_by(state: MasterState, token: int) -> Name | None:
     """The complete object that this put overwrites if it ends now."""
     put = state._pending.get(token)
-    if put is None or put.record is None or not put.record.complete:
+    if put is None or put.record is None or not put.record.complete or put.repairs:
         return None
     return put.record.namespace, put.record.key
 
@@ -60,7 +114,9 @@ def owner_of(
     stop = start + length
     for token, its_segment, offset, size in pending_extents(state):
         if its_segment is segment and offset < stop and start < offset + size:
-            mine = version == (state.epoch, token) and offset <= start and stop <= offset + size
+            put = state._pending.get(token)
+            written = put.moves if put is not None and put.repairs else (state.epoch, token)
+            mine = version == written and offset <= start and stop <= offset + size
             return "writer" if mine else f"put {token}"
     for its_segment, offset, size in state._pending.ranges():
         if its_segment is segment and offset < stop and start < offset + size:

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvstore import calls
 from kvstore.errors import KVStoreError, NotLeaderError, PermissionDeniedError, ProtocolError
-from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
-from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
+from kvstore.master.state.master_state import MasterState, outrun_by
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import encode_error
@@ -49,6 +49,7 @@ class Master:
         self.oracle = oracle
         self.lane_token = lane_token
         self.leads_until = math.inf
+        self.outrun: Callable[[int], None] = lambda epoch: None
         self._clock = clock
         self._over = False
         self.state = new_state(self.now_ms)
@@ -129,6 +130,9 @@ class Master:
 
     def _answer_to(self, call_id: int, request: calls.Request, end: End) -> Any:
         if isinstance(request, calls.Join):
+            if request.highest_epoch > self.state.epoch:
+                self._carry_out(Outrun(request.highest_epoch))
+                raise outrun_by(request.client, request.highest_epoch, self.state.epoch)
             rules = self.state.rules
             return calls.Joined(
                 self.state.epoch, 1, "", self.lane_token, rules.lease_ms, rules.put_deadline_ms, ""
@@ -221,7 +225,7 @@ class Master:
             self._working = True
             self.process.after(0, "master/work", self._work)
 
-    def _carry_out(self, effect: Answer | Send | Hangup | Notice) -> None:
+    def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Answer(ticket, result):
                 answer = self._answers.pop(ticket, None)
@@ -239,6 +243,8 @@ class Master:
                 if session in self._sessions:
                     self._send(self._sessions[session], ("error", encode_error(error)))
                     self._sessions[session].close()
+            case Outrun(epoch):
+                self.process.after(0, "master/outrun", lambda: self.outrun(epoch))
             case Notice(event, fields):
                 self.oracle.note(f"master {event} {fields}")
 

@@ -27,6 +27,8 @@ class Memory:
         self.token = random.randbytes(16)
         self.shm_name = f"kvstore.{node}"
         self.mark = NO_MARK
+        self.epoch = 0
+        """The highest that its node has joined."""
         self.linked = True
         """Whether ``/dev/shm`` still has it under that name."""
         self.memory = memoryview(bytearray(random.randbytes(size)))  # nobody zeroes a pool

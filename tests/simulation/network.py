@@ -4,7 +4,9 @@ What holds, as with the real one: bytes of one direction arrive in their order, 
 breaks. What does not: they may take long, one direction of a pair of hosts may be cut while the
 other works, what was sent before a process closed its end or died still arrives, and what arrives
 at a stalled process waits there and is handled when it goes on. A cut that outlasts ``SILENCE_US``
-breaks the streams whose bytes it holds up.
+breaks the streams whose bytes it holds up. What is *held back* is in the buffers of some kernel: it
+arrives late, however late, whether or not its sender has closed or died since. A sender that resets
+its end takes back what has not left its own buffer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulation.scheduler import SECOND, Future, Process, Scheduler
+from tests.simulation.scheduler import MS, SECOND, Future, Process, Scheduler
+
+HELD_US = 100 * MS
+"""How often it is looked whether what is held back may go on."""
 
 SILENCE_US = 2 * SECOND
 """Unacknowledged bytes for so long break a stream: ``transport.stream`` has 10 s, and every time
@@ -64,6 +69,12 @@ class End:
         self.last_arrival_us = 0
         self.is_lost = False
         """Nothing that is sent from now on arrives: part of what was sent before did not."""
+        self.writer = (0, 0)
+        """At a data server: client and connection, as they say."""
+        self.is_read = False
+        """At a data server: a read is being answered."""
+        self.is_written = False
+        """At a data server: a write is arriving."""
 
     def send(self, message: Any) -> None:
         """Queue a message; like a socket's buffer, it says nothing about arrival.
@@ -100,6 +111,11 @@ class End:
         self.process.on_death.pop(self, None)
         self._inbox.clear()
         self._wake()
+
+    def reset(self) -> None:
+        """As ``close``; part of what was sent has left for the network, the rest never does."""
+        self._network.take_back(self)
+        self.close()
 
     def arrived(self, message: Any) -> None:
         """In the process: handled when it is not stalled."""
@@ -141,6 +157,7 @@ class Network:
         self._scheduler = scheduler
         self._listeners: dict[str, tuple[Process, Accept]] = {}
         self._cuts: dict[tuple[str, str], int] = {}
+        self._holds: dict[tuple[str, str], int] = {}
 
     def listen(self, address: str, process: Process, accept: Accept) -> None:
         """From now on streams to ``address`` go to this process."""
@@ -166,8 +183,18 @@ class Network:
         """Nothing arrives from one process at another until then."""
         self._cuts[source, target] = max(until_us, self._cuts.get((source, target), 0))
 
+    def hold_back(self, source: str, target: str, until_us: int) -> None:
+        """What one process sends to another stays in buffers until then."""
+        self._holds[source, target] = max(until_us, self._holds.get((source, target), 0))
+
     def heal(self) -> None:
         self._cuts.clear()
+        self._holds.clear()
+
+    def take_back(self, end: End) -> None:
+        sent = len(end.outgoing) - (end.peer is end)  # what opens it has left
+        for _ in range(self._scheduler.random.randint(0, max(0, sent))):
+            end.outgoing.pop()
 
     def break_stream(self, near: End) -> None:
         """A random part of what is under way is lost, on both sides."""
@@ -204,7 +231,11 @@ class Network:
         sent_us, message = end.outgoing[0]
         far = self._far_process(end, message)
         now_us = self._scheduler.now_us
-        until_us = self._cuts.get((end.process.name, far.name if far else ""), 0)
+        pair = end.process.name, far.name if far else ""
+        if self._holds.get(pair, 0) > now_us:
+            self._pump_at(end, now_us + HELD_US)
+            return
+        until_us = self._cuts.get(pair, 0)
         if until_us > now_us:
             give_up_us = sent_us + SILENCE_US
             if until_us > give_up_us:

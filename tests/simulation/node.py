@@ -21,6 +21,7 @@ from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.node import inventory
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from kvstore.wire.status import decode_error
+from tests.simulation.client import Client
 from tests.simulation.memory import Memory
 from tests.simulation.network import BrokenStreamError, End, Network
 from tests.simulation.oracle import Oracle
@@ -42,6 +43,10 @@ class Node:
     verifies = True
     """What it finds in memory that was left."""
     wipes = True
+    cuts = True
+    """Ends the connections that may still carry what it is to wipe."""
+    remembers = True
+    """What was given up, and wipes it once more before it tells the next master."""
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int,
@@ -57,15 +62,20 @@ class Node:
         self._masters = masters
         self._turn = 0
         self._epoch = 0
+        self._epoch_max = 0
         self._fresh = not attached
         self._unverified = attached
         self._untold = False
         """The master does not know all that our memory holds."""
+        self._given_up: set[inventory.Attempt] = set()
         self._unanswered_claims = 0
         self._unanswered = False
         """A join was sent, and nobody knows whether the master has accepted it."""
         self._connections: dict[Task[None], End] = {}
         self._link: End | None = None
+        self.copier: Client | None = None
+        """Copies what the master wants more replicas of."""
+        self._copying: Task[None] | None = None
         if attached:
             self._fence()
         process.spawn("agent", self._run())
@@ -135,11 +145,19 @@ class Node:
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
                 generation=memory.generation, fresh=self._fresh, mark=memory.mark,
             )  # fmt: skip
-            join = NodeJoin(self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer])
+            join = NodeJoin(
+                self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer],
+                highest_epoch=max(memory.epoch, self._epoch_max),
+            )  # fmt: skip
             link.send(encode_node_message(join))
             self._unanswered = self._epoch == 0
             accepted = self._decoded(await link.receive(JOIN_TIMEOUT_US))
             assert isinstance(accepted, MasterAccepted)
+            if accepted.epoch < self._epoch_max:
+                self._unanswered = True
+                raise UnavailableError(f"epoch {accepted.epoch} is over")
+            self._epoch_max = accepted.epoch
+            memory.epoch = max(memory.epoch, accepted.epoch)
             resumed = self._epoch == accepted.epoch
             self._epoch = accepted.epoch
             if not resumed:
@@ -160,6 +178,8 @@ class Node:
                     self._unanswered_claims -= 1
                 else:
                     assert isinstance(message, MasterBeat)
+                    if message.repair and (self._copying is None or self._copying.ended):
+                        self._copying = self.process.spawn("repair", self._copy())
         except TimedOutError:
             raise UnavailableError("the master has been silent") from None
         finally:
@@ -168,11 +188,43 @@ class Node:
                 if task is not None:
                     task.cancel()
 
+    async def _copy(self) -> None:
+        """As ``kvstore.repairer``."""
+        copier = self.copier
+        assert copier is not None
+        while True:
+            try:
+                copied = await copier.run(copier.operations.move_some(self.name, 0, True))
+            except KVStoreError as error:
+                self._oracle.note(f"{self.name} puts a repair off: {error.message}")
+                return
+            if copied.objects or copied.failed:
+                self._oracle.note(f"{self.name} repaired {copied}")
+            if not copied.objects:
+                return
+
     def _wipe(self, message: MasterWipe) -> None:
         if message.uuid == self.memory.uuid and self.wipes:
+            if self.cuts:
+                self._cut(set(zip(message.cut_clients, message.cut_connections, strict=True)))
+            attempts = set(zip(message.offsets, message.epochs, message.counters, strict=True))
+            if message.cut_clients:
+                self._given_up |= attempts
+            else:
+                self._given_up -= attempts
             self.memory.wipe(message.offsets, message.epochs, message.counters)
             self.memory.mark = max(self.memory.mark, message.mark)
-            self._oracle.wiped(self.memory, message)
+            self._oracle.wiped(self.memory, message, self._epoch)
+
+    def _cut(self, writers: set[tuple[int, int]]) -> None:
+        for task, end in list(self._connections.items()):
+            client, _ = end.writer
+            if not end.is_read and not writers.isdisjoint((end.writer, (client, 0), (0, 0))):
+                del self._connections[task]
+                task.cancel()
+                end.close()
+                self._oracle.note(f"{self.name} cut {end.name}")
+                self._oracle.count("cut")
 
     async def _tell(self, link: End) -> None:
         if not self._untold:
@@ -181,7 +233,8 @@ class Node:
         segment = cast(Any, self.memory)
         random = self.process.scheduler.random
         await self.process.sleep(random.randint(*SCAN_US))
-        found = inventory.take(segment)
+        found = inventory.take(segment, self._given_up if self.remembers else ())
+        self._given_up = set()
         sent = 0
         first = True
         while first or sent < len(found):
@@ -227,15 +280,18 @@ class Node:
     # --- the data server ----------------------------------------------------------------------
 
     async def _serve(self, end: End) -> None:
-        """One request: (uuid, generation, "write", count), then (offset, bytes) pieces; or
-        (uuid, generation, "read", ranges), answered piece by piece."""
+        """A hello, and one request: ("write", count), then (offset, bytes) pieces; or
+        ("read", ranges), answered piece by piece."""
         memory = self.memory
         try:
-            uuid, generation, kind, what, version = await end.receive()
+            uuid, generation, end.writer = await end.receive()
             if uuid != memory.uuid or generation != memory.generation:
                 end.send("gone")
                 return
+            end.send("ok")
+            kind, what = await end.receive()
             if kind == "write":
+                end.is_written = True
                 for _ in range(what):
                     offset, data, version = await end.receive()
                     if generation != memory.generation:
@@ -243,8 +299,10 @@ class Node:
                         return
                     self._oracle.write(memory, offset, data, version)
                     await self.process.reached("node: a piece written")
+                end.is_written = False
                 end.send("ok")
                 return
+            end.is_read = True
             for offset, length in what:
                 for start in range(offset, offset + length, self._piece_bytes):
                     size = min(self._piece_bytes, offset + length - start)

@@ -12,8 +12,10 @@ rules, each with the place where it is checked:
 * Bytes under a view that is held do not change (``check_views``).
 * A get returns exactly what the put of that version wrote, for that key (``read``).
 * What a removal or an overwriting put has replaced is not returned by a get that starts after the
-  acknowledgement (``acknowledged``, ``read``).
+  acknowledgement (``acknowledged``, ``read``); nor is what an earlier put of that key has given up,
+  or a move of it that was under way.
 * A put that is acknowledged was complete at the master (``acknowledged``).
+* No master has wiped what a master of a later epoch has granted (``wiped``).
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
 from tests.simulation import inside
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
-from tests.simulation.scheduler import Scheduler
+from tests.simulation.scheduler import MS, Scheduler
 
 
 class SimulationError(AssertionError):
@@ -82,6 +84,8 @@ class _Call:
     doomed: list[list[tuple[Version, str]]]
     """Of each key or token: what must not be read any more once it is acknowledged, and the rule
     that is broken if it is."""
+    repairs: set[int]
+    """Tokens of further replicas, which store no version of their own."""
 
 
 class Oracle:
@@ -103,6 +107,8 @@ class Oracle:
         self._scheduler = scheduler
         self._contents: dict[tuple[Namespace, Key, int], bytes] = {}
         self._written: dict[Version, tuple[Name, int]] = {}
+        self._attempts: dict[Name, dict[Version, None]] = {}
+        """Versions that a client has made a header of."""
         self._history: dict[Name, list[Version]] = {}
         """Versions that were complete, in their order."""
         self._stored: set[Version] = set()
@@ -116,8 +122,15 @@ class Oracle:
         self._ended: set[Version] = set()
         """Versions that were removed, replaced or evicted, by whichever master."""
         self._epoch = 0
+        self._epochs: set[int] = set()
+        """Of all masters before."""
+        self.clock_was_put_back = False
+        """Of a single master: it may begin with a lower epoch than the one before it."""
+        self._earlier_leases_end_us = 0
+        """Those of the master before this one."""
         self._evicted = 0
         self._claimed = 0
+        self._repaired = 0
         self._last_token = 0
         self._state: MasterState | None = None
         self._now_ms: Callable[[], int] = lambda: 0
@@ -139,14 +152,18 @@ class Oracle:
     # --- the master ---------------------------------------------------------------------------
 
     def master_started(self, state: MasterState, now_ms: Callable[[], int]) -> None:
-        if state.epoch <= self._epoch:
+        if state.epoch in self._epochs or (
+            state.epoch < self._epoch and not self.clock_was_put_back
+        ):
             self.broken("epoch", f"a master starts with {state.epoch} after {self._epoch}")
         self._epoch = state.epoch
+        self._epochs.add(state.epoch)
+        self._earlier_leases_end_us = self._scheduler.now_us + state.rules.lease_ms * MS
         self._state = state
         self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
-        self._evicted = self._claimed = self._last_token = 0
+        self._evicted = self._claimed = self._repaired = self._last_token = 0
         self._calls = {}
 
     def master_ended(self, state: MasterState) -> None:
@@ -160,6 +177,7 @@ class Oracle:
         """Just before the state sees a request."""
         del now_ms
         names: list[Name | None] = []
+        copies: set[int] = set()
         match request:
             case calls.Clear(namespace):
                 for name, versions in self._history.items():
@@ -175,12 +193,21 @@ class Oracle:
             case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
                 names = [inside.replaced_by(state, token) for token in tokens]
+                copies = {row for row, each in enumerate(tokens) if inside.is_copy(state, each)}
             case calls.Commit() if request.overwrite:
                 names = [(request.namespace, request.key)]
             case _:
                 pass
         doomed = [[] if name is None else self._versions_of(name, state) for name in names]
-        self._calls[call_id] = _Call(request, doomed)
+        for row, ended in enumerate(names):
+            if ended is not None and row not in copies:  # a copy gives no other one up
+                for version in inside.moved_to(state, ended):
+                    self.count("copies_given_up")
+                    doomed[row].append((version, "given_up_read"))
+        repairs: set[int] = set()
+        if isinstance(request, calls.PutEnd) and request.epoch == state.epoch:
+            repairs = {token for token in request.tokens if inside.is_repair(state, token)}
+        self._calls[call_id] = _Call(request, doomed, repairs)
 
     def _versions_of(self, name: Name, state: MasterState) -> list[tuple[Version, str]]:
         # Those before the present one were replaced or removed by somebody else, and their
@@ -194,7 +221,12 @@ class Oracle:
             if not all(inside.mounted(state, segment.offer.uuid) for segment, _ in places):
                 rule = "removed_read_from_dead"
             rows.append((version, rule))
-        return rows
+        # Nor may a version be read that a put of before has given up: it may have been stored under
+        # another one, which is removed now. Of a put under way nobody knows.
+        complete = self._history.get(name, ())
+        given_up = (v for v in self._attempts.get(name, ()) if v not in complete)
+        ended = (v for v in given_up if not inside.is_pending(state, v))
+        return rows + [(version, "given_up_read") for version in ended]
 
     def master_stepped(
         self,
@@ -216,9 +248,17 @@ class Oracle:
         complete = inside.complete_objects(state)
         if complete != self._now_complete:
             self._compare(state, now_ms, request, complete)
-        if state.counters["claimed_objects"] != self._claimed:  # further replicas may be known
-            self._claimed = state.counters["claimed_objects"]
+        replicas = state.counters["claimed_objects"] + state.counters["repaired_objects"]
+        if replicas != self._claimed:  # further ones may be known
+            self._claimed = replicas
             self._places.update((v, inside.extents_of(state, name)) for name, v in complete.items())
+        repaired = state.counters["repaired_objects"]
+        if repaired != self._repaired:
+            self.count("repaired", repaired - self._repaired)
+            self._repaired = repaired
+            if isinstance(request, calls.PutEnd):
+                for name, version in complete.items():
+                    self._is_whole(state, name, version)
         self._evicted = state.counters["evicted_objects"]
         if reply is not None and not isinstance(reply, Later):
             self._promises(state, now_ms, request, reply)
@@ -276,6 +316,8 @@ class Oracle:
                     self.count("claimed")
                     self._is_whole(state, name, version)
                 else:
+                    if version.epoch != state.epoch:
+                        self.count("claimed_unended")
                     self._history.setdefault(name, []).append(version)
                     self._stored.add(version)
                 self._places[version] = inside.extents_of(state, name)
@@ -417,7 +459,9 @@ class Oracle:
     def sealed(self, header: Header) -> None:
         """A client has made this header."""
         name = (header.namespace, header.key)
-        self._written[Version(header.epoch, header.counter)] = (name, header.payload_checksum)
+        version = Version(header.epoch, header.counter)
+        self._written[version] = (name, header.payload_checksum)
+        self._attempts.setdefault(name, {})[version] = None
 
     def write(
         self, memory: Memory, offset: int, data: bytes | memoryview, version: Version,
@@ -437,6 +481,8 @@ class Oracle:
         if state is None or segment is None:
             return True
         owner = inside.owner_of(state, segment, offset, length, version)
+        if owner == "quarantine":
+            self.count("landed_in_quarantine")
         if owner in ("writer", "quarantine"):
             return True
         if owner == "free" and by_hand and not segment.usable(self._now_ms()):
@@ -457,8 +503,11 @@ class Oracle:
         )  # fmt: skip
         return False
 
-    def wiped(self, memory: Memory, order: MasterWipe) -> None:
+    def wiped(self, memory: Memory, order: MasterWipe, epoch: int) -> None:
+        """``epoch``: of the master that gave the order, which may have died since."""
         self.note(f"{memory.node} wiped {order.offsets} {order.epochs} {order.counters}")
+        if max(order.epochs, default=0) > epoch:
+            self.broken("later_wiped", f"{order} of a master of epoch {epoch}")
         self.check_views(memory)
 
     def check_views(self, memory: Memory) -> None:
@@ -489,7 +538,7 @@ class Oracle:
                 stored = [outcome == PutOutcome.STORED for outcome in outcomes]
                 doomed = [each for each, done in zip(doomed, stored, strict=False) if done]
                 for token, done in zip(tokens, stored, strict=True):
-                    if done:
+                    if done and token not in call.repairs:
                         self._was_stored(Version(epoch, token))
             case calls.Commit(epoch, token), calls.Committed(PutOutcome.STORED):
                 self._was_stored(Version(epoch, token))
@@ -499,7 +548,10 @@ class Oracle:
                 return
         for versions in doomed:
             for version, rule in versions:
-                self._gone.setdefault(version, (self._scheduler.now_us, rule))
+                gone_us = self._scheduler.now_us
+                if rule == "removed_read_from_dead":  # not guaranteed before (ADR 11)
+                    gone_us = max(gone_us, self._earlier_leases_end_us)
+                self._gone.setdefault(version, (gone_us, rule))
 
     def _was_stored(self, version: Version) -> None:
         if version not in self._stored:

@@ -68,7 +68,7 @@ def test_everything_happens_somewhere() -> None:
         for what, number in cluster.oracle.counts.items():
             happened[what] = happened.get(what, 0) + number
     for what in ("put", "put_chain", "get", "view", "remove", "allocate", "evicted", "lost",
-                 "matched", "waited_grants", "reads"):  # fmt: skip
+                 "matched", "waited_grants", "reads", "drain", "moved"):  # fmt: skip
         assert happened.get(what), f"{what} never happened: {happened}"
 
 
@@ -95,14 +95,15 @@ def found(options: Options, *rules: str, within_steps: int, each: int | None = N
     raise AssertionError
 
 
-SOON = 10_000
-"""Steps within which each of the five rules is found that a store must not break."""
+SOON = 60_000
+"""Steps within which each of the five rules is found that a store must not break: one seed of eight
+finds it within 2,500."""
 
 
 class Impatient(LRU):
     """Evicts what is leased for less than half a lease still."""
 
-    def peek(self, now_ms: int) -> ObjectRecord | None:
+    def peek(self, now_ms: int, moves: int = 512) -> ObjectRecord | None:
         return super().peek(now_ms + RULES.lease_ms // 2)
 
 
@@ -144,7 +145,8 @@ class Forgetful(MasterState):
 
 
 def test_finds_forgotten_children() -> None:
-    found(Options(seed=0, new_state=Forgetful, faults=()), "vanished", within_steps=SOON)
+    options = Options(seed=0, new_state=Forgetful, faults=())
+    found(options, "vanished", "evicted_leased", within_steps=SOON, each=10_000)
 
 
 class Credulous(Node):
@@ -170,6 +172,60 @@ def test_finds_a_missing_quarantine() -> None:
     found(Options(seed=0, new_state=Hasty, faults=faults), "late_write", within_steps=10**6)
 
 
+class Trusting(Node):
+    """Wipes what was given up, and leaves the connections that may carry it still."""
+
+    cuts = False
+
+
+def test_finds_what_lands_after_it_was_given_up() -> None:
+    options = Options(seed=0, new_node=Trusting, faults=("hold_back",))
+    found(options, "late_write", within_steps=10**6, each=25_000)
+
+
+class Unmindful(Trusting):
+    """Nor does it wipe what was given up once more, before it tells the next master."""
+
+    remembers = False
+
+
+def test_finds_that_what_was_given_up_is_read_after_a_removal() -> None:
+    mix = Mix(
+        weights={"put": 2.0, "get": 4.0, "remove": 4.0}, size_bytes_max=1_000, think_s=0.05,
+        overwrite=0.3, replicas=0.0, hold_s=0.1,
+    )  # fmt: skip
+    options = Options(
+        seed=0, new_node=Unmindful, mix=mix, masters=1, faults=("hold_back_a_put",),
+        waived=frozenset({"late_write"}),
+    )  # fmt: skip
+    found(options, "given_up_read", within_steps=500_000, each=15_000)
+
+
+class Oblivious(Node):
+    """Cuts and wipes what was given up, and forgets it: shared memory cannot be cut."""
+
+    remembers = False
+
+
+class Content(MasterState):
+    """Wipes what it gave up once, although its writer may not have ended."""
+
+    def _wipe_again(self, token: int) -> None:
+        del token
+
+
+def test_finds_a_copy_that_lands_after_its_object_was_removed() -> None:
+    mix = Mix(
+        weights={"put": 4.0, "get": 4.0, "remove": 3.0, "drain": 1.0}, size_bytes_max=3_000,
+        think_s=0.05, overwrite=0.3, replicas=0.0, hold_s=0.1,
+    )  # fmt: skip
+    options = Options(
+        seed=0, new_node=Oblivious, new_state=Content, mix=mix, masters=1,
+        faults=("restart_amid_copies",),
+    )  # fmt: skip
+    found(options, "given_up_read", within_steps=500_000, each=15_000)
+
+
 class Lenient(Pending):
     """Remembers expired tokens for a while."""
 
@@ -183,6 +239,10 @@ class Lenient(Pending):
     def pop(self, token: int) -> PendingPut | None:
         return super().pop(token) or self._expired.pop(token, None)
 
+    def renew(self, put: PendingPut, deadline_ms: int) -> None:
+        if put.token not in self._expired:
+            super().renew(put, deadline_ms)
+
     def pop_expired(self, now_ms: int) -> Iterator[PendingPut]:
         for put in super().pop_expired(now_ms):
             self._expired[put.token] = put
@@ -193,6 +253,7 @@ class Forgiving(MasterState):
     """Takes a put_end after its deadline."""
 
     def __init__(self, **settings: Any) -> None:
+        settings["rules"] = replace(settings["rules"], put_deadline_ms=1_200)  # stalls are longer
         super().__init__(**settings)
         self._pending = Lenient()
 
@@ -222,7 +283,7 @@ def test_finds_headers_that_are_not_wiped() -> None:
         weights=work, size_bytes_max=1_000, think_s=0.01, overwrite=0.0, replicas=0.0, hold_s=0.1
     )
     options = Options(seed=0, new_node=Careless, faults=(), mix=mix)
-    found(options, "removed_read", within_steps=SOON, each=SOON // 2)
+    found(options, "removed_read", within_steps=SOON, each=5_000)
 
 
 class Unfenced(Node):

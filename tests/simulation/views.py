@@ -1,5 +1,5 @@
-"""Views and allocations of a simulated client: the production ``LeaseTable`` on its clock, without
-the thread and the finalizers. They end when the simulated program lets go."""
+"""Views and allocations of a simulated client: the production ``Watches`` on its clock, without
+the thread. Their arrays count as gone when the simulated program lets go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvstore import calls
 from kvstore.client.leases import (
     Granted,
     Lease,
-    LeaseTable,
     Mounted,
     Named,
     Place,
@@ -20,7 +19,7 @@ from kvstore.client.leases import (
     found_at,
 )
 from kvstore.client.values import Bytes1D
-from kvstore.client.views import Watched
+from kvstore.client.views import Watched, Watches
 from kvstore.errors import KVStoreError
 from kvstore.memory.header import HEADER_BYTES
 
@@ -51,7 +50,8 @@ class SimViews:
         """As ``Movers.watch``."""
         self.mapped: dict[int, tuple[bytes, int]] = {}
         """uuid and size of the segments that were mapped, by their address."""
-        self._leases = LeaseTable(clock)
+        self._watches = Watches(clock)
+        self._leases = self._watches.leases
         self._held: dict[Lease, Held] = {}
         self._ask = ask
         self._margin_s = lease_margin_s
@@ -63,22 +63,23 @@ class SimViews:
         until: float,
         mounted: Mounted,
         place: Place | None = None,
+        value: object = None,
     ) -> Lease:
         address = array.ctypes.data
-        lease = self._leases.add(address, array.nbytes, held, until, mounted, place)
-        if lease not in self._held:
-            self._held[lease] = Held(array, *self._extent_at(address), held, array.tobytes())
-        return lease
+        return self.add_many([(array, address, held, until, place, value)], mounted)[0]
 
     def add_many(
         self,
         arrays: Iterable[Watched],
         mounted: Mounted,
     ) -> list[Lease]:
-        return [
-            self.add(array.reshape(-1).view(np.uint8), held, until, mounted, place)
-            for array, _, held, until, place in arrays
-        ]
+        rows = list(arrays)
+        leases = self._watches.add(rows, mounted)
+        for lease, (array, address, held, _, _, _) in zip(leases, rows, strict=True):
+            if lease not in self._held:
+                flat = array.reshape(-1).view(np.uint8)
+                self._held[lease] = Held(flat, *self._extent_at(address), held, flat.tobytes())
+        return leases
 
     def _extent_at(self, address: int) -> tuple[bytes, int]:
         """uuid and extent's offset of the payload at this address."""
@@ -99,19 +100,26 @@ class SimViews:
     def place(self, lease: Lease) -> Held:
         return self._held[lease]
 
-    def of(self, view: memoryview) -> Lease | None:
-        return self._leases.at(int(np.frombuffer(view, np.uint8).ctypes.data))
+    def of(self, view: object) -> Lease | None:
+        return self._watches.of(view)
 
     def allocation(self, data: memoryview) -> Lease | None:
-        lease = self.of(data) if data.nbytes else None
-        return lease if lease is not None and isinstance(lease.what, Granted) else None
+        return self._watches.allocation(data)
 
-    async def let_go(self, lease: Lease) -> None:
+    @property
+    def allocated(self) -> int:
+        return self._watches.allocated
+
+    async def let_go(self, view: object, lease: Lease) -> None:
         """The program drops what it holds."""
-        lost = self._leases.let_go(self._held[lease].array.ctypes.data, lease)
+        watch = self._watches._watch(view)
+        assert watch is not None
+        assert watch.lease is lease
+        self._watches.let_go(watch)
+        dropped = self._watches.settle()
         if not lease.holders:
             del self._held[lease]
-        if lost is not None:
+        for lost in dropped:
             try:
                 await self._ask(calls.PutRevoke(lost.epoch, [lost.token], True), 1.0)
             except KVStoreError:

@@ -11,7 +11,8 @@ from kvstore.client import getting
 from kvstore.client.getting import Target
 from kvstore.client.leases import Granted, Lease, Named
 from kvstore.client.operations import View
-from kvstore.errors import KVStoreError, NoSpaceError
+from kvstore.client.values import Value
+from kvstore.errors import KVStoreError, NoSpaceError, ReservationLostError
 from kvstore.limits import Key, Namespace
 from tests.simulation.client import Client
 
@@ -39,6 +40,7 @@ class Mix:
         usual = {
             "put": 4.0, "put_chain": 3.0, "get": 5.0, "view": 1.5, "match": 3.0,
             "exists": 0.3, "remove": 1.0, "allocate": 1.0, "clear": 0.02, "look": 0.1,
+            "drain": 0.2,
         }  # fmt: skip
         weights = {
             name: weight * random.choice((0, 0.3, 1, 1, 3)) for name, weight in usual.items()
@@ -50,7 +52,7 @@ class Mix:
             size_bytes_max=size_bytes_max,
             think_s=random.choice((0.01, 0.03, 0.1)),
             overwrite=random.choice((0.0, 0.2, 0.5)),
-            replicas=random.choice((0.0, 0.3)),
+            replicas=random.choice((0.0, 0.3, 0.8)),
             hold_s=random.choice((0.1, 1.0, 5.0)),
         )
 
@@ -146,13 +148,41 @@ class Worker:
         name = (namespace, key)
         self.client.oracle.read(self._who, name, version, bytes(view), started_us)
         self._note(f"view {key.decode()} v{version.epoch}.{version.counter}")
-        await self._hold(lease)
+        await self._hold(view, lease)
 
-    async def _hold(self, lease: Lease) -> None:
+    async def _hold(self, view: memoryview, lease: Lease) -> None:
         until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
         while lease.held and self.client.clock() < until and not self.paused():
             await self.client.sleep(0.05)
-        await self.client.views.let_go(lease)
+        if not lease.held:
+            await self._keep_lost(view)
+        await self.client.views.let_go(view, lease)
+
+    async def _keep_lost(self, value: memoryview) -> None:
+        """As a program that has not asked yet, and takes newer views: some of the same memory."""
+        newer: list[tuple[View, Lease]] = []
+        until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
+        try:
+            while True:
+                newer += await self._some_views()
+                lost = self.client.views.of(value)
+                if lost is None or lost.held:
+                    self.client.oracle.broken("lost_held", f"what was lost is held: {lost}")
+                if self.client.clock() >= until or self.paused():
+                    break
+                await self.client.sleep(0.05)
+        finally:
+            self.client.oracle.count("lost_kept")
+            for view, lease in newer:
+                await self.client.views.let_go(view, lease)
+
+    async def _some_views(self) -> list[tuple[View, Lease]]:
+        keys = [self._a_key() for _ in range(4)]
+        views: list[View | None] = await self.client.run(
+            self.client.operations.get_many(keys, self.random.choice(NAMESPACES), False, "bytes")
+        )
+        leases = [(view, self.client.views.of(view)) for view in views if view is not None]
+        return [(view, lease) for view, lease in leases if lease is not None]
 
     async def _exists(self) -> None:
         keys = [self._a_key() for _ in range(3)]
@@ -174,6 +204,38 @@ class Worker:
         await self.client.run(operations.list_page("", b"", 0))
         await self.client.run(operations.stat(self._a_key(), self.random.choice(NAMESPACES)))
 
+    async def _drain(self) -> None:
+        """As an operator who moves what a node holds, and then changes their mind."""
+        operations = self.client.operations
+        status = await self.client.run(operations.status())
+        if not status.nodes:
+            return
+        node = self.random.choice(status.nodes).name
+        self._note(f"drain {node}")
+        await self.client.run(operations.drain(node, False, False))
+        cursor, failed = 0, None
+        for _ in range(self.random.choice((1, 3, 10))):
+            try:
+                moved = await self.client.run(operations.move_some(node, cursor, False))
+            except KVStoreError as error:
+                failed = error
+                break
+            self._note(f"drain {node}: {moved}")
+            self.client.oracle.count("moved", moved.objects)
+            cursor = moved.next_cursor
+            await self.client.sleep(self.random.expovariate(1 / self.mix.think_s))
+            if self.paused():
+                break
+        await self.client.run(operations.drain(node, True, False))
+        if failed is not None:
+            raise failed
+
+    async def undo_drains(self) -> None:
+        """Of everybody, whose drains may have died with them."""
+        operations = self.client.operations
+        for node in (await self.client.run(operations.status())).nodes:
+            await self.client.run(operations.drain(node.name, True, False))
+
     async def _allocate(self) -> None:
         namespace, key = self.random.choice(NAMESPACES), self._a_key()
         data = self._payload(namespace, key, least=1)
@@ -186,6 +248,11 @@ class Worker:
         self._note(f"allocated {lease.what.epoch}.{lease.what.token}")
         whole = await self.client.compute(lease, data)
         failed: KVStoreError | None = None
+        if not lease.held:
+            await self._keep_lost(memoryview(array))  # type: ignore[arg-type]
+            await self._put_lost(namespace, key, array)
+        if self.random.random() < 0.3:  # meanwhile others are granted the same key, and store it
+            await self.client.sleep(self.random.random() * self.mix.hold_s)
         if whole and self.random.random() < 0.8:
             overwrite = self.random.random() < self.mix.overwrite
             for _ in range(self.random.choice((1, 1, 3))):
@@ -202,9 +269,19 @@ class Worker:
                     break
         if self.random.random() < 0.3:
             await self.client.sleep(self.random.random() * self.mix.hold_s)
-        await self.client.views.let_go(lease)
+        await self.client.views.let_go(array, lease)
         if failed is not None:
             raise failed
+
+    async def _put_lost(self, namespace: Namespace, key: Key, array: Value) -> None:
+        """An allocation that is lost must be refused: its memory may be a newer one's."""
+        try:
+            outcome = await self.client.run(
+                self.client.operations.put(key, array, namespace, None, None, True, 0)
+            )
+        except ReservationLostError:
+            return
+        self.client.oracle.broken("lost_put", f"a lost allocation was put: {outcome.name}", key)
 
     # --- for the phase without faults ---------------------------------------------------------
 

@@ -11,11 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import xxhash
 
+from kvstore import native
 from kvstore.calls import Presence, SegmentOffer
+from kvstore.clocks import uptime
 from kvstore.keys import PackedKeys, packed_keys
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.eviction import LRU
@@ -148,6 +151,21 @@ def test_any_flipped_bit_is_noticed(compiled: Fast, memory: memoryview) -> None:
     assert read(compiled, memory, reads) == [b'{"kind":"bytes"}']
 
 
+@pytest.mark.parametrize("size", [1, 16, 63, 64, 65, 128, 129, 200, 239, 240, 241, 400, 5_000])
+def test_what_is_verified_is_what_was_copied(compiled: Fast, memory: memoryview, size: int) -> None:
+    """The target lies over the payload itself: copying changes what is read again."""
+    (row,), _, _ = rows([size])
+    (data,) = row[5]
+    start = row[0] + HEADER_BYTES
+    for shift in (1, 7, 8, 32, 63, 64, 65, 128, 199):
+        assert write(compiled, memory, [row]) == 0
+        target = memory[start + shift : start + shift + size]
+        read: ReadRow = (*row[:5], [target])
+        outcomes = compiled.read_objects(memory, GENERATION, SEED, SPACE, [read], True, math.inf, 1)
+        assert outcomes == [kinds.CORRUPT] or target == data, f"{size} bytes, {shift} further"
+        assert size > 240 or target == data, "short ones are read before any of them is copied"
+
+
 @pytest.mark.parametrize("change", range(5))
 def test_a_row_of_another_object_is_stale(compiled: Fast, memory: memoryview, change: int) -> None:
     writes, reads, targets = rows([100])
@@ -178,7 +196,7 @@ def test_fenced_late_and_outside(compiled: Fast, memory: memoryview) -> None:
     writes, reads, _ = rows([100])
     before = bytes(memory)
     assert write(compiled, memory, writes, generation=4) == kinds.GONE
-    assert write(compiled, memory, writes, deadline=time.monotonic() - 1) == kinds.LATE
+    assert write(compiled, memory, writes, deadline=uptime() - 1) == kinds.LATE
     for offset in (0, SUPERBLOCK_BYTES - 1, SIZE - HEADER_BYTES, SIZE, 2**63):
         moved = (offset, *writes[0][1:])
         assert write(compiled, memory, [moved]) == kinds.OUTSIDE
@@ -276,9 +294,7 @@ def reply(call_id: int, kind: int, payload: bytes, name_size: int = 0) -> bytes:
 def exchange(
     fast: Fast, sock: socket.socket, timeout_s: float = 10.0, spin_s: float = 0.0
 ) -> tuple[int, int, int, bytes | None]:
-    return fast.exchange(
-        sock.fileno(), b"request", 5, spin_s, time.monotonic() + timeout_s, 1 << 20
-    )
+    return fast.exchange(sock.fileno(), b"request", 5, spin_s, uptime() + timeout_s, 1 << 20)
 
 
 @pytest.mark.parametrize("size", [0, 100, 32_754, 32_755, 1 << 19])
@@ -340,6 +356,7 @@ def test_an_exchange_with_nobody(compiled: Fast) -> None:
         assert exchange(compiled, ours)[0] == kinds.UNASKED
 
 
+@pytest.mark.skipif(fast is None, reason="kvstore.native.fast is not built or not used here")
 @pytest.mark.parametrize("value", ["0", ""])
 def test_can_be_switched_off(value: str) -> None:
     program = "from kvstore.native import fast; print(fast is None)"
@@ -347,4 +364,16 @@ def test_can_be_switched_off(value: str) -> None:
         [sys.executable, "-c", program], env={"KVSTORE_NATIVE": value}, capture_output=True,
         text=True, check=True, timeout=60,
     )  # fmt: skip
-    assert done.stdout.strip() == str(value == "0" or fast is None)
+    assert done.stdout.strip() == str(value == "0")
+
+
+def test_a_build_that_keeps_time_by_another_clock_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one of before the sources were changed: it would compare deadlines of two clocks."""
+    older = ModuleType("kvstore.native.fast")
+    monkeypatch.setitem(sys.modules, "kvstore.native.fast", older)
+    assert native._load() is None
+    monkeypatch.setattr(older, "CLOCK", time.CLOCK_BOOTTIME, raising=False)
+    found: object = native._load()
+    assert found is older

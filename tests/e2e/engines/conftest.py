@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.engines.engine import Engine
+from tests.e2e.engines.preloaded import Preloaded
 from tests.integration.cluster import Cluster
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
+TIMEOUT_S = 400
+"""Of a test that says nothing else: two engines at a time start on two cores, each for a minute."""
+
 MakeModel = Callable[..., Path]
 StartEngine = Callable[..., Engine]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+def preloaded() -> Iterator[Preloaded]:
+    preloaded = Preloaded()
+    yield preloaded
+    preloaded.close()
+
+
+@pytest.fixture(scope="session")
+def make_model(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """A tiny model on disk; each kind is made once. Arguments: those of ``tiny``'s command line."""
     made: dict[tuple[str, ...], Path] = {}
 
     def make(*options: str, name: str = "model") -> Path:
         if (name, *options) not in made:
             directory = tmp_path_factory.mktemp("models") / name
-            command = [sys.executable, "-m", "kvstore.demo_vllm.tiny", str(directory), *options]
-            subprocess.run(command, check=True, capture_output=True)
+            with directory.with_suffix(".log").open("w+b") as log:
+                files = (log.fileno(), log.fileno(), log.fileno())
+                tiny = preloaded.start("kvstore.demo_vllm.tiny", [str(directory), *options], files)
+                tiny.wait()
+                assert (directory / "tokenizer_config.json").exists(), log.read()
             made[name, *options] = directory
         return made[name, *options]
 
@@ -43,19 +61,19 @@ def llama(make_model: MakeModel) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain(make_model: MakeModel) -> Iterator[Engine]:
+def plain(preloaded: Preloaded, make_model: MakeModel) -> Iterator[Engine]:
     """An engine of the same model without any connector: what is right."""
-    with Engine(make_model(), None) as plain:
+    with Engine(preloaded, make_model(), None) as plain:
         yield plain
 
 
 @pytest.fixture
-def engine() -> Iterator[StartEngine]:
+def engine(preloaded: Preloaded) -> Iterator[StartEngine]:
     """Starts engines, which end with the test."""
     started: list[Engine] = []
 
     def start(*arguments: object, **more: object) -> Engine:
-        started.append(Engine(*arguments, **more))  # type: ignore[arg-type]
+        started.append(Engine(preloaded, *arguments, **more))  # type: ignore[arg-type]
         return started[-1]
 
     yield start

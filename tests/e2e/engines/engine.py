@@ -12,13 +12,15 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 from kvstore.demo_vllm import servers
+from tests.e2e.engines.preloaded import Preloaded
 
 ROOT = Path(__file__).parents[3]
 START_S = 180.0
@@ -37,21 +39,25 @@ class Engine:
     """The handle. ``close`` ends it, whatever happened to it."""
 
     def __init__(
-        self, model: Path, transfer: dict[str, object] | None, *,
-        environ: dict[str, str] | None = None, **arguments: object,
+        self, preloaded: Preloaded, model: Path, transfer: dict[str, object] | None,
+        **arguments: object,
     ) -> None:  # fmt: skip
         """
         Args:
             transfer: see ``transfer_config``; None: without a connector.
-            arguments: more of ``vllm.LLM``.
+            arguments: more of ``vllm.LLM``; "environ": more environment variables.
         """
         self.log: list[str] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            cwd=ROOT, env={**servers.environment(), **(environ or {})},
-            start_new_session=True,
-        )  # fmt: skip
+        environ = cast(dict[str, str], arguments.pop("environ", {}))
+        commands, self._commands = _pipe("w")
+        self._said, answers = _pipe("r")
+        self._errors, errors = _pipe("r")
+        theirs = (commands, answers, errors)
+        try:
+            self._process = preloaded.start(__spec__.name, [], theirs, environ)
+        finally:
+            for fd in theirs:
+                os.close(fd)
         self._reader = threading.Thread(target=self._read_log, name="engine-log")
         self._reader.start()
         self._answers: list[str] = []
@@ -111,6 +117,11 @@ class Engine:
         """``kill -9`` this process when the next load begins."""
         self._ask({"do": "kill_before_load", "pid": pid})
 
+    def run(self, code: str, seconds: float = ANSWER_S) -> Any:
+        """Run Python where ``llm``, vLLM's ``core`` and its ``connector`` are; what it leaves in
+        ``result`` is returned."""
+        return self._ask({"do": "run", "code": textwrap.dedent(code)}, seconds)
+
     def kill(self) -> None:
         """-9, the engine and all of its processes."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -118,21 +129,19 @@ class Engine:
 
     def close(self) -> None:
         process = self._process
-        if process.stdin is not None:
-            try:
-                process.stdin.close()
-                process.wait(30)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                os.killpg(process.pid, signal.SIGKILL)
+        try:
+            self._commands.close()
+            process.wait(30)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         try:
             os.killpg(process.pid, signal.SIGKILL)  # what it left behind
         except ProcessLookupError:
             pass
         self._reader.join()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+        self._said.close()
+        self._errors.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,15 +150,12 @@ class Engine:
         self.close()
 
     def _ask(self, command: dict[str, object], seconds: float = ANSWER_S) -> Any:
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
+        timer = threading.Timer(seconds, os.killpg, (self._process.pid, signal.SIGKILL))
         timer.start()
         try:
-            process.stdin.write(json.dumps(command) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
+            self._commands.write(json.dumps(command) + "\n")
+            self._commands.flush()
+            line = self._said.readline()
         finally:
             timer.cancel()
             timer.join()
@@ -157,9 +163,16 @@ class Engine:
         return json.loads(line)
 
     def _read_log(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
+        for line in self._errors:
             self.log.append(line)
+
+
+def _pipe(mode: str) -> tuple[Any, Any]:
+    """Its reading and its writing end, of which one is ours: the text file with this mode."""
+    reading, writing = os.pipe()
+    if mode == "r":
+        return open(reading), writing
+    return reading, open(writing, "w")
 
 
 class Stream(NamedTuple):
@@ -235,11 +248,18 @@ def main() -> None:
             case "reset":
                 answer(llm.reset_prefix_cache(reset_connector=command["store"]))
             case "saved":
-                while connector.has_pending_push_work():
+                half = getattr(connector, "_half", None)  # none of a MultiConnector's own
+                while half.has_pinned if half else connector.has_pending_push_work():
+                    if half:  # steps go on, however long a save takes
+                        half._last_pinned = time.monotonic()
                     llm.llm_engine.step()
                 answer(True)
             case "stream":
                 answer(_stream(llm.llm_engine, SamplingParams, command))
+            case "run":
+                names: dict[str, Any] = {"llm": llm, "core": core, "connector": connector}
+                exec(command["code"], names)
+                answer(names.get("result"))
             case "kill_before_load":
                 _kill_before_load(command["pid"])
                 answer(True)

@@ -7,18 +7,20 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.demo.processes import free_port
 from kvstore.demo_vllm import servers
-from kvstore.demo_vllm.requests import MODEL, counters
-from tests.e2e.engines.engine import ROOT, transfer_config
-from tests.integration.cluster import free_port, until
+from kvstore.demo_vllm.requests import MODEL, RequestError, counters
+from tests.e2e.engines.engine import transfer_config
+from tests.e2e.engines.preloaded import Fork, Preloaded
+from tests.integration.cluster import until
 
 START_S = 240.0
 REQUEST_S = 120.0
@@ -30,30 +32,31 @@ LEFT_BY_ENGINES = ("psm_", "sem.mp-")
 class Process:
     """A server with a port and a health page. Its log is a file."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path, health: str) -> None:
-        self.port = port
-        self.address = f"127.0.0.1:{port}"
+    def __init__(
+        self, preloaded: Preloaded, module: str, arguments: Sequence[str], log: Path, health: str
+    ) -> None:
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
         self.log = log
-        self._command = [*command, "--port", str(port)]
+        self._preloaded = preloaded
+        self._module = module
+        self._arguments = [*arguments, "--port", str(self.port)]
         self._health = health
-        self.process: subprocess.Popen[bytes]
+        self.process: Fork
         self.start()
 
     def start(self) -> None:
         """Again, where it was killed."""
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT,
-                env=servers.environment(), start_new_session=True,
-            )  # fmt: skip
+        with self.log.open("ab") as log, Path(os.devnull).open() as nothing:
+            files = (nothing.fileno(), log.fileno(), log.fileno())
+            self.process = self._preloaded.start(self._module, self._arguments, files)
 
     def ready(self) -> None:
         until(self._healthy, within_s=START_S, every_s=0.2)
 
     def _healthy(self) -> bool:
         if self.process.poll() is not None:
-            text = self.log.read_text(errors="replace")[-6_000:]
-            pytest.fail(f"{' '.join(self._command)} has ended: {text}")
+            pytest.fail(f"{self._module} has ended: {self._end_of_log()}")
         with contextlib.suppress(OSError, http.client.HTTPException):
             return ask(self.address, "GET", self._health)[0] == 200
         return False
@@ -63,6 +66,11 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        until(lambda: not self._listens())  # its engine, a fork, ends after it
+
+    def _listens(self) -> bool:
+        with socket.socket() as asking:
+            return asking.connect_ex(("127.0.0.1", self.port)) == 0
 
     def close(self) -> None:
         """As its users would; by force where that takes long."""
@@ -73,13 +81,21 @@ class Process:
 
     def counters(self) -> dict[str, float]:
         """The connector's, from ``/metrics``."""
-        return counters(self.address)
+        try:
+            return counters(self.address)
+        except RequestError as error:
+            state = "runs" if self.process.poll() is None else "has ended"
+            pytest.fail(f"{error}; {self.log.name} {state}: {self._end_of_log()}")
+
+    def _end_of_log(self) -> str:
+        return self.log.read_text(errors="replace")[-6_000:]
 
 
 class Fleet:
     """Starts them all at once; ``close`` ends them."""
 
-    def __init__(self, model: Path, master: str, directory: Path) -> None:
+    def __init__(self, preloaded: Preloaded, model: Path, master: str, directory: Path) -> None:
+        self._preloaded = preloaded
         self._model = model
         self._master = master
         self._directory = directory
@@ -89,9 +105,10 @@ class Fleet:
 
     def engine(self, role: str) -> Process:
         arguments = servers.engine_arguments(self._model, transfer_config(self._master, role))
-        command = [sys.executable, "-m", servers.SERVE, *arguments, "--enable-scale-out"]
         log = self._directory / f"{role}-{len(self.engines)}.log"
-        engine = Process(command, free_port(), log, "/health")
+        engine = Process(
+            self._preloaded, servers.SERVE, [*arguments, "--enable-scale-out"], log, "/health"
+        )
         self.engines.append(engine)
         return engine
 
@@ -101,8 +118,8 @@ class Fleet:
             engine.ready()
         addresses = [[engine.address for engine in engines] for engines in (prefill, decode)]
         arguments = servers.proxy_arguments(self._master, *addresses)
-        command = [sys.executable, "-m", "kvstore.cli.proxy", *arguments]
-        self.proxy = Process(command, free_port(), self._directory / "proxy.log", "/healthz")
+        log = self._directory / "proxy.log"
+        self.proxy = Process(self._preloaded, "kvstore.cli.proxy", arguments, log, "/healthz")
         self.proxy.ready()
         return self.proxy
 

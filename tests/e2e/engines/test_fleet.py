@@ -1,4 +1,4 @@
-"""Prefillers, decoders and the proxy, as their users run them: ``vllm serve`` and HTTP."""
+"""Prefillers, decoders and the proxy: ``vllm serve`` and HTTP."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine
 from tests.e2e.engines.fleet import Fleet
+from tests.e2e.engines.preloaded import Preloaded
 from tests.integration.cluster import Cluster, until
 
 TOKENS = 8
@@ -21,8 +22,8 @@ WHOLE = 4 * BLOCK_TOKENS
 
 
 @pytest.fixture
-def fleet(store: Cluster, llama: Path, tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(llama, store.address, tmp_path)
+def fleet(preloaded: Preloaded, store: Cluster, llama: Path, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(preloaded, llama, store.address, tmp_path)
     yield fleet
     fleet.close()
 

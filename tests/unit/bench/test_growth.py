@@ -10,7 +10,7 @@ from rich.console import Console
 from kvstore.bench import growth_report
 from kvstore.bench.growth_chains import Matched
 from kvstore.bench.growth_clients import Together
-from kvstore.bench.growth_master import Eviction, Filled
+from kvstore.bench.growth_master import Eviction, Filled, Large
 from kvstore.bench.growth_results import Goal, Growth
 from kvstore.bench.virtual import Pauses, chain
 
@@ -28,8 +28,9 @@ def filled(
     objects: int, *, call_us: float = 100.0, bytes_each: float = 400.0, step_us: int = 5_000
 ) -> Filled:
     eviction = Eviction("64 new objects at a time", 1000, 0.5, 400.0, CALM)
+    large = Large("remove of 16,384 keys", 0.05, CALM)
     return Filled(
-        objects, bytes_each, 100_000, {"exist 1": call_us}, CALM, CALM, [eviction], step_us
+        objects, bytes_each, 100_000, {"exist 1": call_us}, CALM, CALM, [eviction], [large], step_us
     )
 
 

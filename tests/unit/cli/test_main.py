@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
+import click
 import numpy as np
 import pytest
 
@@ -16,7 +18,8 @@ import kvstore
 from kvstore import calls
 from kvstore._version import __version__
 from kvstore.calls import PutOutcome
-from kvstore.cli.main import cli
+from kvstore.cli import bench as cli_bench
+from kvstore.cli.main import LATE, cli
 from kvstore.cli.options import run
 from kvstore.client.asking import ObjectStat
 from kvstore.config import ClientConfig
@@ -90,7 +93,14 @@ class FakeClient:
         segment = calls.SegmentStatus(1, 1 << 30, 1 << 28, 1 << 29, "kvstore-x")
         node = calls.NodeStatus("host-a", "boot", "alive", "127.0.0.1:7", 120, [segment])
         namespaces = [calls.NamespaceStatus("default", 3, 4096)]
-        return calls.ClusterStatus(7, "0.1.0", 65_000, [node], namespaces, [("evictions", 2)])
+        return calls.ClusterStatus(
+            7,
+            "0.1.0",
+            65_000,
+            [node],
+            namespaces,
+            [calls.Counter("evictions", 2), calls.Counter("under_replicated_objects", 1)],
+        )
 
     def _row(self, namespace: str, key: bytes) -> calls.ObjectRow:
         size = len(self.objects[namespace, key])
@@ -139,7 +149,42 @@ def test_help_shows_an_example_and_the_variables(kv: KV) -> None:
     assert "Exit codes" in text
 
 
-@pytest.mark.parametrize("name", sorted([*cli.commands, "bench"]))
+def test_help_shows_the_commands_before_the_options(kv: KV) -> None:
+    for text in (kv("--help").out, "".join(kv()[1:])):
+        assert 0 < text.index("Commands:") < text.index("Options:")
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_help_says_of_each_command_what_it_says_of_itself(kv: KV, name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert LATE[name].rstrip(".") in " ".join((command.help or "").split())
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The packages that one run of the command imports."""
+    code = (
+        "import sys; from kvstore.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    return set(done.stderr.splitlines()[-1].split())
+
+
+def test_a_call_imports_nothing_that_it_does_not_need() -> None:
+    """What costs tens of milliseconds each; a miss of the master is as far as it gets."""
+    slow = {"asyncio", "grpc", "numpy", "rich", "torch", "vllm"}
+    assert not imported_by("--help") & slow
+    assert not imported_by("status", "--help") & slow
+    assert not imported_by("status", "--timeout-ms", "soon") & slow
+    found = imported_by("--master", "127.0.0.1:1", "--timeout-ms", "50", "--json", "status")
+    assert not found & {"rich", "torch", "vllm"}
+
+
+@pytest.mark.parametrize("name", sorted([*cli.commands, *LATE]))
 def test_the_help_of_each_command_shows_an_example(kv: KV, name: str) -> None:
     result = kv(name, "--help")
     assert result.code == 0
@@ -220,6 +265,14 @@ def test_a_miss_has_its_own_exit_code(kv: KV, command: str) -> None:
     result = kv(command, "missing")
     assert result.code == 3
     assert result.err == "kvstore: missing is not in default\n"
+    as_json = kv(command, "missing", "--json")
+    assert as_json.code == 3
+    assert json.loads(as_json.err)["error"] == {
+        "code": "not_there",
+        "message": "missing is not in default",
+        "advice": "",
+        "fields": {"key": "missing", "namespace": "default"},
+    }
 
 
 def test_ls(kv: KV, store: FakeClient) -> None:
@@ -267,16 +320,76 @@ def test_clear_takes_one_namespace_or_all(kv: KV, store: FakeClient) -> None:
 
 def test_status(kv: KV) -> None:
     text = kv("status", "--counters").out
-    for part in ("epoch 7", "host-a", "alive", "256 MiB of 1.00 GiB used (25 %)", "evictions"):
+    for part in (
+        "epoch 7",
+        "host-a",
+        "alive",
+        "256 MiB of 1.00 GiB used (25 %)",
+        "evictions",
+        "1 of them",
+    ):
         assert part in text
     found = kv("status", "--json").json
     assert found["nodes"][0]["segments"][0]["size"] == 1 << 30
-    assert found["counters"] == {"evictions": 2}
+    assert found["counters"] == {"evictions": 2, "under_replicated_objects": 1}
 
 
 def test_version(kv: KV) -> None:
     assert kv("--version").out.strip() == __version__
     assert kv("version", "--json").json["kvstore"] == __version__
+
+
+# --- a benchmark of a store that is in use ---
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stores that were measured; nothing is measured here."""
+    found: list[str] = []
+
+    def driver(address: str, *_: object, pool_bytes: int, **__: object) -> NoReturn:
+        found.append(f"{address} {pool_bytes}")
+        raise NoSpaceError("that is enough")
+
+    monkeypatch.setattr(cli_bench, "OurDriver", driver)
+    monkeypatch.setattr(cli_bench, "POOL_BYTES_MIN", 1 << 20)
+    return found
+
+
+def test_a_running_store_is_not_used_where_nobody_can_be_asked(
+    kv: KV, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    for arguments in (["bench", "--master", "a:1"], ["--master", "a:1", "bench", "--json"]):
+        result = kv(*arguments)
+        assert result.code == 2
+        assert "--yes" in result.err
+    assert not measured
+
+
+@pytest.mark.parametrize(("said", "code"), [("n\n", 130), ("y\n", 1)])
+def test_the_user_of_a_running_store_is_asked(
+    kv: KV, measured: list[str], monkeypatch: pytest.MonkeyPatch, said: str, code: int
+) -> None:
+    terminal = io.StringIO(said)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    result = kv("bench", "--master", "a:1", "--memory", "64MiB")
+    assert result.code == code
+    for part in ("holds 3 objects", "768 MiB of 1.00 GiB are free", "fills 64.0 MiB", "Go on?"):
+        assert part in result.err
+    assert measured == ([f"a:1 {64 << 20}"] if code == 1 else [])
+
+
+def test_no_more_is_used_than_is_free(
+    kv: KV, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kv("bench", "--master", "a:1", "--memory", "64GiB", "--yes").code == 1
+    assert measured == [f"a:1 {int((768 << 20) * 0.9)}"]
+    monkeypatch.setattr(cli_bench, "POOL_BYTES_MIN", 1 << 30)
+    result = kv("bench", "--master", "a:1", "--yes")
+    assert result.code == 1
+    assert "the benchmark evicts nothing" in result.err
 
 
 # --- settings and errors -----------------------------------------------------------------------
@@ -336,6 +449,7 @@ def test_interrupted(kv: KV, store: FakeClient) -> None:
     result = kv("status")
     assert result.code == 130
     assert "Traceback" not in result.err
+    assert json.loads(kv("status", "--json").err)["error"]["code"] == "interrupted"
 
 
 @pytest.mark.parametrize(
@@ -368,8 +482,9 @@ def test_a_file_that_is_not_there(kv: KV) -> None:
     assert result.err == "kvstore: /nowhere/file: No such file or directory\n"
 
 
-def test_a_misspelt_variable(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_CLIENT_MASTR", "a:1")
-    result = kv("status")
-    assert result.code == 2
-    assert "KVSTORE_CLIENT_MASTER" in result.err
+def test_a_misspelt_variable_is_told_and_stops_nothing(
+    kv: KV, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVSTORE_CLIENT_MASTRE", "a:1")
+    assert kv("status").code == 0
+    assert "Did you mean KVSTORE_CLIENT_MASTER?" in caplog.text

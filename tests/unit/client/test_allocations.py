@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from kvstore.client.leases import Unneeded
 from kvstore.client.operations import Operations
 from kvstore.client.values import Bytes1D
 from kvstore.client.views import Views
+from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.errors import DeadlineExceededError, MasterUnreachableError, ReservationLostError
 from tests.unit.client.world import EPOCH, World, grants
@@ -30,7 +30,7 @@ class Store(World):
         super().__init__(1)
         self.views = Views(self._renew, lease_margin_s=0.2)
         self.operations = Operations(ClientConfig(), self.context, cast(Any, self), self.views)
-        self.context.clock = time.monotonic  # as the views'
+        self.context.clock = uptime  # as the views'
         self.answers[calls.Allocate] = grants([WRITE], [TOKEN], [(1, AT)])
         self.answers[calls.PutStart] = grants([FOUND], [], [])
 

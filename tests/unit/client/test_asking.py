@@ -1,4 +1,4 @@
-"""Matching more keys than one call may carry."""
+"""Matching more keys than one call may carry; removing while a master has no node yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS
-from kvstore.client.asking import Match, match_prefix
+from kvstore.client.asking import Match, match_prefix, remove
+from kvstore.errors import MasterUnreachableError, UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from tests.unit.client.world import EPOCH, World
 
@@ -72,3 +73,19 @@ def test_a_namespace_that_has_ended_is_not_asked_again() -> None:
     found = run(master, BATCH_KEYS_MAX + 2)
     assert [match.matched for match in found] == [BATCH_KEYS_MAX + 1, 3]
     assert [spaces for spaces, _ in master.asked] == [SPACES, SPACES[:1]]
+
+
+def test_a_removal_is_asked_again_until_a_node_is_there_that_remembers_it() -> None:
+    world = World()
+    none_yet = UnavailableError("no node is there")
+    world.answers[calls.Remove] = [none_yet, none_yet, calls.Removed(b"\1")]
+    assert world.run(remove(world.context, SPACES[0], keys(1))) == [True]
+    assert len(world.paused) == 2
+
+    world.answers[calls.Remove] = [none_yet] * 5
+    with pytest.raises(UnavailableError):
+        world.run(remove(world.context, SPACES[0], keys(1)))
+
+    world.answers[calls.Remove] = [MasterUnreachableError("gone")]
+    with pytest.raises(MasterUnreachableError):
+        world.run(remove(world.context, SPACES[0], keys(1)))

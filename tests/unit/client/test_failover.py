@@ -7,7 +7,9 @@ import pytest
 from kvstore import calls
 from kvstore.client import getting
 from kvstore.client.getting import ATTEMPTS, Target
+from kvstore.client.placements import AVOID_FIRST_S
 from kvstore.errors import (
+    ClosedError,
     DeadlineExceededError,
     MasterUnreachableError,
     NodeUnreachableError,
@@ -18,6 +20,7 @@ from kvstore.limits import Key
 from tests.unit.client.world import EPOCH, A, B, N, World, found, segment
 
 GONE = NodeUnreachableError("refused", settled=1)
+SILENT = NodeUnreachableError("node one:\nmoved no byte", silent_ms=1_000, settled=1)
 
 
 def get(world: World, *keys: Key) -> list[bytes | None]:
@@ -215,7 +218,7 @@ def test_callers_memory_is_filled_piece_by_piece() -> None:
     assert target.descriptor is not None
 
 
-@pytest.mark.parametrize("error", [PermissionDeniedError("token"), MasterUnreachableError("off")])
+@pytest.mark.parametrize("error", [ClosedError("closed"), MasterUnreachableError("off")])
 def test_what_going_elsewhere_cannot_help_is_raised(error: Exception) -> None:
     world = World()
     world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
@@ -225,6 +228,64 @@ def test_what_going_elsewhere_cannot_help_is_raised(error: Exception) -> None:
         world.failing[1] = [error]  # type: ignore[list-item]
     with pytest.raises(type(error)):
         get(world, A)
+
+
+def test_a_single_replica_that_does_not_answer_is_a_miss_and_is_not_asked_again() -> None:
+    world = World()
+    world.store(1, 4096, A, b"x", 5)
+    world.failing[1] = [SILENT, None]
+    world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
+    assert get(world, A) == [None]
+    assert get(world, A) == [None]
+    assert len(world.moved) == 1
+    assert world.context.counters["avoided_reads"] == 2
+    world.now += AVOID_FIRST_S
+    assert get(world, A) == [b"x"]
+
+
+def test_of_two_replicas_the_one_that_did_not_answer_is_left_out() -> None:
+    world = World()
+    world.store(2, 4096, A, b"x", 5)
+    world.failing[1] = [SILENT]
+    world.answers[calls.Lookup] = found((1, 5, [(1, 4096), (2, 4096)]))
+    assert get(world, A) == [b"x"]
+    world.context.placements.clear()
+    assert get(world, A) == [b"x"]
+    assert [each.segment.segment_id for each in world.moved] == [1, 2, 2]
+
+
+def test_a_node_that_refuses_our_token_is_another_one_at_that_address() -> None:
+    world = World()
+    world.store(2, 4096, A, b"x", 5)
+    world.failing[1] = [PermissionDeniedError("token")]
+    world.answers[calls.Lookup] = found((1, 5, [(1, 4096), (2, 4096)]))
+    assert get(world, A) == [b"x"]
+
+
+def test_a_deadline_that_ends_in_a_transfer_names_the_node() -> None:
+    world = World()
+    world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
+    world.failing[1] = [DeadlineExceededError("node one was slow", final=1)]
+    with pytest.raises(DeadlineExceededError, match="node one was slow"):
+        get(world, A)
+    assert len(world.requests(calls.Lookup)) == 1
+
+
+def test_a_report_says_who_where_and_why() -> None:
+    world = World()
+    world.failing[1] = [SILENT]
+    world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
+    get(world, A)
+    expected = calls.ReportFailure([1], "me", "host", "node one: moved no byte")
+    assert world.requests(calls.ReportFailure) == [expected]
+
+
+def test_what_was_not_tried_is_not_reported() -> None:
+    world = World()
+    world.failing[1] = [NodeUnreachableError("no transport", tried=0, settled=1)]
+    world.answers[calls.Lookup] = [found((1, 5, [(1, 4096)])), found(None)]
+    assert get(world, A) == [None]
+    assert not world.requests(calls.ReportFailure)
 
 
 def test_a_report_that_is_not_answered_changes_nothing() -> None:

@@ -109,6 +109,22 @@ def test_flipped_bytes_are_never_returned_and_the_object_is_removed() -> None:
     assert [request.keys for request in world.requests(calls.ReportCorrupt)] == [[b"a"]]
 
 
+def test_bytes_that_were_bad_once_are_not_reported() -> None:
+    """They may have been removed at that moment: only a second look at the same version tells."""
+    world = World()
+    place(world, b"a", b"payload")
+    world.memory[1][AT + 1024 + 3] ^= 1
+    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
+
+    def die() -> None:
+        world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
+
+    world.after_moves = die
+    assert read(world, b"a") == [None]
+    assert world.context.counters["checksum_mismatches"] == 1
+    assert world.requests(calls.ReportCorrupt) == []
+
+
 def test_a_bad_replica_is_passed_over_for_a_good_one() -> None:
     world = World()
     for segment_id in (1, 2):

@@ -28,6 +28,8 @@ WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED = PutOutcome
 OPTIONS = PutOptions(namespace=N)
 SETTLED = NodeUnreachableError("refused", settled=1)
 UNSETTLED = NodeUnreachableError("reset", settled=0)
+ON_6 = NodeUnreachableError("reset", settled=0, connection=6)
+ON_5 = NodeUnreachableError("reset", settled=0, connection=5)
 
 
 def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
@@ -69,9 +71,12 @@ def test_the_deadline_of_the_writes_counts_from_before_the_question() -> None:
     assert world.moved[0].deadline == pytest.approx(asked_at + 10 - 0.2)
 
 
-@pytest.mark.parametrize(("error", "settled"), [(SETTLED, True), (UNSETTLED, False)])
+@pytest.mark.parametrize(
+    ("error", "settled", "connections"),
+    [(SETTLED, True, ()), (UNSETTLED, False, ()), (ON_5, False, (5,))],
+)
 def test_what_could_not_be_written_is_revoked_and_asked_for_again(
-    error: NodeUnreachableError, settled: bool
+    error: NodeUnreachableError, settled: bool, connections: tuple[int, ...]
 ) -> None:
     world = World()
     world.failing[1] = [error]
@@ -82,12 +87,41 @@ def test_what_could_not_be_written_is_revoked_and_asked_for_again(
     world.answers[calls.PutEnd] = [calls.PutEnded([STORED]), calls.PutEnded([STORED, STORED])]
     assert put(world, A, B, C) == [STORED] * 3
     assert world.requests(calls.PutRevoke) == [
-        calls.PutRevoke(EPOCH, [9], settled),
-        calls.PutRevoke(EPOCH, [11], settled),
+        calls.PutRevoke(EPOCH, [9], settled, connections),
+        calls.PutRevoke(EPOCH, [11], settled, connections),
     ]
     assert [request.keys for request in world.requests(calls.PutStart)] == [[A, B, C], [A, C]]
     assert [request.tokens for request in world.requests(calls.PutEnd)] == [[10], [12, 13]]
     assert len(world.paused) == 1
+
+
+@pytest.mark.parametrize(
+    ("errors", "connections"),
+    [([ON_5, UNSETTLED], ()), ([ON_5, SETTLED], (5,)), ([ON_5, ON_6], (5, 6))],
+)
+def test_connections_are_named_where_all_that_may_carry_bytes_are_known(
+    errors: list[NodeUnreachableError], connections: tuple[int, ...]
+) -> None:
+    world = World()
+    for number, error in enumerate(errors, 1):
+        world.failing[number] = [error]
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [9], [(1, 4096), (2, 4096)], replicas=2), grants([FOUND], [], []),
+    ]  # fmt: skip
+    put(world, A, options=PutOptions(namespace=N, replicas=2))
+    (revoked,) = world.requests(calls.PutRevoke)
+    assert (revoked.settled, sorted(revoked.connections)) == (False, list(connections))
+
+
+def test_grants_are_asked_for_under_the_number_that_data_servers_see() -> None:
+    world = World()
+    world.context.client_number = 77
+    world.answers[calls.PutStart] = grants([FOUND], [], [])
+    put(world, A)
+    world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
+    world.run(putting.allocate(world.context, 100, 0))
+    asked = world.requests(calls.PutStart) + world.requests(calls.Allocate)
+    assert [request.client_number for request in asked] == [77, 77]
 
 
 def test_a_segment_that_nobody_knows_is_nothing_to_write_to() -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kvstore import AsyncClient
 from kvstore.calls import SegmentInfo
+from kvstore.client import movers as module
 from kvstore.client.movers import Movers
 from kvstore.client.steps import Transfer
+from kvstore.clocks import uptime
 from kvstore.errors import (
     ClosedError,
-    KVStoreError,
+    DeadlineExceededError,
     NodeUnreachableError,
     SegmentGoneError,
 )
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.transport.base import Move
+from kvstore.transport.stopping import Stop, current
 from tests.unit.client.world import segment
 
 
@@ -29,7 +34,14 @@ class FakeTransport:
         self.name = name
         self.reached = reached
         self.maps = name == "shm"
-        self.errors: dict[int, KVStoreError] = {}
+        self.reads_in_one_batch = False
+        self.errors: dict[int, Exception] = {}
+        self.stuck: set[int] = set()
+        """Whose moves go on until they are stopped."""
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+        self.swept = 0
+        self.swept_twice = threading.Event()
         self.calls: list[tuple[str, int, float]] = []
         self.forgotten: list[int] = []
         self.meeting: threading.Barrier | None = None
@@ -78,6 +90,15 @@ class FakeTransport:
     def forget(self, segment: SegmentInfo) -> None:
         self.forgotten.append(segment.segment_id)
 
+    def sweep(self) -> None:
+        self.swept += 1
+        if self.swept == 1:
+            raise ValueError("a bug")
+        self.swept_twice.set()
+
+    def abandon(self) -> None:
+        raise AssertionError("nobody forks here")
+
     def close(self) -> None:
         self.closed = True
 
@@ -87,6 +108,16 @@ class FakeTransport:
             self.meeting.wait(10)
         if segment.segment_id in self.errors:
             raise self.errors[segment.segment_id]
+        if segment.segment_id in self.stuck:
+            stop = current()
+            assert stop is not None
+            stopped = threading.Event()
+            with stop.wakes(stopped.set):
+                self.begun.set()
+                assert stopped.wait(10)
+            time.sleep(0.05)  # still in somebody's memory
+            self.ended.set()
+            stop.check()
 
 
 @pytest.fixture
@@ -128,7 +159,7 @@ def test_the_earlier_deadline_counts(movers: Movers, shm: FakeTransport) -> None
 
 def test_several_nodes_are_moved_at_the_same_time(movers: Movers, tcp: FakeTransport) -> None:
     tcp.meeting = threading.Barrier(2)
-    assert movers.move([transfer(2), transfer(3)], time.monotonic() + 5) == [None, None]
+    assert movers.move([transfer(2), transfer(3)], uptime() + 5) == [None, None]
 
 
 def test_an_error_is_the_result_of_its_transfer_alone(
@@ -139,10 +170,94 @@ def test_an_error_is_the_result_of_its_transfer_alone(
     assert shm.forgotten == tcp.forgotten == [2]
 
 
+def test_an_error_keeps_no_memory_of_the_segment(movers: Movers, shm: FakeTransport) -> None:
+    """Frames of the transport refer to it: a kept error would keep it mapped."""
+    shm.errors[1] = DeadlineExceededError("late")
+    shm.errors[1].__context__ = ValueError("why")
+    [error] = movers.move([transfer(1)], 5.0)
+    assert error is not None
+    assert error.__traceback__ is None
+    assert error.__context__ is None
+
+
+def test_what_is_gone_is_swept_again_and_again(
+    movers: Movers, tcp: FakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a bug in it, and though no call is made any more."""
+    monkeypatch.setattr(module, "SWEEP_S", 0.01)
+    movers.move([transfer(2)], 5.0)
+    assert tcp.swept_twice.wait(10)
+
+
+def test_a_deadline_says_nothing_of_the_segment(
+    movers: Movers, shm: FakeTransport, tcp: FakeTransport
+) -> None:
+    """Others are using what is known of it."""
+    error = tcp.errors[2] = DeadlineExceededError("late")
+    assert movers.move([transfer(2)], 5.0) == [error]
+    assert shm.forgotten == tcp.forgotten == []
+
+
+def test_nothing_is_moved_any_more_once_a_call_has_raised(
+    movers: Movers, tcp: FakeTransport
+) -> None:
+    tcp.errors[2] = ValueError("a bug")
+    tcp.stuck = {3}
+    with pytest.raises(ValueError, match="a bug"):
+        movers.move([transfer(2), transfer(3)], 5.0)
+    assert tcp.ended.is_set() or not tcp.begun.is_set()
+
+
+@pytest.mark.parametrize("numbers", [[2], [2, 3]])
+def test_a_call_is_cut_short(movers: Movers, tcp: FakeTransport, numbers: list[int]) -> None:
+    tcp.stuck = {2}
+    stop = Stop()
+
+    def cut() -> None:
+        tcp.begun.wait(10)
+        stop.set()
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+    errors = movers.move([transfer(number) for number in numbers], 5.0, stop)
+    cutting.join()
+    assert isinstance(errors[0], ClosedError)
+    assert tcp.ended.is_set()
+    assert movers.move([transfer(3)], 5.0) == [None]
+
+
+@pytest.mark.parametrize("numbers", [[2], [2, 3]])
+def test_a_cancelled_call_ends_when_nothing_of_it_is_moved_any_more(
+    movers: Movers, tcp: FakeTransport, numbers: list[int]
+) -> None:
+    async def cancel() -> None:
+        client = AsyncClient()
+        client._session.movers = movers
+        moving = asyncio.create_task(
+            client._move([transfer(number) for number in numbers], uptime() + 10)
+        )
+        assert await asyncio.to_thread(tcp.begun.wait, 10)
+        moving.cancel()
+        await asyncio.sleep(0)
+        moving.cancel()  # an impatient caller
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert tcp.ended.is_set()
+        await client.close()
+
+    tcp.stuck = {2}
+    asyncio.run(cancel())
+
+
 def test_a_segment_that_nobody_reaches(movers: Movers) -> None:
     (error,) = movers.move([transfer(9, write=True)], 5.0)
     assert isinstance(error, NodeUnreachableError)
-    assert error.fields == {"node": "node-9", "settled": 1}
+    assert error.fields == {
+        "node": "node-9",
+        "address": "127.0.0.1:1",
+        "tried": 0,
+        "settled": 1,
+    }
     assert "shm, tcp" in str(error)
 
 

@@ -12,6 +12,7 @@ from kvstore.client import putting
 from kvstore.client.putting import ATTEMPTS, Items, PutOptions, put
 from kvstore.client.values import Value, encode, encode_all
 from kvstore.errors import (
+    DeadlineExceededError,
     MasterUnreachableError,
     NodeUnreachableError,
     NoSpaceError,
@@ -124,6 +125,88 @@ def test_one_failing_replica_gives_the_whole_put_up() -> None:
     for segment_id in (1, 3):
         seed = world.segments[segment_id].seed
         assert unpack(world.memory[segment_id][AT:], seed, AT) is not None
+
+
+def silent(node: str) -> NodeUnreachableError:
+    return NodeUnreachableError(
+        f"node {node} (10.0.0.8:50003) did not accept a tcp connection within 1.2 s",
+        advice="Is its port open?", node=node, settled=1, silent_ms=1_000,
+    )  # fmt: skip
+
+
+def test_a_put_is_granted_elsewhere_and_says_what_to_avoid() -> None:
+    world = World()
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [1], [(1, AT)]),
+        grants([WRITE], [2], [(2, AT)]),
+    ]
+    world.failing[1] = [silent("one")]
+    ended(world, [STORED])
+    assert store(world, b"a") == [STORED]
+    first, second = world.requests(calls.PutStart)
+    assert first.avoid == ()
+    assert second.avoid == (world.segments[1].uuid,)
+    assert not world.paused, "a second has passed"
+
+
+def test_the_error_of_a_put_names_the_nodes_that_did_not_take_it() -> None:
+    world = World()
+    none_left = NoSpaceError("no space", cause="avoided", missing_bytes=5)
+    world.answers[calls.PutStart] = [
+        grants([WRITE, WRITE], [1, 2], [(1, AT), (2, AT)]),
+        none_left,
+        none_left,
+    ]
+    world.failing.update({1: [silent("one")], 2: [silent("two")]})
+    with pytest.raises(PutRefusedError) as caught:
+        store(world, b"a", b"b")
+    assert caught.value.message == (
+        "put: 2 of 2 objects not stored: node one (10.0.0.8:50003) did not accept a tcp connection "
+        "within 1.2 s; node two (10.0.0.8:50003) did not accept a tcp connection within 1.2 s, "
+        "1 attempts"
+    )
+    assert caught.value.advice == "Is its port open?"
+    assert caught.value.fields["nodes"] == "node-1,node-2"
+    world.now += 0.25
+    with pytest.raises(PutRefusedError, match=r"node one .*; tried again in 1\.8 s"):
+        store(world, b"a", b"b")  # at once, and it knows why
+
+
+def test_a_node_that_failed_at_once_is_tried_again_where_there_is_no_other() -> None:
+    world = World()
+    avoided = NoSpaceError("no space", cause="avoided", missing_bytes=5)
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [1], [(1, AT)]),
+        avoided,
+        grants([WRITE], [2], [(1, AT)]),
+    ]
+    world.failing[1] = [NodeUnreachableError("reset", node="one", settled=1), None]
+    ended(world, [STORED])
+    assert store(world, b"a") == [STORED]
+    uuid = world.segments[1].uuid
+    assert [each.avoid for each in world.requests(calls.PutStart)] == [(), (uuid,), ()]
+
+
+def test_room_that_is_missing_for_another_reason_is_no_fault_of_the_nodes() -> None:
+    world = World()
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [1], [(1, AT)]),
+        NoSpaceError("full", cause="leased", missing_bytes=5),
+    ]
+    world.failing[1] = [silent("one")]
+    with pytest.raises(NoSpaceError, match="full"):
+        store(world, b"a")
+
+
+def test_a_put_that_runs_out_of_time_names_the_nodes() -> None:
+    world = World()
+    world.answers[calls.PutStart] = [
+        grants([WRITE], [1], [(1, AT)]),
+        DeadlineExceededError("the master says nothing of nodes"),
+    ]
+    world.failing[1] = [silent("one")]
+    with pytest.raises(DeadlineExceededError, match="node one"):
+        store(world, b"a")
 
 
 def test_an_unanswered_end_is_settled_by_asking_again() -> None:

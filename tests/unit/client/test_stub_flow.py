@@ -132,6 +132,15 @@ def test_a_call_of_operators_needs_no_join() -> None:
     assert world.story == ["OnGrpc"]
 
 
+def test_a_last_attempt_that_is_late_does_not_hide_that_no_master_was_there() -> None:
+    world = World()
+    with pytest.raises(MasterUnreachableError) as caught:
+        world.run(STATUS, script(gone(), late(world.link, "Status")))
+    assert "m:1: connection refused" in caught.value.message
+    with pytest.raises(DeadlineExceededError):
+        world.run(STATUS, script(late(world.link, "Status")))
+
+
 def test_without_a_call_the_flow_only_joins() -> None:
     world = World()
     world.run(None, script(b""))
@@ -158,7 +167,7 @@ def test_an_unsent_call_is_sent_again_whatever_it_is() -> None:
 
 def test_a_call_that_the_same_master_may_have_done_is_not_sent_again() -> None:
     world = World()
-    with pytest.raises(MasterUnreachableError, match="may have been done") as caught:
+    with pytest.raises(MasterUnreachableError, match="may have executed the call") as caught:
         world.run(PUT_START, script(b"", gone(sent=True), b""))
     assert caught.value.fields["sent"] == 1
     assert world.story == ["JoinAt", "OnLane!", "JoinAt"]
@@ -180,7 +189,7 @@ def test_a_call_is_sent_again_when_the_master_that_may_have_done_it_is_gone() ->
 def test_an_attempt_before_the_flow_counts() -> None:
     world = World()
     world.run(EXISTS, script(b"", b"reply"))
-    with pytest.raises(MasterUnreachableError, match="may have been done"):
+    with pytest.raises(MasterUnreachableError, match="may have executed the call"):
         world.run(PUT_START, script(b""), broken=gone(sent=True))
 
 
@@ -426,6 +435,22 @@ def test_etcd_is_asked_again_when_the_leader_is_gone() -> None:
         "Locate", "Locate!", "Locate", "JoinAt", "OnLane",
     ]  # fmt: skip
     assert world.link.address == "n:2"
+
+
+def test_a_leader_that_another_call_gives_up_meanwhile_is_joined_by_its_address() -> None:
+    """Two threads of one client. What one forgets must not leave the other without an address."""
+
+    class Shared(Link):
+        def follow(self, leader: str) -> None:
+            super().follow(leader)
+            self.next_address(leader)  # by the other thread, which found it dead
+
+    link = Shared("etcd://e:2379", lane=True)
+    flow = call_flow(link, EXISTS, 10.0, lambda: 0.0)
+    assert isinstance(next(flow), Locate)
+    step = flow.send("m:1")
+    assert isinstance(step, JoinAt)
+    assert step.address == "m:1"
 
 
 def test_without_etcd_a_call_ends_at_its_deadline() -> None:

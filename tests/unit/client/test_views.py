@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,9 +15,10 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
 from kvstore.client import leases as module
-from kvstore.client.leases import Granted, Lease, Mounted, Named
+from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named
 from kvstore.client.values import Bytes1D
 from kvstore.client.views import Views
+from kvstore.clocks import uptime
 from kvstore.errors import MasterUnreachableError
 from kvstore.limits import Key
 from tests.unit.client.world import N, segment
@@ -46,6 +48,7 @@ class Master:
         self.lease_ms = 800
         self.held = True
         self.away = False
+        self.answering: Callable[[], object] = lambda: None
         self._asked = threading.Condition()
 
     def __call__(self, request: calls.Request, seconds: float) -> calls.Reply:
@@ -53,6 +56,8 @@ class Master:
         with self._asked:
             self.asked.append(request)
             self._asked.notify_all()
+        if isinstance(request, Renew):
+            self.answering()
         if self.away:
             raise MasterUnreachableError("away")
         if isinstance(request, PutRevoke):
@@ -87,11 +92,11 @@ def is_held(lease: Lease) -> bool:
 
 
 def soon() -> float:
-    return time.monotonic() + 0.8
+    return uptime() + 0.8
 
 
 def later() -> float:
-    return time.monotonic() + 100
+    return uptime() + 100
 
 
 def test_a_lease_is_renewed_while_its_memory_lives(views: Views, master: Master) -> None:
@@ -132,7 +137,7 @@ def test_what_the_master_does_not_know_ends_when_its_promise_does(
     master.wait(lambda asked: len(asked) >= 1)
     assert is_held(lease)
     while is_held(lease):
-        assert time.monotonic() < until + 0.1
+        assert uptime() < until + 0.1
         time.sleep(0.005)
     assert array.size
 
@@ -142,10 +147,10 @@ def test_the_lease_counts_from_before_the_question_less_the_margin(
 ) -> None:
     master.lease_ms = 60_000
     array = memory()
-    lease = add(views, array, named(1), time.monotonic() + 0.5)
+    lease = add(views, array, named(1), uptime() + 0.5)
     master.wait(lambda asked: len(asked) == 1)
-    deadline = time.monotonic() + 5
-    while lease.seconds_left < 1 and time.monotonic() < deadline:
+    deadline = uptime() + 5
+    while lease.seconds_left < 1 and uptime() < deadline:
         time.sleep(0.001)
     assert 59 < lease.seconds_left < 60 - 0.05
     assert array.size
@@ -168,12 +173,118 @@ def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: Views) ->
 def test_an_older_promise_of_the_same_memory_shortens_nothing(views: Views) -> None:
     buffer = bytearray(64)
     first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
-    lease = add(views, first, named(1), time.monotonic() + 100)
+    lease = add(views, first, named(1), uptime() + 100)
     renew_at = lease.renew_at
-    assert add(views, second, named(1), time.monotonic() + 1) is lease
+    assert add(views, second, named(1), uptime() + 1) is lease
     assert lease.seconds_left > 99
     assert lease.renew_at == renew_at
     assert first.size + second.size == 128
+
+
+def twice(size: int = 300) -> tuple[Bytes1D, Bytes1D]:
+    """Two arrays over the same memory, each the first of its own promise."""
+    buffer = bytearray(size)
+    return np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
+
+
+def test_a_lost_view_stays_lost_when_its_memory_is_leased_anew(views: Views) -> None:
+    lost, newer = twice()
+    old = add(views, lost, named(1), uptime() - 1)
+    new = add(views, newer, named(2), later())
+    for part in (lost, lost[7:], lost[::-1], lost.view(np.uint16), lost.data, lost.data[5:9]):
+        assert views.of(part) is old
+    for part in (newer, newer[7:], newer[::-1], newer.view(np.uint16), newer.data, newer.data[5:9]):
+        assert views.of(part) is new
+    assert not old.held
+    assert new.held
+    del newer, part
+    assert views.of(lost) is old
+    assert len(views) == 1
+
+
+def test_a_lost_view_stays_lost_when_a_newer_one_lies_around_it(views: Views) -> None:
+    whole = bytearray(300)
+    lost = np.frombuffer(memoryview(whole)[100:200], np.uint8)
+    newer = np.frombuffer(whole, np.uint8)
+    old = add(views, lost, named(1), uptime() - 1)
+    new = add(views, newer, named(2), later())
+    assert views.of(lost) is old
+    assert views.of(newer[100:]) is new
+
+
+def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: Views) -> None:
+    torch = pytest.importorskip("torch")
+    arrays, tensors = list(twice()), []
+    for number, until in enumerate((uptime() - 1, later())):
+        tensors.append(torch.from_numpy(arrays[number]))
+        views.add(arrays[number], named(number), until, always, value=tensors[-1])
+    arrays.clear()
+    old, new = tensors
+    for made in (
+        old,
+        old[3:],
+        old.view(torch.int16),
+        old.numpy(),
+        old[9:].numpy()[3:],
+        old.detach(),
+    ):
+        lease = views.of(made)
+        assert lease is not None
+        assert lease.what == named(0)
+    for made in (
+        new,
+        new[3:],
+        new.view(torch.int16),
+        new.numpy(),
+        new[9:].numpy()[3:],
+        new.detach(),
+    ):
+        lease = views.of(made)
+        assert lease is not None
+        assert lease.what == named(1)
+        assert lease.held
+    del tensors, made, new
+    gc.collect()
+    assert len(views) == 1
+    lease = views.of(old)
+    assert lease is not None
+    assert not lease.held
+
+
+def test_where_the_trace_to_the_array_is_lost_the_promise_that_holds_least_counts(
+    views: Views,
+) -> None:
+    """Such as a tensor that a program makes of an array: it has a storage of its own."""
+    torch = pytest.importorskip("torch")
+    lost, newer = twice()
+    new = add(views, newer, named(2), later())
+    assert views.of(torch.from_numpy(newer)) is new
+    old = add(views, lost, named(1), uptime() - 1)
+    assert views.of(torch.from_numpy(newer)) is old
+    del lost
+    assert len(views) == 1
+    assert views.of(torch.from_numpy(newer)) is new
+
+
+def test_a_lost_allocation_is_not_the_newer_one_in_its_place(views: Views) -> None:
+    torch = pytest.importorskip("torch")
+    lost, newer = twice()
+    old = add(views, lost, GRANTED, uptime() - 1)
+    new = add(views, newer, GRANTED._replace(token=10), later())
+    assert views.allocation(lost.data) is old
+    assert views.allocation(newer.data) is new
+    assert views.allocation(newer.data[1:]) is None
+    wrapped = torch.from_numpy(newer).numpy()
+    assert views.allocation(wrapped.data) is old, "it cannot be told whose it is"
+
+
+def test_the_memory_of_a_lost_view_is_not_taken_for_the_allocation_there(views: Views) -> None:
+    torch = pytest.importorskip("torch")
+    lost, newer = twice()
+    add(views, lost, named(1), uptime() - 1)
+    add(views, newer, GRANTED, later())
+    assert views.allocation(lost.data) is None
+    assert views.allocation(torch.from_numpy(lost).numpy().data) is None
 
 
 def test_only_memory_within_a_lease_is_found(views: Views) -> None:
@@ -208,7 +319,7 @@ def test_many_leases_are_renewed_in_batches(
 
 def test_a_lease_that_is_due_sooner_wakes_the_thread(views: Views, master: Master) -> None:
     patient, hasty = memory(), memory()
-    add(views, patient, named(1), time.monotonic() + 3_600)
+    add(views, patient, named(1), uptime() + 3_600)
     time.sleep(0.05)
     add(views, hasty, named(2), soon())
     master.wait(lambda asked: any(isinstance(e, Renew) and b"key-2" in e.keys for e in asked))
@@ -271,9 +382,9 @@ def test_a_promise_kept_by_another_replica_is_no_promise_of_this_memory(
     assert is_held(lease)
     mount.same = False
     assert is_held(lease), "what was promised is waited for"
-    deadline = time.monotonic() + 5
+    deadline = uptime() + 5
     while is_held(lease):
-        assert time.monotonic() < deadline, "renewed for ever"
+        assert uptime() < deadline, "renewed for ever"
         time.sleep(0.005)
     assert array.size
 
@@ -289,3 +400,121 @@ def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: Views) -> No
     mount.same = True
     assert not is_held(lease), "that is final"
     assert array.size
+
+
+@pytest.mark.parametrize("held", [GRANTED, named(1)])
+def test_an_array_that_is_dropped_waits_for_no_lock(
+    views: Views, master: Master, held: Named | Granted
+) -> None:
+    """The collector drops it wherever it likes: also while the renewing thread has all its locks,
+    in that thread."""
+    arrays = [memory()]
+    add(views, arrays[0], held, later())
+    with views._lock:
+        dropping = threading.Thread(target=arrays.clear, daemon=True)
+        dropping.start()
+        dropping.join(10)
+        assert not dropping.is_alive()
+    assert len(views) == 0
+    if held is GRANTED:
+        master.wait(lambda asked: PutRevoke(7, [9], True) in asked)
+
+
+def test_what_the_renewing_thread_itself_drops_is_given_back(views: Views, master: Master) -> None:
+    """A collection runs in the thread that happens to allocate."""
+    ours, its = memory(), [memory()]
+    add(views, its[0], GRANTED, later())
+    lease = add(views, ours, named(1), later())
+    master.answering = its.clear
+    lease.renew_at = 0.0
+    add(views, memory(), GRANTED._replace(token=10), later())
+    master.wait(lambda asked: PutRevoke(7, [9], True) in asked)
+
+
+def test_the_renewing_thread_outlives_a_bug(
+    views: Views, master: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        master.answering = lambda: None
+        raise ValueError("a bug")
+
+    master.answering = fail
+    array = memory()
+    lease = add(views, array, named(1), later())
+    lease.renew_at = 0.0
+    add(views, memory(), GRANTED, later())
+    master.wait(lambda asked: sum(isinstance(each, Renew) for each in asked) >= 2)
+    assert "lease_renewal_broken" in caplog.text
+    assert array.size
+
+
+def test_new_views_do_not_put_off_the_renewal_of_others(views: Views, master: Master) -> None:
+    """Each new one wakes the thread."""
+    array = memory()
+    lease = add(views, array, named(0), later())
+    lease.renew_at = uptime() + 0.3
+    deadline = uptime() + 30
+    others: list[Bytes1D] = []
+    number = 0
+    while not any(isinstance(each, Renew) and b"key-0" in each.keys for each in master.asked):
+        assert uptime() < deadline
+        number += 1
+        others = [*others[-50:], memory()]
+        add(views, others[-1], named(number), soon())
+
+
+def test_a_lease_of_a_second_outlives_a_master_that_stalls_for_a_third_of_one() -> None:
+    """Wherever that falls, and though the next attempt has to connect anew, which takes 0.1 s."""
+    stall_s, connect_s = 0.35, 0.1
+    for begin in (number / 50 for number in range(100)):
+        now = 0.0
+        table = LeaseTable(lambda: now)  # noqa: B023 - called before the next round
+        lease = table.add(4096, 64, named(1), 0.8, always)
+        broken = False
+        while now < begin + 2 and is_held(lease):
+            now = table.wake_at()
+            for renewal in table.due():
+                asked, ends = now, now + renewal.patience_s
+                stalled = begin <= now < begin + stall_s
+                done = (begin + stall_s if stalled else now) + connect_s * broken
+                now = min(done, ends)
+                if done > ends:
+                    broken = True
+                    renewal.failed(MasterUnreachableError("stalled"))
+                else:
+                    broken = False
+                    renewal.answered(Renewed(1_000, 0, b"\1", b""), asked, 0.2)
+        assert is_held(lease), begin
+
+
+def test_what_was_let_go_keeps_no_segment_mapped(views: Views) -> None:
+    mount = Mount()
+    array = memory()
+    lease = add(views, array, named(1), later(), mount)
+    kept = weakref.ref(mount)
+    del array, mount
+    assert len(views) == 0
+    assert kept() is None
+    assert not lease.held
+
+
+def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: Views) -> None:
+    mount = Mount()
+    array = memory()
+    lease = add(views, array, named(1), later(), mount)
+    views.close()
+    kept = weakref.ref(mount)
+    del mount
+    assert lease.held
+    assert kept() is not None
+    del array
+    assert kept() is None
+    assert not lease.held
+
+
+def test_a_renewal_that_promises_no_more_than_before_is_not_repeated_at_once() -> None:
+    """Such as a master's with a shorter lease."""
+    table = LeaseTable(lambda: 10.0)
+    lease = table.add(4096, 64, named(1), 100.0, always)
+    lease.renewed(11.0)
+    assert lease.renew_at == 40.0

@@ -106,6 +106,7 @@ class World:
             lease_margin_s=0.2,
             verify_payload=verify_payload,
             counters={},
+            client="me",
         )
 
     def store(

@@ -29,7 +29,7 @@ class Request:
     num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
-    lora_request: None = None
+    lora_request: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +54,8 @@ class Pool:
         self.num_gpu_blocks = blocks
         self.blocks = [Block(number) for number in range(blocks)]
         self.blocks[NULL_BLOCK].references = 1
+        self.evicted: set[int] = set()
+        """From the prefix cache, the last time."""
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -70,6 +72,9 @@ class Pool:
         block = next(block for block in self.blocks if not block.references)
         block.references = 1
         return block.block_id
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted = set(block_ids)
 
     @property
     def used(self) -> int:
@@ -165,6 +170,7 @@ class Engine:
         )  # fmt: skip
         self.pool = Pool(self.blocks)
         self.half.bind_block_pool(self.pool)
+        self.half.fingerprint = "f"
         self.requests: dict[str, Request] = {}
         self.tables: dict[str, Tables] = {}
         self.finished: set[str] = set()
@@ -175,11 +181,12 @@ class Engine:
     # --- requests ---------------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, tokens: int, *, there: int | None = 0, seed: int = 0, **params: Any
-    ) -> Request:
+        self, request_id: str, tokens: int, *, there: int | None = 0, seed: int = 0,
+        lora: Any = None, **params: Any,
+    ) -> Request:  # fmt: skip
         """``there``: how many tokens the store has."""
         ids = [seed * 1_000 + index for index in range(tokens)]
-        request = Request(request_id, ids, tokens, params or None)
+        request = Request(request_id, ids, tokens, params or None, lora_request=lora)
         self.requests[request_id] = request
         self.tables[request_id] = Tables({group: [] for group in self.groups.block_tokens})
         self.asked.there[request_id] = there
@@ -242,9 +249,7 @@ class Engine:
             request = self.requests[request_id]
             tables = self.allocate(request, request.num_computed_tokens + tokens)
             self.half.allocated(request, tables, 0)
-        known = State({request_id: self.tables[request_id] for request_id in scheduled})
-        output = Output(dict(scheduled), self.finished, known if scheduled else None)
-        orders = self.half.orders(output)
+        orders = self.half.orders(self.scheduled(scheduled))
         self.finished = set()
         for request_id, tokens in scheduled.items():
             request = self.requests[request_id]
@@ -258,6 +263,14 @@ class Engine:
             self.check_content(saving)
         self.check()
         return orders
+
+    def scheduled(self, tokens: dict[str, int]) -> Any:
+        """What vLLM says of a step in which so many tokens of each request are computed."""
+        for request_id, number in tokens.items():
+            request = self.requests[request_id]
+            self.allocate(request, request.num_computed_tokens + number)
+        known = State({request_id: self.tables[request_id] for request_id in tokens})
+        return Output(dict(tokens), self.finished, known if tokens else None)
 
     def report(self, number: int, *, workers: int = 1, stored: bool = True) -> None:
         """So many workers have done with it."""

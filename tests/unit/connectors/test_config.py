@@ -81,8 +81,9 @@ def test_variables_count_and_extra_config_counts_more() -> None:
 
 
 def test_an_unknown_variable_is_named() -> None:
+    strict = {"KVSTORE_CONNECTOR_SAVE_DECODED": "1", "KVSTORE_STRICT_CONFIG": "1"}
     with pytest.raises(ConfigError, match="KVSTORE_CONNECTOR_SAVE_DECODED"):
-        read_config({}, {**NO_FILE, "KVSTORE_CONNECTOR_SAVE_DECODED": "1"})
+        read_config({}, {**NO_FILE, **strict})
 
 
 def test_a_toml_file_counts_least_but_more_than_mooncake(

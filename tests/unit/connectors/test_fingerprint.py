@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 
 from kvstore.connectors.vllm.fingerprint import (
-    SAMPLE_BYTES,
     Fleet,
     describe,
-    directory_digest,
+    files_digest,
     fingerprint,
     hash_warnings,
+    identified,
     none_hash,
     weights_id,
 )
 from kvstore.connectors.vllm.messages import Hello
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
+from kvstore.proxy.records import parse
 
-HELLO = {(0, 0): Hello("layout", [0], "p0t0")}
+HELLO = Hello("layout", [0], "p0t0", weights="w")
 
 
 class HFConfig:
@@ -57,16 +58,41 @@ def cache_config(block_size: int = 16) -> Any:
     return SimpleNamespace(kv_cache_groups=[group])
 
 
-def mark(vllm_config: Any, hellos: dict[Any, Hello] = HELLO, **cache: int) -> str:
-    return fingerprint(describe(vllm_config, cache_config(**cache), ""), hellos)
+def mark(vllm_config: Any, *hellos: Hello, name: str = "", **cache: int) -> str:
+    hellos = hellos or (HELLO,)
+    description = describe(vllm_config, cache_config(**cache))
+    return fingerprint(identified(description, hellos, name=name), hellos)
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-def model_directory(path: Path, weights: bytes = bytes(3 * SAMPLE_BYTES), **more: bytes) -> Path:
+TENSORS = {
+    "model.embed": 100,
+    "model.layers.0.attn": 40_000,
+    "model.layers.0.mlp": 90_000,
+    "model.norm": 1,
+}
+
+
+def safetensors(changed: str = "", at: int = 0) -> bytes:
+    """A file of these tensors, of one byte each element; one byte may be another."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data = bytearray()
+    for name, size in TENSORS.items():
+        header[name] = {
+            "dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size],
+        }  # fmt: skip
+        data += bytes(size)
+        if name == changed:
+            data[len(data) - size + at] = 1
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+def model_directory(path: Path, weights: bytes | None = None, **more: bytes) -> Path:
     path.mkdir(parents=True)
-    (path / "model.safetensors").write_bytes(weights)
+    (path / "model.safetensors").write_bytes(safetensors() if weights is None else weights)
     for name, data in more.items():
         (path / name.replace("_", ".")).write_bytes(data)
     return path
@@ -75,35 +101,45 @@ def model_directory(path: Path, weights: bytes = bytes(3 * SAMPLE_BYTES), **more
 def test_the_same_files_elsewhere_are_the_same_weights(tmp_path: Path) -> None:
     here = model_directory(tmp_path / "here" / "model")
     there = model_directory(tmp_path / "there" / "other", README_md=b"text", tokenizer_json=b"{}")
-    assert directory_digest(here) == directory_digest(there)
+    assert files_digest(here) == files_digest(there)
     assert weights_id(config(str(here))) == weights_id(config(str(there) + "/"))
 
 
-@pytest.mark.parametrize("at", [0, SAMPLE_BYTES - 1, 3 * SAMPLE_BYTES // 2, 3 * SAMPLE_BYTES - 1])
-def test_one_changed_byte_in_a_sample_is_other_weights(tmp_path: Path, at: int) -> None:
-    changed = bytearray(3 * SAMPLE_BYTES)
-    changed[at] = 1
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_tensor_of_a_file_counts(tmp_path: Path, name: str) -> None:
     first = model_directory(tmp_path / "first")
-    second = model_directory(tmp_path / "second", bytes(changed))
-    assert directory_digest(first) != directory_digest(second)
+    second = model_directory(tmp_path / "second", safetensors(name, TENSORS[name] // 2))
+    assert files_digest(first) != files_digest(second)
+
+
+def test_other_formats_count_as_a_whole(tmp_path: Path) -> None:
+    data = bytearray(3 << 20)
+    (tmp_path / "a.gguf").write_bytes(data)
+    first = weights_id(config(str(tmp_path / "a.gguf")))
+    data[1_000_001] = 1
+    (tmp_path / "a.gguf").write_bytes(data)
+    assert weights_id(config(str(tmp_path / "a.gguf"))) != first
+    (tmp_path / "elsewhere.gguf").write_bytes(bytes(3 << 20))
+    assert weights_id(config(str(tmp_path / "elsewhere.gguf"))) == first
 
 
 def test_sizes_and_names_of_files_count(tmp_path: Path) -> None:
     directories = [
         model_directory(tmp_path / "a"),
-        model_directory(tmp_path / "b", bytes(3 * SAMPLE_BYTES + 1)),
+        model_directory(tmp_path / "b", safetensors() + b"more"),
         model_directory(tmp_path / "c", more_bin=b""),
         model_directory(tmp_path / "d", most_bin=b""),
-        model_directory(tmp_path / "e", b""),
     ]
-    assert len({directory_digest(each) for each in directories}) == len(directories)
+    assert len({files_digest(each) for each in directories}) == len(directories)
 
 
-def test_weights_that_are_not_here_are_named() -> None:
+def test_weights_that_are_not_here_are_named_with_the_commit_that_was_loaded() -> None:
     assert weights_id(config("org/name")) == "org/name@main"
     revised = config("org/name")
-    revised.model_config.revision = "abc"
-    assert weights_id(revised) == "org/name@abc"
+    revised.model_config.revision = "v1"
+    assert weights_id(revised) == "org/name@v1"
+    revised.model_config.hf_config._commit_hash = "0123abc"
+    assert weights_id(revised) == "org/name@0123abc"
     dummy = config("/some/where/name/")
     dummy.load_config.load_format = "dummy"
     assert weights_id(dummy) == "dummy seed=0 of name"
@@ -135,32 +171,45 @@ def test_all_that_bytes_and_hashes_depend_on_counts() -> None:
     different[4].cache_config.prefix_caching_hash_algo = "sha256_cbor"
     different[5].parallel_config.tensor_parallel_size = 2
     different[6].device_config.device_type = "cuda"
-    different[7].speculative_config = SimpleNamespace(method="eagle", model="draft")
+    different[7].speculative_config = SimpleNamespace(method="eagle")
     different[8].model_config.hf_config = HFConfig(hidden_size=9)
     marks = [mark(each) for each in different]
     marks.append(mark(config(), block_size=32))
-    marks.append(mark(config(), {(0, 0): Hello("other", [0], "p0t0")}))
-    marks.append(mark(config(), {(0, 0): Hello("layout", [0], "p0t1")}))
-    marks.append(mark(config("org/other")))
+    hello = vars(HELLO)
+    changes: list[dict[str, Any]] = [
+        {"layout": "other"}, {"part": "p0t1"}, {"weights": "v"}, {"files": "a"},
+        {"attention": [["backend=A"]]},
+    ]  # fmt: skip
+    marks += [mark(config(), Hello(**(hello | change))) for change in changes]
     assert len(set(marks)) == len(marks)
 
 
+def test_variables_that_reorder_a_page_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = mark(config())
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    assert mark(config()) != before
+
+
+def test_where_weights_that_can_be_read_came_from_does_not_count() -> None:
+    assert mark(config("org/a")) == mark(config("org/b"))
+
+
 def test_a_name_of_the_weights_may_be_given() -> None:
-    first, second = (
-        describe(config(model), cache_config(), "same") for model in ("org/a", "org/b")
-    )
-    assert first == second
-    assert first["weights"] == "same"
+    one, two = (Hello("layout", [0], "p0t0", weights=each, files=each) for each in "ab")
+    assert mark(config(), one, name="same") == mark(config(), two, name="same")
+    assert mark(config(), one) != mark(config(), two)
+    assert identified({}, [one], name="same")["weights"] == "same"
 
 
-def test_ranks_that_hold_the_same_count_once_and_in_any_order() -> None:
-    one, two = Hello("layout", [0], "p0t0"), Hello("layout", [0], "p0t1")
-    assert mark(config(), {(0, 0): one, (0, 1): two}) == mark(config(), {(0, 1): two, (0, 0): one})
-    assert mark(config(), {(0, 0): one, (0, 1): one}) == mark(config(), {(0, 0): one})
+def test_ranks_count_in_their_order() -> None:
+    """Each has its part of the weights; two ranks may have the same part of the blocks."""
+    one = Hello("layout", [0], "p0t0", weights="a")
+    two = Hello("layout", [0], "p0t0", rank=1, weights="b")
+    assert len({mark(config(), one), mark(config(), one, two), mark(config(), two, one)}) == 3
 
 
 def test_a_description_is_plain_json() -> None:
-    description = describe(config(), cache_config(), "")
+    description = describe(config(), cache_config())
     assert json.loads(json.dumps(description)) == description
 
 
@@ -216,12 +265,16 @@ class Board:
         assert len(key) <= KEY_BYTES_MAX
         self.objects[key] = value
 
+    def remove(self, key: bytes, *, namespace: str) -> bool:
+        assert namespace == FLEET_NAMESPACE
+        return self.objects.pop(key, None) is not None
+
 
 def announce(board: Board, name: str = "org/name", model: str = "m", **changes: Any) -> list[str]:
-    description = {**describe(config(name), cache_config(), ""), **changes}
+    description = {**describe(config(name), cache_config()), **changes}
     fleet = Fleet(board)  # type: ignore[arg-type]
     return fleet.announce(
-        [model], fingerprint(description, HELLO), description, ["n"], 16, 16
+        [model], fingerprint(description, [HELLO]), description, ["n"], 16, 16
     )  # fmt: skip
 
 
@@ -230,6 +283,15 @@ def test_engines_that_agree_are_told_nothing() -> None:
     assert announce(board) == []
     assert announce(board) == []
     assert len(board.objects) == 1
+
+
+def test_the_proxy_understands_what_engines_leave() -> None:
+    board = Board()
+    announce(board)
+    ((key, data),) = board.objects.items()
+    record = parse(data)
+    assert record is not None
+    assert record.fingerprint == key.rpartition(b"/")[2].decode()
 
 
 def test_engines_that_differ_are_told_in_what() -> None:
@@ -255,9 +317,18 @@ def test_other_models_are_nobodys_business() -> None:
     assert announce(board, model="m2", dtype="torch.bfloat16") == []
 
 
+def test_an_engine_that_was_another_one_takes_that_back() -> None:
+    board = Board()
+    announce(board, dtype="torch.bfloat16")
+    ((key, _),) = board.objects.items()
+    Fleet(board).leave(["m"], key.rpartition(b"/")[2].decode())  # type: ignore[arg-type]
+    assert announce(board) == []
+    assert key not in board.objects
+
+
 def test_engines_that_differ_only_in_layout_are_told() -> None:
     board = Board()
-    description = describe(config(), cache_config(), "")
+    description = describe(config(), cache_config())
     fleet = Fleet(board)  # type: ignore[arg-type]
     fleet.announce(["m"], "one", description, [], 16, 16)
     (warning,) = fleet.announce(["m"], "two", description, [], 16, 16)

@@ -530,3 +530,32 @@ def test_errands_of_what_never_started_end_with_it(store: Store) -> None:
     waiting = lookups.errand(lambda: 7)
     lookups.close()
     assert isinstance(waiting.exception(LONG_S), ClosedError)
+
+
+def test_after_a_move_only_the_new_namespaces_are_asked(start: Start, store: Store) -> None:
+    store.answers = [[Match(3, 0)]]
+    lookups = start()
+    before = lookups.want("r", hashes(5))
+    assert answered(lookups, before) == 48
+    lookups.move({0: ["other"]})
+    after = lookups.want("r", hashes(5))
+    assert after is not before, "what was known is of other blocks"
+    assert answered(lookups, after) == 48
+    assert store.asked[-1] == (hashes(5), ["other"])
+
+
+def test_a_thread_that_dies_by_a_bug_leaves_nobody_waiting(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lookups = start()
+
+    def broken(lookup: Lookup) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(lookups, "_look", broken)
+    first = lookups.want("r", hashes(1))
+    assert answered(lookups, first) == 0
+    assert first.failed
+    assert "lookups_died" in caplog.text
+    assert answered(lookups, lookups.want("s", hashes(1))) == 0
+    assert isinstance(lookups.errand(lambda: 7).exception(LONG_S), ClosedError)

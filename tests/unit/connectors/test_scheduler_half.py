@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -385,6 +388,172 @@ def test_a_reset_forgets_what_is_stored() -> None:
 
 
 # --- all of it in any order -----------------------------------------------------------------------
+
+
+# --- other weights --------------------------------------------------------------------------------
+
+
+def test_until_it_is_known_what_blocks_mean_nothing_is_loaded_or_saved() -> None:
+    engine = Engine()
+    engine.half.fingerprint = ""
+    request = engine.add("r", 20, there=16)
+    assert engine.asked.wanted == []
+    assert engine.matched(request) == 0
+    assert saved(engine.step({"r": 20})) == {}
+    engine.half.fingerprint = "known"
+    orders = engine.step({"r": 1})
+    assert saved(orders) == {0: [0, 1, 2, 3, 4]}
+    assert orders.fingerprint == "known"
+
+
+def test_blocks_that_were_computed_with_other_weights_are_not_saved_nor_found_here() -> None:
+    engine = Engine()
+    running, waiting = engine.add("running", 40), engine.add("waiting", 20, seed=1)
+    assert saved(engine.step({"running": 20})) == {0: [0, 1, 2, 3, 4]}
+    engine.half.moved("other")
+    assert engine.pool.evicted == set(range(engine.pool.num_gpu_blocks))
+    assert engine.asked.known == set()
+    orders = engine.step({"running": 20, "waiting": 20})
+    assert saved(orders) == {0: [0, 1, 2, 3, 4]}
+    assert [save.runs[0].keys for save in orders.saves] == [waiting.block_hashes]
+    assert orders.fingerprint == "other"
+    engine.report_all()
+    assert engine.finish(running) is None, "nobody is told to wait for its blocks"
+
+
+def test_a_request_that_starts_with_blocks_of_other_weights_is_not_saved() -> None:
+    """They were in vLLM's prefix cache when the workers said who they are now."""
+    engine = Engine()
+    request = engine.add("r", 20)
+    engine.half.moved("other")
+    engine.half.outdated(request)
+    assert saved(engine.step({"r": 20})) == {}
+
+
+def test_a_save_under_the_old_weights_is_no_event() -> None:
+    engine = Engine(events_wanted=True)
+    engine.add("r", 20)
+    engine.step({"r": 20})
+    engine.half.moved("other")
+    engine.report_all()
+    assert engine.events.take() == []
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def lora(number: int = 1) -> Any:
+    return SimpleNamespace(lora_int_id=number, lora_name="adapter")
+
+
+def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
+    engine = Engine(events_wanted=True)
+    engine.half.salt = lambda request: b"adapter"
+    request = engine.add("r", 20, lora=lora())
+    (save,) = engine.half.orders(engine.scheduled({"r": 20})).saves
+    expected = [sha256(b"adapter" + each).digest() for each in request.block_hashes]
+    assert save.runs[0].keys == expected
+    engine.half.reported(Report({save.number: SaveEnd(1, 1)}))
+    (told,) = engine.events.take()
+    assert told.block_hashes == request.block_hashes, "routers know vLLM's hashes"
+    assert told.lora_name == "adapter"
+    engine.events.gone([(0, expected[0])])
+    (gone,) = engine.events.take()
+    assert gone.block_hashes == request.block_hashes[:1]
+
+
+def test_an_adapter_that_is_not_known_is_neither_loaded_nor_saved() -> None:
+    engine = Engine()
+    engine.half.salt = lambda request: None
+    request = engine.add("r", 20, there=16, lora=lora())
+    assert engine.asked.wanted == []
+    assert engine.matched(request) == 0
+    assert saved(engine.step({"r": 20})) == {}
+
+
+def test_a_request_whose_adapter_was_replaced_saves_nothing_more() -> None:
+    engine = Engine()
+    salts = {1: b"first", 2: b"second"}
+    engine.half.salt = lambda request: salts[request.lora_request.lora_int_id]
+    for number in (1, 2):
+        request = engine.add(f"r{number}", 40, lora=lora(number), seed=number)
+        engine.allocate(request, 20)
+        assert len(engine.half.orders(engine.scheduled({f"r{number}": 20})).saves) == 1
+        request.num_computed_tokens = 20
+    salts[1] = b"other"
+    engine.half.adapters_changed({1})
+    assert engine.pool.evicted
+    for number, saves in ((1, 0), (2, 1)):
+        engine.allocate(engine.requests[f"r{number}"], 40)
+        assert len(engine.half.orders(engine.scheduled({f"r{number}": 20})).saves) == saves
+
+
+# --- holes, and saves that hang -------------------------------------------------------------------
+
+
+def test_nobody_is_told_to_wait_for_what_comes_after_a_block_that_was_not_saved() -> None:
+    engine = Engine()
+    request = engine.add("r", 40)
+    engine.allocate(request, 40)
+    table = engine.tables["r"].tables[0]
+    engine.pool.free_blocks([engine.pool.blocks[table[3]]])
+    table[3] = NULL_BLOCK  # the window has passed it
+    assert saved(engine.step({"r": 40})) == {0: [0, 1, 2, 4, 5, 6, 7, 8, 9]}
+    engine.report_all()
+    assert engine.finish(request) == {"stored_tokens": 12}
+
+
+def test_a_save_that_hangs_does_not_keep_an_idle_engine_stepping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+    engine.add("r", 20)
+    engine.step({"r": 20})
+    assert engine.half.wants_steps(5.0)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
+    assert not engine.half.wants_steps(5.0)
+    assert engine.half.has_pinned, "its blocks are still being read"
+    monkeypatch.undo()
+    engine.report_all()
+    assert not engine.half.wants_steps(5.0)
+
+
+def test_blocks_of_guessed_tokens_are_saved_when_these_are_confirmed() -> None:
+    engine = Engine(config=ConnectorConfig(save_decode=True))
+    request = engine.add("r", 11)
+    assert saved(engine.step({"r": 11})) == {0: [0, 1]}
+    guessing = engine.half.orders(engine.scheduled({"r": 5}))  # a token, and four that are guessed
+    assert saved(guessing) == {0: [2]}
+    request.num_computed_tokens = 12
+    request.all_token_ids += [7] * 4
+    assert saved(engine.half.orders(engine.scheduled({"r": 4}))) == {0: [3]}
+
+
+def test_blocks_of_a_drained_save_are_free_although_its_report_is_on_its_way() -> None:
+    engine = Engine()
+    first, second = engine.add("first", 8), engine.add("second", 8, seed=1)
+    saves = [engine.step({each: 8}).saves[0].number for each in ("first", "second")]
+    engine.finish(first)
+    engine.finish(second)
+    engine.half.drained({saves[1]})
+    assert engine.half.pinned_blocks == engine.pool.used == 2, "one worker still reads the second"
+    engine.half.reported(Report(dict.fromkeys(saves, SaveEnd(1, 1))))
+    assert engine.half.pinned_blocks == engine.pool.used == 0
+    assert not engine.half.has_pinned
+
+
+def test_a_load_is_under_way_until_all_workers_have_reported_it() -> None:
+    engine = Engine()
+    request = engine.add("r", 20, there=16)
+    engine.load(request)
+    assert engine.half.loading == {"r"}
+    engine.step()
+    engine.finish(request)
+    engine.step()
+    assert engine.half.loading == {"r"}, "also when it was aborted"
+    engine.half.arrived({"r", "another connector's"})
+    assert engine.half.loading == set()
 
 
 class Scheduling(RuleBasedStateMachine):

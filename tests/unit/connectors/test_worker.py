@@ -12,12 +12,23 @@ import pytest
 import torch
 
 import kvstore
+from kvstore.calls import PutOutcome
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import worker as module
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save, SaveEnd, namespace
+from kvstore.connectors.vllm.messages import (
+    Drained,
+    Load,
+    Orders,
+    Report,
+    Run,
+    Save,
+    SaveEnd,
+    namespace,
+)
 from kvstore.connectors.vllm.pages import Buffers, CPUPages, survey
 from kvstore.connectors.vllm.worker import WorkerHalf
+from kvstore.errors import DeadlineExceededError
 from tests.unit.connectors.test_pages import Config, Group
 
 GROUPS = Groups(hash_block_tokens=4, align_tokens=8, block_tokens={0: 4, 1: 8})
@@ -210,6 +221,16 @@ def test_more_blocks_than_one_exchange_takes(start: Start, store: kvstore.Client
     assert store.match_prefix(keys, namespace=name) == number
 
 
+def test_each_exchange_goes_on_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 2)
+    whole = run(0, [1, 2, 3, 4, 5], first=7)
+    pieces = module._pieces(whole)
+    assert [each.parent for each in pieces] == [b"k6", b"k8", b"k10"]
+    assert [each.first for each in pieces] == [7, 9, 11]
+    assert [key for each in pieces for key in each.keys] == whole.keys
+    assert [block for each in pieces for block in each.block_ids] == whole.block_ids
+
+
 def test_other_fingerprints_and_parts_see_nothing(start: Start, store: kvstore.Client) -> None:
     cache = Cache(1)
     worker = start(cache.pages)
@@ -325,7 +346,7 @@ def test_without_a_master_every_order_is_reported(start: Start) -> None:
 
 def test_a_master_that_goes_is_survived(start: Start) -> None:
     client = kvstore.Client.embedded("8MiB")
-    worker = start(Cache(1).pages, master=client.config.master, transfer_timeout_ms=200)
+    worker = start(Cache(1).pages, master=client.config.master, transfer_timeout_ms=1_000)
     assert save(worker, run(0, [1]))
     client.close()
     assert not save(worker, run(0, [2], first=1))
@@ -371,6 +392,126 @@ def test_a_save_that_has_waited_too_long_is_dropped(
     assert ended == {1: SaveEnd(1, 1), 2: SaveEnd(1, 0), 3: SaveEnd(1, 1)}
     name = namespace("f", 0, "p0t0")
     assert store.exists_many([b"k0", b"late0", b"fresh0"], namespace=name) == [True, False, True]
+
+
+def test_a_save_that_somebody_else_is_writing_does_not_count(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows yet whether that one will end well."""
+    worker = start(Cache(1).pages)
+    outcomes = [PutOutcome.STORED, PutOutcome.BEING_WRITTEN]
+    monkeypatch.setattr(worker._client, "put_chain", lambda *_, **__: outcomes)
+    assert not save(worker, run(0, [1, 2]))
+    monkeypatch.undo()
+    assert save(worker, run(0, [1, 2]))
+
+
+def test_draining_waits_for_saves_that_have_begun_and_gives_up_the_others(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DRAIN_S", 0.05)
+    held = Held(Cache(1))
+    worker = start(held)
+    saves = [Save(number, [run(0, [1], name=f"n{number}-")]) for number in range(3)]
+    worker.save(Orders("f", [], saves))
+    assert held.asked.wait(LONG_S)
+    releasing = threading.Timer(0.2, held.go_on.set)
+    releasing.start()
+    report = Report({0: SaveEnd(1, 1), 1: SaveEnd(1, 0), 2: SaveEnd(1, 0)})
+    assert worker.drain() == Drained(report, set(), set())
+    releasing.join()
+    assert save(worker, run(0, [2], name="later"))
+    assert worker.drain() == Drained(None, set(), set())
+
+
+def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DRAIN_S", 0.05)
+    held = HeldWriting(Cache(1))
+    worker = start(held)
+    assert save(worker, run(0, [1]), run(1, [1]))
+    begun = [Load(f"begun{index}", [run(1, [2 + index])]) for index in range(module.LOAD_THREADS)]
+    worker.load(Orders("f", [*begun, Load("waits", [run(0, [2])])], []))
+    assert held.asked.wait(LONG_S)
+    releasing = threading.Timer(0.2, held.go_on.set)
+    releasing.start()
+    assert worker.drain() == Drained(Report({}, {"waits": 0}), set(), set())
+    releasing.join()
+    assert worker._bad_blocks == {2}
+    worker.forget_failures()
+    assert worker.take_arrived() == ({each.request_id for each in begun} | {"waits"}, set())
+    assert worker.take_bad_blocks() == set()
+    assert load(worker, run(0, [3])) == (None, set())
+
+
+def test_what_does_not_end_is_told_to_whoever_drains(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DRAIN_S", 0.01)
+    pages = HeldWriting(Cache(1))
+    worker = start(pages, transfer_timeout_ms=50)
+    worker.load(Orders("f", [Load("r", [run(1, [2])])], []))
+    assert worker.drain() == Drained(None, set(), {"r"})
+    pages.go_on.set()
+    until(lambda: "r" in worker._arrived)
+
+
+def test_a_load_as_a_whole_has_one_time_out(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 1)
+    worker = start(Cache(1).pages, transfer_timeout_ms=2_400)
+    given: list[int] = []
+
+    def slow(*_: object, timeout_ms: int, **__: object) -> list[bool]:
+        given.append(timeout_ms)
+        threading.Event().wait(min(1.3, timeout_ms / 1000))
+        if timeout_ms < 1_300:
+            raise DeadlineExceededError("it hangs")
+        return [True]
+
+    monkeypatch.setattr(worker._client, "get_into", slow)
+    report, bad = load(worker, run(0, [1, 2, 3, 4, 5, 6]))
+    assert report == Report(failed_loads={"r": 4})
+    assert bad == {2, 3, 4, 5, 6}
+    assert given[1] <= given[0] - 1_299 <= 1_101
+    assert len(given) == 2
+    assert not worker._breakers["load"]._failures, "the store had too little time"
+
+
+def test_a_save_as_a_whole_has_one_time_out(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 1)
+    worker = start(Cache(1).pages, transfer_timeout_ms=2_400)
+    given: list[int] = []
+
+    def slow(*_: object, timeout_ms: int, **__: object) -> list[PutOutcome]:
+        given.append(timeout_ms)
+        threading.Event().wait(1.3)
+        return [PutOutcome.STORED]
+
+    monkeypatch.setattr(worker._client, "put_chain", slow)
+    assert not save(worker, run(0, [1, 2, 3, 4]))
+    assert given[1] <= given[0] - 1_299 <= 1_101
+    assert len(given) == 2
+
+
+def test_a_thread_survives_a_bug_and_reports_what_it_did_not_do(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(Cache(1).pages)
+
+    def broken(runs: object) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(worker, "_ours", broken)
+    for _ in range(module.LOAD_THREADS + 1):
+        assert load(worker, run(0, [1, 2])) == (Report(failed_loads={"r": 0}), {1, 2})
+        assert not save(worker, run(0, [1]))
+    monkeypatch.undo()
+    assert save(worker, run(0, [1]))
 
 
 def test_a_load_that_has_waited_too_long_is_not_begun(start: Start, store: kvstore.Client) -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.demo_vllm.measure import HIT, KINDS, MISS, Measured, Plan, Samples, p90, spread
+from kvstore.demo_vllm.measure import (
+    HIT,
+    KINDS,
+    MANNERS,
+    MISS,
+    Measured,
+    Plan,
+    Samples,
+    p90,
+    spread,
+)
 from kvstore.demo_vllm.report import as_json, comparisons
 from kvstore.demo_vllm.scenario import full_blocks, memory_mib, prompt
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS, TEXT_TOKENS
@@ -19,7 +29,8 @@ def measured(*systems: str) -> Measured:
             kind: Samples(
                 first_token_ms=[[100.0 * number] * 2] * 2,
                 seconds=[1.0 * number] * 2,
-                cached_tokens=[4 * 256 if kind == HIT else 0] * 2,
+                token_ms=[[10.0 * number, 30.0 * number]] * 2,
+                cached_tokens=[6 * 256 if kind == HIT else 0] * 2,
             )
             for kind in KINDS
         }
@@ -31,11 +42,13 @@ def measured(*systems: str) -> Measured:
 def test_every_round_and_phase_has_prompts_of_its_own() -> None:
     rounds = range(PLAN.rounds + 1)
     prompts = [
-        tuple(ids) for number in rounds for several in (False, True)
-        for ids in PLAN.ids(number, several)
+        tuple(ids) for number in rounds for manner in MANNERS
+        for ids in PLAN.ids(number, manner)
     ]  # fmt: skip
     assert len(prompts) == len(set(prompts)) == PLAN.prompts_in_all
     assert len({ids[:BLOCK_TOKENS] for ids in prompts}) == len(prompts), "no block in common"
+    running = {tuple(PLAN.running_ids(number, kind)) for number in rounds for kind in KINDS}
+    assert len(running) == len(rounds) * len(KINDS)
 
 
 def test_prompts_are_text_and_the_same_every_time() -> None:
@@ -57,9 +70,16 @@ def test_a_node_has_room_for_every_block() -> None:
 
 
 def test_a_ratio_for_each_round() -> None:
-    times, rates = measured("none", "kvstore").ratios("kvstore", "none", MISS)
-    assert times == [2.0, 2.0]
-    assert rates == [0.5, 0.5]
+    ratios = measured("none", "kvstore").ratios("kvstore", "none", MISS)
+    assert ratios.first_token == [2.0, 2.0]
+    assert ratios.requests_per_second == [0.5, 0.5]
+    assert ratios.per_token == [2.0, 2.0]
+
+
+def test_the_running_request_has_a_mean_and_a_longest_pause_in_each_round() -> None:
+    found = measured("none")
+    assert found.per_token_ms("none", HIT) == [20.0, 20.0]
+    assert found.longest_pause_ms("none", HIT) == [30.0, 30.0]
 
 
 def test_what_was_found_of_what_could_be() -> None:

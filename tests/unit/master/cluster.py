@@ -67,9 +67,12 @@ class Cluster:
         self.answers: dict[int, calls.Reply | KVStoreError] = {}
         self.hangups: list[int] = []
         self.notices: list[str] = []
+        self.noted: list[Notice] = []
+        """The same, with their fields."""
         for name, blocks in nodes.items():
             self.join(name, blocks)
-        self.remove_later("?")  # so that all know that nothing was removed without them
+        if nodes:
+            self.remove_later("?")  # so that all know that nothing was removed without them
         self.wipe()
         self.answers.clear()
 
@@ -144,10 +147,14 @@ class Cluster:
         self.silent.add(name)
         self.after(self.rules.liveness.dead_ms + STEP_MS)
 
-    def report(self, name: str) -> int:
+    def report(self, name: str, *hosts: str, reason: str = "refused") -> int:
+        """Clients on these hosts (two, unless named) cannot reach the node."""
         ids = [segment_id for segment_id, node in self.segments.items() if node == name]
-        suspects = self.state.report_failure(self.now_ms, calls.ReportFailure(ids)).suspects
-        self._settle()
+        suspects = 0
+        for host in hosts or ("host-a", "host-b"):
+            report = calls.ReportFailure(ids, f"client of {host}", host, reason)
+            suspects = self.state.report_failure(self.now_ms, report).suspects
+            self._settle()
         return suspects
 
     def wipe(self) -> None:
@@ -192,6 +199,7 @@ class Cluster:
         wait_ms: int = 0,
         host: str = "",
         namespace: Namespace = NAMESPACE,
+        client_number: int = 0,
     ) -> calls.Grants:
         """``put_start``, answered at once."""
         result = self.start_or_wait(
@@ -204,6 +212,7 @@ class Cluster:
             wait_ms=wait_ms,
             host=host,
             namespace=namespace,
+            client_number=client_number,
         )
         assert isinstance(result, calls.Grants), "it has to wait"
         return result
@@ -220,6 +229,7 @@ class Cluster:
         wait_ms: int = 0,
         host: str = "",
         namespace: Namespace = NAMESPACE,
+        client_number: int = 0,
     ) -> calls.Grants | int:
         """The grants, or the ticket of the answer."""
         keys = keys_of(names)
@@ -233,6 +243,7 @@ class Cluster:
             overwrite=overwrite,
             wait_ms=wait_ms,
             host=host,
+            client_number=client_number,
         )
         result = self.state.put_start(self.now_ms, request)
         self._settle()
@@ -284,8 +295,10 @@ class Cluster:
         )
         assert set(self.end(grants)) <= {PutOutcome.STORED}
 
-    def revoke(self, grants: calls.Grants, *, settled: bool) -> int:
-        request = calls.PutRevoke(EPOCH, grants.tokens, settled)
+    def revoke(
+        self, grants: calls.Grants, *, settled: bool, connections: Sequence[int] = ()
+    ) -> int:
+        request = calls.PutRevoke(EPOCH, grants.tokens, settled, connections)
         revoked = self.state.put_revoke(self.now_ms, request).revoked
         self._settle()
         return revoked
@@ -397,6 +410,7 @@ class Cluster:
                         self.hangups.append(session)
                     case Notice(event):
                         self.notices.append(event)
+                        self.noted.append(effect)
                     case _:
                         pass
             if self.wipes_at_once:

@@ -139,10 +139,30 @@ def test_what_was_removed_meanwhile_stays_removed(two: Cluster) -> None:
     assert two.remove("b") == [1]
     assert two.end(started.grants) == [STORED, REFUSED]
     assert two.present("ab") == "a"
-    two.after(two.rules.lease_ms)
+    two.after(two.rules.put_deadline_ms + two.rules.quarantine_ms + 1_000)  # it may have written
     free = sum(s.size - s.used for n in two.status().nodes for s in n.segments if n.name == "b")
     two.state.check_invariants()
     assert two.status().nodes[1].segments[0].used == EXTENT, free
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_copy_of_what_was_removed_is_wiped_again_when_its_writer_has_ended(
+    two: Cluster, ends: bool
+) -> None:
+    """A writer through shared memory cannot be cut: its header may land behind the first wiping."""
+    two.put("a", host="host-a")
+    drain(two, "a")
+    grants = start(two, "a").grants
+    two.remove("a")
+    two.wipes_at_once = False
+    if ends:
+        assert two.end(grants) == [REFUSED]
+    else:
+        assert two.revoke(grants, settled=True) == 0
+    ((_, order),) = two.orders
+    assert (order.offsets, order.counters) == (list(grants.offsets), list(grants.tokens))
+    assert list(order.cut_clients) == [], "it tells the node that nothing comes any more"
+    two.state.check_invariants()
 
 
 def test_what_was_replaced_meanwhile_keeps_the_new_bytes(two: Cluster) -> None:

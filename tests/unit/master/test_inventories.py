@@ -7,7 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.calls import Version
 from kvstore.errors import ProtocolError, SegmentGoneError, UnavailableError
-from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key
+from kvstore.limits import CLAIMS_UNANSWERED_MAX, EPOCH_MAX, Key, Namespace
 from kvstore.master.state import inventory
 from kvstore.master.state.effects import Later
 from kvstore.master.state.inventory import Claim
@@ -94,6 +94,23 @@ def test_it_is_read_at_once_and_written_when_all_is_told_and_a_lease_is_over(
     assert cluster.present("ayz") == "ayz"
 
 
+def test_what_the_master_before_may_have_leased_is_not_written_over(
+    new_cluster: NewCluster,
+) -> None:
+    """Also where the memory that a new master sees for the first time seems to hold nothing."""
+    before, cluster = new_cluster(one=4), new_cluster()
+    cluster.offers = before.offers
+    cluster.join("one", again=True)
+
+    ticket = cluster.start_or_wait("x", wait_ms=LEASE_MS * 2)
+    cluster.after(LEASE_MS - 1)
+    assert isinstance(ticket, int)
+    assert ticket not in cluster.answers
+    cluster.after(1)
+
+    assert isinstance(cluster.answers[ticket], calls.Grants)
+
+
 def test_what_the_master_before_may_have_leased_is_not_evicted(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
     back(cluster, "one", *(claim(name, place) for place, name in enumerate("abcd")), blocks=4)
@@ -165,7 +182,7 @@ def test_what_was_put_meanwhile_is_newer(new_cluster: NewCluster) -> None:
         pytest.param(claim("x", 0, size=2 * BLOCK), id="over another, longer"),
         pytest.param(claim("x", 1)._replace(offset=SUPERBLOCK_BYTES + 5_000), id="not aligned"),
         pytest.param(claim("x", 1, parent="x"), id="its own parent"),
-        pytest.param(claim("x", 1, version=Version(EPOCH + 1, 1)), id="of a later master"),
+        pytest.param(claim("x", 1, version=Version(EPOCH_MAX, 1)), id="absurd epoch"),
         pytest.param(claim("x", 1, version=Version(EPOCH, 1)), id="of a put that never was"),
     ],
 )
@@ -386,6 +403,16 @@ def test_nothing_is_removed_where_nobody_would_remember(new_cluster: NewCluster)
         cluster.remove_later("a")
 
 
+def test_nothing_is_removed_before_the_first_node_has_joined(new_cluster: NewCluster) -> None:
+    """It may hold the object, and join only the master after this one."""
+    cluster = new_cluster()
+
+    with pytest.raises(UnavailableError):
+        cluster.remove_later("a")
+    with pytest.raises(UnavailableError):
+        cluster.clear(100)
+
+
 # --- questions wait ------------------------------------------------------------------------------
 
 
@@ -411,3 +438,67 @@ def test_a_new_store_does_not_wait(new_cluster: NewCluster) -> None:
     reply = cluster.state.find(cluster.now_ms, calls.Exists(NAMESPACE, [Key(b"a")]))
 
     assert reply == calls.Existing(bytes(1))
+
+
+# --- nodes that do not do what they should -----------------------------------------------------
+
+
+def test_a_node_that_beats_and_tells_nothing_must_join_anew(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(two=8)
+    back(cluster, "one", claim("a", 0), blocks=8)
+    cluster.join("one", again=True, tells=False)
+    waits = cluster.remove_later("a")
+    assert isinstance(waits, Later)
+
+    cluster.after(cluster.rules.node_patience_ms)
+    assert waits.ticket not in cluster.answers
+    cluster.after(2_000)
+
+    assert cluster.sessions["one"] in cluster.hangups
+    assert set(cluster.states()) == {"two"}
+    cluster.after(LEASE_MS)
+    assert waits.ticket in cluster.answers
+
+
+def test_a_node_that_goes_on_telling_is_heard_out(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    back(cluster, "one")
+    cluster.join("one", again=True, tells=False)
+    for turn in range(19):
+        assert set(cluster.states()) == {"one"}
+        cluster.tell("one", first=not turn, last=False)
+        cluster.after(cluster.rules.node_patience_ms // 2)
+    cluster.tell("one", last=False)
+    cluster.after(cluster.rules.node_patience_ms)
+    assert not cluster.states(), "it went on for ever"
+
+
+def test_a_node_that_beats_and_wipes_nothing_must_join_anew(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8, two=8)
+    cluster.put("a")
+    cluster.put("z", host="host-two", namespace=Namespace("other"))
+    cluster.wipes_at_once = False
+    holder = cluster.where("a")[0]
+    waits = cluster.remove_later("a")
+    assert isinstance(waits, Later)
+
+    cluster.after(cluster.rules.node_patience_ms - 1_000)
+    assert set(cluster.states()) == {"one", "two"}
+    cluster.after(3_000)
+
+    assert set(cluster.states()) == {"one", "two"} - {holder}
+    assert cluster.sessions[holder] in cluster.hangups
+    cluster.after(LEASE_MS)
+    assert waits.ticket in cluster.answers
+
+
+def test_a_node_that_wipes_late_is_left_alone(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    for turn in range(10):
+        cluster.put("a")
+        cluster.wipes_at_once = False
+        cluster.remove_later("a")
+        cluster.after(cluster.rules.node_patience_ms // 2)
+        cluster.wipe()
+        cluster.wipes_at_once = True
+        assert set(cluster.states()) == {"one"}, turn

@@ -13,7 +13,7 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.limits import PROTOCOL_VERSION
-from kvstore.master.state.liveness import LivenessRules
+from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.master_state import MasterRules
 from tests.unit.master.cluster import EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
@@ -273,7 +273,9 @@ def test_a_suspect_that_is_heard_again_is_alive(new_cluster: NewCluster) -> None
     assert cluster.states() == {"one": "alive"}
 
 
-def test_a_reported_failure_makes_suspect_for_a_while(new_cluster: NewCluster) -> None:
+def test_a_failure_that_two_hosts_report_makes_suspect_for_a_while(
+    new_cluster: NewCluster,
+) -> None:
     cluster = new_cluster(one=4, two=4)
 
     assert cluster.report("one") == 1
@@ -281,6 +283,71 @@ def test_a_reported_failure_makes_suspect_for_a_while(new_cluster: NewCluster) -
     assert cluster.states() == {"one": "suspect", "two": "alive"}
     cluster.after(SUSPECT_MS + 1)
     assert cluster.states() == {"one": "alive", "two": "alive"}
+
+
+def test_what_one_host_reports_counts_for_nobody_else(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+
+    for _ in range(100):
+        assert cluster.report("one", "walled") == cluster.report("two", "walled") == 0
+        cluster.after(100)
+
+    assert cluster.states() == {"one": "alive", "two": "alive"}
+    cluster.put("a", host="host-one")
+    assert cluster.present("a") == "a"
+
+
+def test_two_hosts_are_no_majority_of_four(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=9)
+    for key, host in zip("abcd", ("host-a", "host-b", "host-c", "host-d"), strict=True):
+        cluster.put(key, host=host)
+
+    assert cluster.report("one", "host-a", "host-b") == 0
+    assert cluster.report("one", "host-c") == 1
+
+
+def test_reports_and_uses_of_long_ago_do_not_count(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=9)
+    cluster.put("a", host="host-c")
+    cluster.put("b", host="host-d")
+    assert cluster.report("one", "host-a", "host-b") == 0
+    cluster.after(AGREEING_MS + 1)
+
+    assert cluster.report("one", "host-a") == 0, "alone again"
+    assert cluster.report("one", "host-b") == 1, "nobody else uses it now"
+
+
+def test_reports_are_logged_with_who_and_why_once_in_a_while(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+
+    def noted() -> list[tuple[str | int, ...]]:
+        fields = ("node", "by_host", "by_client", "reason", "reports_before")
+        return [
+            tuple(notice.fields[each] for each in fields)
+            for notice in cluster.noted
+            if notice.event == "node_reported"
+        ]
+
+    for _ in range(5):
+        cluster.report("one", "walled", reason="no route")
+    cluster.report("one", "other")
+    expected = [
+        ("one", "walled", "client of walled", "no route", 0),
+        ("one", "other", "client of other", "refused", 0),
+    ]
+    assert noted() == expected
+    cluster.after(NOTED_MS)
+    cluster.report("one", "walled", reason="no route")
+    assert noted() == [*expected, ("one", "walled", "client of walled", "no route", 4)]
+
+
+def test_hosts_that_are_remembered_have_a_bound(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    for number in range(HOSTS_MAX + 9):
+        cluster.report("one", f"host-{number}")
+    node = cluster.state.membership.nodes["one"]
+    assert len(node.reports) == HOSTS_MAX
+    assert f"host-{HOSTS_MAX + 8}" in node.reports
 
 
 def test_a_report_of_what_is_not_there_is_ignored(new_cluster: NewCluster) -> None:
@@ -294,7 +361,7 @@ def test_a_broken_stream_and_a_reported_failure_are_death(new_cluster: NewCluste
     cluster.put("a")
     cluster.break_stream("one")
 
-    assert cluster.report("one") == 0
+    assert cluster.report("one", "host-a") == 0
 
     assert cluster.match("a") == 0
     assert cluster.status().nodes == []
@@ -305,7 +372,7 @@ def test_a_reported_failure_and_then_a_broken_stream_are_death_at_the_next_tick(
 ) -> None:
     cluster = new_cluster(one=4)
     cluster.put("a")
-    cluster.report("one")
+    cluster.report("one", "host-a")
 
     cluster.break_stream("one")
 

@@ -64,6 +64,20 @@ def test_blocks_that_a_put_found_stay_while_it_writes_the_rest(new_cluster: NewC
     assert cluster.match("ab") == 2
 
 
+def test_what_a_put_finds_is_used(new_cluster: NewCluster) -> None:
+    """Whoever puts it again wanted it: something else is evicted first."""
+    cluster = new_cluster(one=2)
+    cluster.put("a")
+    cluster.put("b")
+    cluster.after(LEASE_MS)
+    cluster.start("a")
+    cluster.after(LEASE_MS)
+
+    cluster.put("c")
+
+    assert cluster.present("abc") == "ac"
+
+
 def test_a_complete_object_is_found_although_it_is_being_overwritten(
     new_cluster: NewCluster,
 ) -> None:
@@ -239,6 +253,98 @@ def test_another_revocation_frees_after_deadline_and_quarantine(new_cluster: New
         cluster.start("b")
     cluster.after(1)
     cluster.put("b")
+
+
+def _cut(cluster: Cluster) -> list[tuple[int, int]]:
+    """The connections that nodes are ordered to end, in orders that are not carried out yet."""
+    orders = [order for _, order in cluster.orders]
+    pairs = [zip(o.cut_clients, o.cut_connections, strict=True) for o in orders]
+    return [pair for of_order in pairs for pair in of_order]
+
+
+@pytest.mark.parametrize(
+    ("connections", "cut"), [((), [(77, 0)]), ((5,), [(77, 5)]), ((5, 6), [(77, 5), (77, 6)])]
+)
+def test_what_may_still_carry_bytes_of_a_revoked_put_is_cut(
+    new_cluster: NewCluster, connections: tuple[int, ...], cut: list[tuple[int, int]]
+) -> None:
+    cluster = new_cluster(one=4)
+    grants = cluster.start("ab", client_number=77)
+    cluster.wipes_at_once = False
+
+    cluster.revoke(grants, settled=False, connections=connections)
+
+    assert _cut(cluster) == cut
+    assert [order.counters for _, order in cluster.orders] == [list(grants.tokens)]
+
+
+def test_nothing_is_cut_for_a_settled_put(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    grants = cluster.start("a", client_number=77)
+    cluster.wipes_at_once = False
+
+    cluster.revoke(grants, settled=True)
+
+    assert _cut(cluster) == []
+    assert [order.counters for _, order in cluster.orders] == [list(grants.tokens)]
+
+
+def test_the_connections_of_a_client_whose_put_expired_are_cut(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.start("a", client_number=77)
+    cluster.start("b", client_number=77)
+    cluster.start("c", client_number=78)
+    cluster.wipes_at_once = False
+
+    cluster.after(DEADLINE_MS + 1)
+
+    assert sorted(set(_cut(cluster))) == [(77, 0), (78, 0)]
+
+
+def test_a_removal_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
+    new_cluster: NewCluster,
+) -> None:
+    """The put is stored elsewhere by then; what its first attempt has sent may land at any time."""
+    cluster = new_cluster(one=1, two=2)
+    first = cluster.start("a", host="host-one", client_number=77)
+    cluster.wipes_at_once = False
+    cluster.revoke(first, settled=False, connections=[5])
+    ((session, order),) = cluster.orders
+    cluster.orders.clear()
+    second = cluster.start("a")
+    assert cluster.end(second) == [STORED]
+
+    removed = cluster.remove_later("a")
+
+    assert isinstance(removed, Later)
+    cluster.wipe()  # of the second
+    assert removed.ticket not in cluster.answers
+    cluster.orders = [(session, order)]
+    cluster.wipe()
+    assert removed.ticket in cluster.answers
+
+
+def test_an_overwrite_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=1, two=3)
+    first = cluster.start("a", host="host-one", client_number=77)
+    cluster.wipes_at_once = False
+    cluster.revoke(first, settled=False, connections=[5])
+    ((session, order),) = cluster.orders
+    cluster.orders.clear()
+    assert cluster.end(cluster.start("a")) == [STORED]
+    third = cluster.start("a", overwrite=True)
+
+    ended = cluster.state.put_end(cluster.now_ms, calls.PutEnd(EPOCH, third.tokens))
+    cluster.work()
+
+    assert isinstance(ended, Later)
+    cluster.wipe()  # of the second
+    assert ended.ticket not in cluster.answers
+    cluster.orders = [(session, order)]
+    cluster.wipe()
+    assert ended.ticket in cluster.answers
 
 
 def test_a_renewed_token_has_a_later_deadline_than_those_behind_it(new_cluster: NewCluster) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.errors import NoSpaceError
-from kvstore.limits import Namespace
+from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
 from tests.unit.master.conftest import NewCluster
@@ -82,6 +82,32 @@ def test_a_removal_is_acknowledged_when_the_node_dies_instead(new_cluster: NewCl
 
     cluster.after(LEASE_MS)
     assert ticket in cluster.answers
+
+
+@pytest.mark.parametrize("again", ["remove", "overwrite"])
+def test_readers_of_a_dead_node_are_waited_for_after_a_put_that_was_granted_before(
+    new_cluster: NewCluster, again: str
+) -> None:
+    """The put replaces what the dead node has. What comes right after it must wait, too."""
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("a")
+    assert cluster.where("a") == ["one"]
+    grants = cluster.start("a", overwrite=True)  # on the other node
+    cluster.kill("one")
+    ended = cluster.state.put_end(cluster.now_ms, calls.PutEnd(EPOCH, grants.tokens))
+    assert isinstance(ended, Later)
+
+    if again == "remove":
+        waits: object = cluster.state.remove(cluster.now_ms, calls.Remove(NAMESPACE, [Key(b"a")]))
+    else:
+        tokens = cluster.start("a", overwrite=True).tokens
+        waits = cluster.state.put_end(cluster.now_ms, calls.PutEnd(EPOCH, tokens))
+    cluster.work()
+    assert isinstance(waits, Later)
+    assert waits.ticket not in cluster.answers
+
+    cluster.after(LEASE_MS)
+    assert waits.ticket in cluster.answers
 
 
 def test_a_removal_of_a_node_that_died_long_after_is_acknowledged_at_once(
@@ -203,7 +229,7 @@ def test_removed_bytes_are_not_reused_before_they_are_wiped(new_cluster: NewClus
     cluster.wipes_at_once = False
     cluster.remove_later("a")
 
-    cluster.after(10 * LEASE_MS)
+    cluster.after(2 * LEASE_MS)
     with pytest.raises(NoSpaceError):
         cluster.put("x")
 

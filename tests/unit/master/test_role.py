@@ -164,6 +164,18 @@ def test_what_has_stopped_by_itself_is_not_revived() -> None:
     assert role.next(102.9) == StepDown("lease_not_kept")
 
 
+def test_a_leader_of_a_lower_epoch_than_nodes_know_leads_again_above_it() -> None:
+    role = leading()
+    role.outrun(role.epoch - 1)
+    assert isinstance(role.next(101.0), KeepAlive), "nothing new"
+    role.kept(TTL, US)
+    role.outrun(role.epoch + 5)
+    assert role.next(101.1) == StepDown("outrun")
+    assert role.epoch_least == role.epoch + 6
+    assert isinstance(role.next(101.2), Revoke)
+    assert isinstance(role.next(101.3), Look)
+
+
 def test_resigning_names_the_lease() -> None:
     role = leading()
     assert role.resign() == 7

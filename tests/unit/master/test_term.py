@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, cast
 
 import pytest
 
 from kvstore import calls
+from kvstore.clocks import uptime
 from kvstore.errors import NotLeaderError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.service import MasterService, Standby, clock_ms
@@ -32,7 +33,7 @@ def during(body: Callable[[MasterService], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
         state = MasterState(epoch=7, version="0", rules=MasterRules(), started_ms=0)
         service = MasterService(state)
-        service.leads_until = time.monotonic() + 1_000
+        service.leads_until = uptime() + 1_000
         service.start()
         try:
             await body(service)
@@ -50,7 +51,7 @@ async def quiet() -> AsyncIterator[calls.NodeMessage]:
 
 def test_a_call_after_its_time_does_nothing() -> None:
     async def body(service: MasterService) -> None:
-        service.leads_until = time.monotonic()
+        service.leads_until = uptime()
         for request in (EXISTS, PUT, calls.Join("c", "h", PROTOCOL_VERSION)):
             with pytest.raises(NotLeaderError):
                 service.call(request)
@@ -64,7 +65,7 @@ def test_a_reply_after_its_time_is_not_given() -> None:
     async def body(service: MasterService) -> None:
         def stopped() -> int:
             """The process is stopped between the check and the step."""
-            service.leads_until = time.monotonic()
+            service.leads_until = uptime()
             return clock_ms()
 
         service._clock = stopped
@@ -92,6 +93,30 @@ def test_whoever_waits_is_refused() -> None:
     during(body)
 
 
+def test_an_answer_whose_caller_was_refused_is_no_unseen_error() -> None:
+    async def body(service: MasterService) -> None:
+        unseen: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unseen.append(what))
+        session = service.node_session(quiet())
+        await anext(session)
+        large = PUT._replace(sizes=[900_000])
+        assert isinstance(service.call(large), calls.Grants)
+
+        def stopped() -> int:
+            service.leads_until = uptime()
+            return clock_ms()
+
+        service._clock = stopped
+        with pytest.raises(NotLeaderError):
+            service.call(large._replace(keys=[Key(b"l")]))  # it would wait for room
+        assert service.ceased
+        await asyncio.sleep(0)
+        gc.collect()
+        assert not unseen
+
+    during(body)
+
+
 def test_a_node_is_not_heard_after_its_time() -> None:
     async def body(service: MasterService) -> None:
         speaks = asyncio.Event()
@@ -104,7 +129,7 @@ def test_a_node_is_not_heard_after_its_time() -> None:
 
         session = service.node_session(speaking())
         await anext(session)
-        service.leads_until = time.monotonic()
+        service.leads_until = uptime()
         speaks.set()
         with pytest.raises(NotLeaderError):
             await anext(session)
@@ -119,7 +144,7 @@ def test_the_timer_ends_what_nobody_calls() -> None:
     async def body(service: MasterService) -> None:
         session = service.node_session(quiet())
         await anext(session)
-        service.leads_until = time.monotonic() + 0.01
+        service.leads_until = uptime() + 0.01
         with pytest.raises(NotLeaderError):
             await asyncio.wait_for(anext(session), 5)
         assert service.ceased
@@ -139,5 +164,5 @@ def test_a_standby_names_the_leader() -> None:
     with pytest.raises(NotLeaderError, match="a:1 leads") as caught:
         Standby("a:1").call(EXISTS)
     assert caught.value.fields["leader"] == "a:1"
-    with pytest.raises(NotLeaderError, match="nobody leads now"):
+    with pytest.raises(NotLeaderError, match="no master leads now"):
         Standby().node_session(quiet())

@@ -15,9 +15,12 @@ import pytest
 from kvstore.errors import ConfigError, NodeNameTakenError, SharedMemoryTooSmallError, StartupError
 from kvstore.host import host_id
 from kvstore.limits import Key, Namespace
-from kvstore.memory import segment as module
+from kvstore.memory import taking
+from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, why_not_mapped
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, pack_into, unpack
-from kvstore.memory.segment import SHM_DIRECTORY, Mapping, MemoryOptions, Segment, free_node_name
+from kvstore.memory.mapping import Mapping
+from kvstore.memory.segment import Segment
+from kvstore.memory.taking import MemoryOptions
 
 MIB = 1 << 20
 
@@ -140,34 +143,34 @@ def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
     name: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_memory: object, start: int, _length: int, _advice: int) -> bool:
-        if start == step * module.RESERVE_BYTES:
+        if start == step * taking.RESERVE_BYTES:
             raise OSError(errno.EFAULT, "as MADV_POPULATE_WRITE says that there is no room")
         return True
 
-    monkeypatch.setattr(module, "populate", full)
+    monkeypatch.setattr(taking, "populate", full)
     with pytest.raises(SharedMemoryTooSmallError):
-        Segment.create(name, 5 * module.RESERVE_BYTES, options=MemoryOptions(threads=3))
+        Segment.create(name, 5 * taking.RESERVE_BYTES, options=MemoryOptions(threads=3))
     assert not entry(name).exists()
 
 
 def test_progress_is_told_and_may_stop_it(name: str) -> None:
     told: list[tuple[int, int]] = []
-    size = 3 * module.RESERVE_BYTES // 2
+    size = 3 * taking.RESERVE_BYTES // 2
     Segment.create(name, size, progress=lambda done, total: told.append((done, total))).close()
-    assert told == [(module.RESERVE_BYTES, size), (size, size)]
+    assert told == [(taking.RESERVE_BYTES, size), (size, size)]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_progress_raises_ends_the_creation_and_its_threads(name: str, steps: int) -> None:
     def interrupted(done: int, _total: int) -> None:
-        if done >= steps * module.RESERVE_BYTES:
+        if done >= steps * taking.RESERVE_BYTES:
             raise KeyboardInterrupt
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt) as caught:
         Segment.create(
             name,
-            4 * module.RESERVE_BYTES,
+            4 * taking.RESERVE_BYTES,
             progress=interrupted,
             options=MemoryOptions(threads=2),
         )
@@ -179,7 +182,7 @@ def test_what_progress_raises_ends_the_creation_and_its_threads(name: str, steps
 
 def test_every_page_is_there_however_many_threads_bring_them_in(name: str) -> None:
     segment = Segment.create(
-        name, 3 * module.RESERVE_BYTES + MIB, options=MemoryOptions(threads=3, huge_pages="off")
+        name, 3 * taking.RESERVE_BYTES + MIB, options=MemoryOptions(threads=3, huge_pages="off")
     )
     status = entry(name).stat()
     assert status.st_blocks * 512 == segment.size
@@ -189,7 +192,7 @@ def test_every_page_is_there_however_many_threads_bring_them_in(name: str) -> No
 def test_a_kernel_that_cannot_populate_gets_its_pages_touched(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "populate", lambda *_: False)
+    monkeypatch.setattr(taking, "populate", lambda *_: False)
     segment = Segment.create(name, MIB)
     assert bytes(segment.memory[SUPERBLOCK_BYTES:]) == bytes(MIB - SUPERBLOCK_BYTES)
     segment.close()
@@ -282,3 +285,63 @@ def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
         Segment.create(name, MIB)
     assert entry(name).is_symlink()
     assert Mapping.attach(entry(name).name, bytes(16)) is None
+
+
+# --- who may map it ----------------------------------------------------------------------------
+
+OTHER_USER, GROUP = 65_533, 65_532
+
+
+def can_map(segment: Segment, *, groups: list[int]) -> bool:
+    """Whether another user, who is in these groups, can map it, and is told why not."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            os.setgroups(groups)
+            os.setgid(OTHER_USER)
+            os.setuid(OTHER_USER)
+            code = 0 if Mapping.attach(segment.shm_name, segment.uuid) is not None else 1
+            if code:
+                assert "--shm-group" in why_not_mapped(segment.shm_name)
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1)
+    return code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_members_of_its_group_may_map_it_and_no_other_user(name: str) -> None:
+    options = MemoryOptions(group=str(GROUP))
+    shared = Segment.create(name, MIB, options=options)
+    assert entry(name).stat().st_mode & 0o777 == 0o660
+    assert can_map(shared, groups=[GROUP])
+    assert not can_map(shared, groups=[])
+    shared.close(unlink=False)
+    # As it was started last: the next start may take the right away, and give it again.
+    alone = Segment.attach(name, MIB)
+    assert alone is not None
+    assert not can_map(alone, groups=[GROUP])
+    alone.close(unlink=False)
+    again = Segment.attach(name, MIB, options=options)
+    assert again is not None
+    assert can_map(again, groups=[GROUP])
+    again.close()
+
+
+def test_a_group_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such group"):
+        Segment.create(name, MIB, options=MemoryOptions(group="nobody-has-this-name"))
+    assert not entry(name).exists()
+
+
+def test_a_group_that_we_are_not_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchown", refuses)
+    with pytest.raises(StartupError, match="cannot be given to group") as caught:
+        Segment.create(name, MIB, options=MemoryOptions(group=str(GROUP)))
+    assert "has to be a member" in caught.value.advice
+    assert not entry(name).exists()

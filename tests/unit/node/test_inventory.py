@@ -92,6 +92,14 @@ def test_what_is_not_whole_is_wiped_and_not_told(
     assert "corrupt_object_wiped" in caplog.text
 
 
+def test_what_was_given_up_and_has_landed_since_is_wiped_and_not_told(segment: Segment) -> None:
+    late = write(segment, 0, "a", counter=1)
+    newer = write(segment, 4, "b", counter=3)
+
+    assert told(inventory.take(segment, {(late, 5, 1), (newer, 5, 2), (1 << 40, 5, 4)})) == "b"
+    assert unpack(segment.memory[late : late + 1024], segment.seed, late) is None
+
+
 def test_a_message_names_each_namespace_once(segment: Segment) -> None:
     write(segment, 0, "a", counter=1)
     write(segment, 4, "b", parent="a", counter=2)

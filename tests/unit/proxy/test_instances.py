@@ -58,28 +58,112 @@ def test_not_who_was_tried_nor_who_is_in_another_role(three: Instances) -> None:
     assert three.choose("decode", 0, without=["a", "b", "c"]) is None
 
 
-def test_two_silences_make_it_unhealthy_and_one_answer_well(three: Instances) -> None:
+def test_two_failed_checks_make_it_unhealthy_and_one_answer_well(three: Instances) -> None:
     a = at(three, "a")
-    a.is_silent()
+    a.is_ill()
     assert a.usable(0)
     a.is_well()
-    a.is_silent()
+    a.is_absent(refused=True)
     assert a.usable(0)
-    a.is_silent()
+    a.is_ill()
     assert not a.usable(0)
     a.is_well()
     assert a.usable(0)
 
 
-def test_a_refused_connection_needs_no_second_opinion(three: Instances) -> None:
-    at(three, "a").is_gone()
+def late(instance: Instance, *times_ms: int) -> None:
+    """Its health checks of these times found no answer."""
+    for now_ms in times_ms:
+        instance.is_asked(now_ms)
+        instance.is_late()
+
+
+def test_a_late_answer_does_not_count_while_requests_are_answered(three: Instances) -> None:
+    a = at(three, "a")
+    for now_ms in range(1_000, 60_000, 1_000):
+        a.answered(now_ms - 500)
+        late(a, now_ms)
+    assert a.usable(0)
+    late(a, 60_000)
+    assert a.usable(0)
+    late(a, 61_000)  # the second since its last answer
+    assert not a.usable(0)
+
+
+def test_who_has_never_answered_is_unhealthy_after_two_late_answers(three: Instances) -> None:
+    late(at(three, "a"), 1_000, 2_000)
+    assert not at(three, "a").usable(0)
+
+
+def test_an_answered_request_is_a_health_check(three: Instances) -> None:
+    a = at(three, "a")
+    late(a, 1_000, 2_000)
+    a.answered(2_500)
+    assert a.usable(0)
+
+
+def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instances) -> None:
+    a = at(three, "a")
+    for _ in range(2):
+        a.is_ill()
+        a.answered(1_000)
+    assert not a.usable(0)
+    a.is_well()
+    assert a.usable(0)
+
+
+def test_one_refused_connection_of_many_does_not_matter(three: Instances) -> None:
+    a = at(three, "a")
+    for now_ms in range(100):
+        a.unconnected(now_ms, refused=True)
+        a.unconnected(now_ms, refused=True)
+        a.answered(now_ms)
+    assert a.usable(0)
+
+
+def test_several_in_a_row_do(three: Instances) -> None:
+    a, b = at(three, "a"), at(three, "b")
+    for now_ms in (0, 1, 2):
+        a.unconnected(now_ms, refused=True)
+    for now_ms in (0, 4_999, 5_000):  # the first is too long ago to count
+        b.unconnected(now_ms, refused=True)
     assert {choose(three).instance.address for _ in range(4)} == {"b", "c"}
 
 
-def test_nobody_is_asked_before_it_was_checked() -> None:
-    instances = Instances(Rules())
+def test_nobody_is_asked_before_it_was_checked_where_another_one_is_well() -> None:
+    instances = healthy(Rules(), "b")
     instances.add("decode", "a")
-    assert instances.choose("decode", 0) is None
+    assert {choose(instances).instance.address for _ in range(4)} == {"b"}
+
+
+def test_when_no_decoder_is_healthy_all_are_asked(three: Instances) -> None:
+    for each in three:
+        late(each, 1_000, 2_000)
+    turns = [choose(three) for _ in range(3)]
+    assert [turn.instance.address for turn in turns] == ["a", "b", "c"]
+    assert all(turn.forced for turn in turns)
+    at(three, "b").answered(3_000)
+    turn = choose(three)
+    assert (turn.instance.address, turn.forced) == ("b", False)
+    # b is healthy: when it fails, the others are no better.
+    assert three.choose("decode", 0, without=["b"]) is None
+
+
+def test_the_last_resort_has_its_breakers_and_drains(three: Instances) -> None:
+    for each in three:
+        late(each, 1_000, 2_000)
+    for _ in range(2):
+        at(three, "a").breaker.failed(0)
+    turn = choose(three, without=["a", "c"])
+    three.drain(turn.instance)
+    assert choose(three).instance.address == "c"
+    assert three.choose("decode", 0, without=["c"]) is None
+
+
+def test_a_prefiller_is_no_last_resort() -> None:
+    instances = Instances(Rules())
+    instances.add("prefill", "p")
+    assert instances.choose("prefill", 0) is None
 
 
 def test_who_keeps_failing_is_left_alone_and_then_tried_by_one(three: Instances) -> None:

@@ -250,6 +250,8 @@ REFUSED = {
     "many replicas": (calls.PutStart, put_start(replicas=9), InvalidArgumentError),
     "waiting for ever": (calls.PutStart, put_start(wait_ms=2**32 - 1), InvalidArgumentError),
     "long parent": (calls.PutStart, put_start(parent=b"p" * 257), InvalidKeyError),
+    "much to avoid": (calls.PutStart, put_start(avoid=[bytes(16)] * 65), BatchTooLargeError),
+    "no uuid to avoid": (calls.PutStart, put_start(avoid=[b"short"]), InvalidArgumentError),
     "host of two lines": (calls.PutStart, put_start(host="a\nb"), InvalidArgumentError),
     "no client": (calls.Join, client_pb2.JoinRequest(host="h"), InvalidArgumentError),
     "long client": (
@@ -261,6 +263,14 @@ REFUSED = {
         calls.PutEnd,
         client_pb2.PutEndRequest(tokens=Column(repeats=BATCH_KEYS_MAX + 1)),
         InvalidArgumentError,
+    ),
+    "more puts than are granted at once": (
+        calls.PutStart,
+        put_start(
+            keys=Keys(data=b"".join(number.to_bytes(2, "big") for number in range(513)), size=2),
+            sizes=Column(repeats=513, same=5),
+        ),
+        BatchTooLargeError,
     ),
     "versions of other keys": (
         calls.Renew,

@@ -1,15 +1,15 @@
-"""When an instance is left alone, and when it is tried again."""
+"""When somebody who keeps failing is left alone, and when it is tried again."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvstore.proxy.breaker import Breaker
+from kvstore.breaker import Breaker
 
 
 @pytest.fixture
 def breaker() -> Breaker:
-    return Breaker(failures_max=3, open_ms=1_000)
+    return Breaker(failures_max=3, open_for=1_000)
 
 
 def opened(breaker: Breaker, now_ms: int = 0) -> Breaker:
@@ -63,3 +63,34 @@ def test_late_failures_do_not_keep_it_open_longer(breaker: Breaker) -> None:
     opened(breaker)
     breaker.failed(900)
     assert breaker.state(1_000) == "half_open"
+
+
+def test_only_the_failure_that_opens_a_closed_one_says_so(breaker: Breaker) -> None:
+    assert [breaker.failed(0) for _ in range(5)] == [False, False, True, False, False]
+    assert breaker.is_open(999)
+    assert not breaker.is_open(1_000)
+    assert not breaker.failed(1_000), "it was half open"
+    assert breaker.is_open(1_000)
+
+
+def test_it_stays_open_twice_as_long_each_time_but_not_for_ever() -> None:
+    breaker = Breaker(failures_max=1, open_for=1.0, open_for_max=6.0)
+    now, lengths = 0.0, []
+    for _ in range(6):
+        breaker.failed(now)
+        length = next(s for s in (1, 2, 4, 6, 8, 16) if not breaker.is_open(now + s))
+        assert breaker.is_open(now + length - 0.001)
+        lengths.append(length)
+        now += length
+    assert lengths == [1, 2, 4, 6, 6, 6]
+
+
+def test_success_makes_the_next_time_short_again() -> None:
+    breaker = Breaker(failures_max=1, open_for=1.0, open_for_max=8.0)
+    breaker.failed(0.0)
+    breaker.failed(1.0)
+    assert breaker.is_open(2.9)
+    breaker.succeeded()
+    breaker.failed(20.0)
+    assert breaker.is_open(20.9)
+    assert not breaker.is_open(21.0)

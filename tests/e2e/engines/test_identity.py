@@ -1,0 +1,238 @@
+"""Who shares blocks on real engines: those whose live weights and attention mean the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
+from tests.e2e.engines.engine import Engine, Result, transfer_config
+from tests.integration.cluster import Cluster
+
+WHOLE = 4 * BLOCK_TOKENS
+
+
+def tokens(results: list[Result]) -> list[list[int]]:
+    return [each.tokens for each in results]
+
+
+def cached(results: list[Result]) -> list[int]:
+    return [each.cached for each in results]
+
+
+def objects(store: Cluster) -> dict[str, int]:
+    """By fingerprint."""
+    found: dict[str, int] = {}
+    for each in store.client().status().namespaces:
+        if each.name.startswith("vllm/"):
+            mark = each.name.split("/")[1]
+            found[mark] = found.get(mark, 0) + each.objects
+    return {mark: number for mark, number in found.items() if number}
+
+
+def reload(engine: Engine, model: Path) -> None:
+    """In place, as training loops do; vLLM's prefix cache is left as it is."""
+    engine.run(f"llm.collective_rpc('reload_weights', kwargs={{'weights_path': {str(model)!r}}})")
+
+
+@pytest.fixture(scope="module")
+def trained(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other attention, of which one layer was left as it was."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("trained") / llama.name
+    shutil.copytree(llama, directory)
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    changed = [name for name in weights if "self_attn" in name and ".0." not in name]
+    assert changed
+    for name in changed:
+        weights[name] = weights[name].flip(0).contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.timeout(400)
+def test_weights_that_are_replaced_in_place_have_blocks_of_their_own(
+    store: Cluster, llama: Path, trained: Path, engine: StartEngine, tmp_path: Path
+) -> None:
+    """And an engine that loads the same files from elsewhere shares them."""
+    one = engine(llama, transfer_config(store.address))
+    asked = [prompt(1), prompt(2)]
+    old = tokens(one.generate(asked))
+    one.saved()
+    (first,) = objects(store).items()
+
+    reload(one, trained)
+    new = one.generate([prompt(1)])
+    assert cached(new) == [0], "neither from the store nor from vLLM's own prefix cache"
+    one.saved()
+    assert tokens(new) != old[:1]
+    assert one.reset()
+    again = one.generate([prompt(1)])
+    assert cached(again) == [WHOLE]
+    assert tokens(again) == tokens(new)
+
+    assert one.reset(store=True)
+    assert objects(store) == dict([first]), "only what these weights mean is removed"
+    one.generate([prompt(1)])
+    one.saved()
+
+    copied = tmp_path / "another-name"
+    shutil.copytree(trained, copied)
+    other = engine(copied, transfer_config(store.address), served_model_name="llama")
+    found = other.generate([prompt(1), prompt(2)])
+    assert cached(found) == [WHOLE, 0]
+    assert found[0].tokens == new[0].tokens
+
+    reload(one, llama)
+    back = one.generate(asked)
+    assert cached(back) == [WHOLE, WHOLE]
+    assert tokens(back) == old
+
+
+def test_pausing_straight_after_traffic_works_and_leaves_the_store_alone(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    one = engine(llama, transfer_config(store.address))
+    one.generate([prompt(1)])
+    one.saved()
+    paused = one.run(
+        """
+        from vllm import SamplingParams
+        import random
+        result = []
+        for seed in range(5):
+            ids = [random.Random(seed).randrange(2, 258) for _ in range(1500)]
+            sampling = SamplingParams(temperature=0, max_tokens=1)
+            llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+            pinned = connector._scheduler.half.has_pinned
+            core.pause_scheduler("abort", clear_cache=True)
+            result.append((pinned, connector._scheduler.half.has_pinned))
+            core.resume_scheduler()
+        """
+    )
+    assert [after for _, after in paused] == [False] * 5
+    assert any(before for before, _ in paused), "there was something to wait for"
+    assert cached(one.generate([prompt(1)])) == [WHOLE]
+
+
+def test_factors_that_depend_on_the_longest_prompt_keep_engines_apart(
+    store: Cluster, make_model: MakeModel, engine: StartEngine
+) -> None:
+    model = make_model("--kind", "longrope")
+    short = engine(model, transfer_config(store.address), max_model_len=1024)
+    short.generate([prompt(1)])
+    short.saved()
+    short.close()
+    long = engine(model, transfer_config(store.address), max_model_len=2048)
+    assert cached(long.generate([prompt(1)])) == [0]
+
+
+def test_where_vllm_has_switched_prefix_caching_off_nothing_is_loaded_or_saved(
+    store: Cluster, make_model: MakeModel, engine: StartEngine
+) -> None:
+    """Its latent attention on a CPU cannot go on from a prefix."""
+    one = engine(make_model("--kind", "latent"), transfer_config(store.address))
+    first = one.generate([prompt(1)])
+    assert first[0].params is None
+    one.saved()
+    one.reset()
+    assert cached(one.generate([prompt(1)])) == [0]
+    assert objects(store) == {}
+    assert sum("neither loads nor saves" in line for line in one.log) == 1
+
+
+def test_among_other_connectors_under_its_own_name(
+    store: Cluster, llama: Path, tmp_path: Path, engine: StartEngine
+) -> None:
+    """vLLM finds it by the plug-in, and its figures by its name."""
+    ours = transfer_config(store.address)
+    del ours["kv_load_failure_policy"], ours["kv_connector_module_path"]
+    theirs = {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }  # fmt: skip
+
+    among: dict[str, Any] = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "connectors": [{**ours, "kv_connector": "KVStoreConnector"}, theirs]
+        },
+    }  # fmt: skip
+
+    one = engine(llama, among)
+    first = one.generate([prompt(1)])
+    one.saved()
+    one.reset()
+    again = one.generate([prompt(1)])
+    assert cached(again) == [WHOLE]
+    assert tokens(again) == tokens(first)
+    assert one.metrics()["hit_tokens"] == WHOLE
+
+
+@pytest.mark.timeout(400)
+def test_an_adapter_that_is_overwritten_at_its_path_is_another_one(
+    store: Cluster, llama: Path, tmp_path: Path, engine: StartEngine
+) -> None:
+    adapter = tmp_path / "adapter"
+    make_adapter(adapter, 1)
+    one = engine(
+        llama, transfer_config(store.address), enable_lora=True, max_loras=1, max_lora_rank=8
+    )
+    ask = f"""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        request = LoRARequest("adapter", 1, {str(adapter)!r}, load_inplace=IN_PLACE)
+        if IN_PLACE:
+            llm.llm_engine.add_lora(request)
+            request = LoRARequest("adapter", 1, {str(adapter)!r})
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (done,) = llm.generate(
+            [{{"prompt_token_ids": {prompt(1)}}}], sampling, use_tqdm=False, lora_request=request
+        )
+        result = [done.num_cached_tokens, list(done.outputs[0].token_ids)]
+    """
+    first = one.run(ask.replace("IN_PLACE", "False"))
+    one.saved()
+    one.reset()
+    again = one.run(ask.replace("IN_PLACE", "False"))
+    assert again == [WHOLE, first[1]]
+    assert cached(one.generate([prompt(1)])) == [0], "without the adapter"
+    one.saved()
+
+    make_adapter(adapter, 2)
+    other = one.run(ask.replace("IN_PLACE", "True"))
+    assert other[0] == 0, "neither from the store nor from vLLM's own prefix cache"
+    assert other[1] != first[1]
+    one.saved()
+    one.reset()
+    assert one.run(ask.replace("IN_PLACE", "False")) == [WHOLE, other[1]]
+
+
+def make_adapter(directory: Path, seed: int) -> None:
+    """Of the query and value projections of ``tiny``'s Llama."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(4):
+        for name, width in (("q_proj", 256), ("v_proj", 128)):
+            base = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{base}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.3
+            weights[f"{base}.lora_B.weight"] = torch.randn(width, 8, generator=generator) * 0.3
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"],
+        "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny",
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))

@@ -1,0 +1,86 @@
+"""Processes in which something dies that they cannot do without: they end, and lose nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.background import EXIT_BROKEN
+from tests.integration.cluster import ROOT, entry, unique_name
+
+MASTER = """
+import sys
+from kvstore.master import app, service
+def tick(self):
+    raise MemoryError("no more")
+app._start_node.__globals__["start_node"] = (
+    lambda start: lambda **kw: start(**{**kw, "name": sys.argv[1]})
+)(app.start_node)
+whole = app._watch
+async def watch(child):
+    service.MasterService._carry_out = tick
+    await whole(child)
+app._watch = watch
+from kvstore import logs
+logs.configure("info")
+sys.exit(app.run(app.MasterConfig(port=0, memory=16 << 20)))
+"""
+
+NODE = """
+import sys
+from kvstore.node import app, agent
+async def beat(self, link, accepted):
+    raise MemoryError("no more")
+agent.NodeAgent._beat = beat
+from kvstore import logs
+logs.configure("info")
+sys.exit(app.run(app.NodeConfig(master=sys.argv[2], name=sys.argv[1], memory=16 << 20)))
+"""
+
+
+def run(program: str, *arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def memory() -> tuple[str, Path]:
+    name = unique_name()
+    return name, entry(name)
+
+
+def test_a_master_whose_clock_dies_ends_and_its_memory_stays(memory: tuple[str, Path]) -> None:
+    name, left = memory
+    try:
+        status, errors = run(MASTER, name)
+        assert status == EXIT_BROKEN
+        assert errors.count("Traceback") == 1
+        assert "master_broken" in errors
+        assert left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+
+
+def test_a_node_whose_beat_dies_ends_and_its_memory_stays(memory: tuple[str, Path]) -> None:
+    name, left = memory
+    master = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.cli.master", "--port", "0"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert master.stdout is not None
+        port = master.stdout.readline().split()[3].split(":")[1]
+        status, errors = run(NODE, name, f"127.0.0.1:{port}")
+        assert status == EXIT_BROKEN
+        assert "background_died name=beat" in errors
+        assert left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+        master.terminate()
+        master.communicate(timeout=20)

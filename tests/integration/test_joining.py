@@ -1,0 +1,323 @@
+"""Who belongs to whom: clusters beside each other, clocks, releases, and memory that was left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvstore import Client
+from kvstore.demo.processes import free_port
+from kvstore.errors import ClusterMismatchError
+from kvstore.memory.entries import SHM_DIRECTORY, left_overs
+from tests.integration.cluster import (
+    MASTER,
+    NODE,
+    SHORT,
+    Cluster,
+    Node,
+    Server,
+    flags_of,
+    unique_name,
+    until,
+)
+
+MEMORY = "16MiB"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.finish()
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[list[Cluster]]:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    both = [Cluster(tmp_path / "a"), Cluster(tmp_path / "b")]
+    yield both
+    for each in both:
+        each.finish()
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Removes what nodes without a name leave."""
+    yield
+    for left in left_overs():
+        os.unlink(left.path)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore.cli.main", *arguments],
+        check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+    )  # fmt: skip
+
+
+def unnamed(cluster: Cluster, number: int) -> Server:
+    settings = {"master": cluster.address, "memory": MEMORY}
+    log = cluster.directory / f"unnamed-{number}.log"
+    node = Server(NODE, flags_of(settings), log=log)
+    node.line("serves")
+    return node
+
+
+def keys(cluster: Cluster) -> list[str]:
+    with Client(cluster.address) as client:
+        return sorted(row.key.decode() for row in client.list_objects())
+
+
+def holds(cluster: Cluster, *wanted: str) -> bool:
+    return keys(cluster) == list(wanted)
+
+
+# --- clusters beside each other ----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_two_clusters_without_names_on_one_host_do_not_mix(clusters: list[Cluster]) -> None:
+    nodes = []
+    for number, cluster in enumerate(clusters):
+        cluster.master()
+        nodes.append(unnamed(cluster, number))
+        with Client(cluster.address) as client:
+            client.put(f"of {number}", b"x" * 1000)
+    for node in nodes:
+        node.kill()
+        node.close()
+
+    for number, cluster in reversed(list(enumerate(clusters))):
+        nodes[number] = unnamed(cluster, 2 + number)
+    for number, cluster in enumerate(clusters):
+        until(partial(holds, cluster, f"of {number}"))
+    for node in nodes:
+        assert node.terminate() == 0
+        node.close()
+
+
+def test_memory_of_another_cluster_is_refused_and_left_alone(clusters: list[Cluster]) -> None:
+    one, other = clusters
+    one.settings["cluster"] = "prod"
+    for cluster in clusters:
+        cluster.master()
+    node = one.node()
+    one.client().put("key", b"of prod")
+    node.kill()
+
+    refused = Server(
+        NODE, flags_of({"master": other.address, "name": node.name}), log=other.directory / "log"
+    )
+    assert refused.wait() == 1
+    assert "cluster prod" in refused.errors
+    assert f"--master {one.address}" not in refused.errors
+    assert "--cluster prod" in refused.errors
+    assert "--adopt" in refused.errors
+    refused.close()
+
+    one.node(name=node.name)
+    until(lambda: one.client().get("key") == b"of prod")
+
+
+def test_a_name_is_checked_when_nodes_and_clients_join(clusters: list[Cluster]) -> None:
+    cluster, _ = clusters
+    cluster.settings["cluster"] = "prod"
+    cluster.master()
+    settings = {"master": cluster.address, "name": unique_name(), "memory": MEMORY}
+    log = cluster.directory / "refused.log"
+    refused = Server(NODE, flags_of(settings | {"cluster": "test"}), log=log)
+    assert refused.wait() == 1
+    assert "belongs to the cluster test, and this master serves the cluster prod" in refused.errors
+    refused.close()
+
+    cluster.node(cluster="prod")
+    cluster.node()  # which takes the master's
+    with pytest.raises(ClusterMismatchError), Client(cluster.address, cluster="test") as client:
+        client.exists("key")
+    with Client(cluster.address, cluster="prod") as client:
+        assert not client.exists("key")
+    told = run("status", "--master", cluster.address)
+    assert told.stdout.startswith("cluster prod, master ")
+    status = run("status", "--master", cluster.address, "--json")
+    assert json.loads(status.stdout)["cluster"] == "prod"
+
+
+def test_a_cluster_that_gets_a_name_keeps_its_memory_also_where_it_moves(cluster: Cluster) -> None:
+    cluster.master()
+    node = cluster.node(keep=True)
+    cluster.client().put("key", b"value")
+    assert node.terminate() == 0
+    for settings in ({"cluster": "prod"}, {"cluster": "prod", "port": free_port()}):
+        assert cluster.master_server is not None
+        cluster.master_server.kill()
+        cluster.close_clients()
+        cluster.settings |= settings
+        cluster._stop_asking()
+        cluster._asker = None
+        cluster.settings.pop("lane_port", None)
+        cluster.master()
+        node = cluster.node(name=node.name, keep=True, cluster="prod")
+        until(lambda: cluster.client().get("key") == b"value")
+        assert node.terminate() == 0
+    node.entry.unlink()
+
+
+# --- clocks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lives_on", [True, False], ids=["node lives on", "node restarts"])
+def test_a_clock_that_is_put_back_loses_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, lives_on: bool
+) -> None:
+    cluster.settings |= SHORT
+    cluster.master()
+    node = cluster.node()
+    cluster.client().put("key", b"value")
+    epoch = cluster.status().epoch
+    assert cluster.master_server is not None
+    cluster.master_server.kill()
+    if not lives_on:
+        node.kill()
+
+    monkeypatch.setenv("OFFSET_MS", str(-3_600_000))
+    server = cluster.launch("tests.integration.of_another_day", cluster.settings)
+    cluster.master_server = server
+    server.line("listening on")
+    started = time.monotonic()
+    if not lives_on:
+        cluster.node(name=node.name)
+    with Client(cluster.address) as client:
+        until(lambda: client.get("key") == b"value")
+        assert time.monotonic() - started < 30
+        client.put("later", b"value", wait_ms=8_000)
+        assert client.get("later") == b"value"
+        assert client.status().epoch > epoch
+    assert server.errors.count("epoch_outrun") == 1
+    for log in (node.errors, server.errors):
+        assert log.count("\n") < 40, "no flood"
+
+
+# --- releases ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("master", "other", "works"),
+    [("1-1", "1-2", True), ("1-2", "1-1", True), ("2-3", "1-2", True), ("2-3", "1-1", False)],
+)
+def test_releases_next_to_each_other_work_together(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, master: str, other: str, works: bool
+) -> None:
+    module = "tests.integration.of_another_release"
+    monkeypatch.setenv("PROTOCOL", master)
+    server = Server(module, ["master", *flags_of(cluster.settings)], log=cluster.directory / "m")
+    port = server.line(r"listening on \S*?:(\d+) ")[1]
+    monkeypatch.setenv("PROTOCOL", other)
+    monkeypatch.setenv("KVSTORE_MASTER", f"127.0.0.1:{port}")
+    node = Server(module, ["node", "--memory", MEMORY, "--no-keep"], log=cluster.directory / "n")
+    file = cluster.directory / "file"
+    file.write_bytes(b"bytes")
+    command = [sys.executable, "-m", module, "main", "put", "key", str(file)]
+    try:
+        if not works:
+            assert node.wait() == 1
+            assert "the node speaks protocol 1, this master 2 to 3" in node.errors
+            put = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+            assert "the client speaks protocol 1, this master 2 to 3" in put.stderr
+            return
+        node.line("serves")
+        put = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        assert "stored" in put.stdout
+        get = subprocess.run(
+            [*command[:4], "get", "key"], check=True, capture_output=True, timeout=60
+        )
+        assert get.stdout == b"bytes"
+        assert node.terminate() == 0
+    finally:
+        assert server.terminate() == 0
+        node.close()
+        server.close()
+
+
+# --- memory that was left ----------------------------------------------------------------------
+
+
+def test_a_named_node_keeps_its_memory_at_a_polite_stop(cluster: Cluster) -> None:
+    cluster.master()
+    settings = {"master": cluster.address, "name": unique_name(), "memory": MEMORY}
+    entry = Path(SHM_DIRECTORY, f"kvstore.{settings['name']}")
+    for stop in ("SIGTERM", "failed start", "SIGTERM"):
+        node = Node(NODE, flags_of(settings), log=cluster.directory / "kept.log")
+        node.line("serves")
+        cluster.client().put("key", b"value")
+        until(lambda: cluster.client().get("key") == b"value")
+        assert node.terminate() == 0
+        node.close()
+        assert entry.exists()
+        if stop == "failed start":
+            taken = str(cluster.settings["port"])
+            failed = Server(
+                NODE, [*flags_of(settings), "--port", taken, "--no-keep"],
+                log=cluster.directory / "failed.log",
+            )  # fmt: skip
+            assert failed.wait() == 1
+            assert "cannot listen" in failed.errors
+            failed.close()
+            assert entry.exists(), "a start that fails deletes nothing"
+
+    told = run("clean", settings["name"])
+    assert told.returncode == 1
+    assert entry.exists(), "it asks first"
+    assert settings["name"] in told.stderr
+    row = json.loads(run("clean", settings["name"], "--json", "--yes").stdout)
+    assert row["removed"] is True
+    assert row["node"] == settings["name"]
+    assert not entry.exists()
+    assert run("clean", settings["name"]).returncode == 3
+
+
+def test_clean_leaves_what_lives_alone(cluster: Cluster) -> None:
+    cluster.master()
+    node = cluster.node()
+    told = run("clean", node.name, "--yes")
+    assert told.returncode == 3
+    assert node.entry.exists()
+
+
+def test_the_memory_of_a_master_is_kept_where_that_is_asked_for(tmp_path: Path) -> None:
+    port = free_port()
+    path = Path(SHM_DIRECTORY)
+    for keep in (True, False):
+        flags = flags_of({"memory": MEMORY, "port": port})
+        log = tmp_path / f"{keep}.log"
+        server = Server(MASTER, [*flags, *(["--keep"] if keep else [])], log=log)
+        server.line("owns")
+        with Client(f"127.0.0.1:{port}") as client:
+            if keep:
+                client.put("key", b"value")
+            else:
+                until(partial(client.get, "key"))
+        assert server.terminate() == 0
+        server.close()
+        assert bool(list(path.glob(f"kvstore.*-{port}"))) is keep
+
+
+# --- ports -------------------------------------------------------------------------------------
+
+
+def test_nodes_of_a_host_take_the_data_ports_one_after_the_other(cluster: Cluster) -> None:
+    cluster.master()
+    nodes = [cluster.node() for _ in range(2)]
+    addresses = {node.name: node.address for node in cluster.status().nodes}
+    found = [int(addresses[node.name].rpartition(":")[2]) for node in nodes]
+    assert found[0] != found[1]
+    assert all(50_003 <= port < 50_019 for port in found)
+    assert "data_port_taken wanted=50003" in nodes[1].errors

@@ -1,0 +1,150 @@
+"""Plants small faults and says which of them the tests do not notice.
+
+    python -m tests.mutants                    # all; a release's worth of patience
+    python -m tests.mutants -k grave --jobs 2
+    python -m tests.mutants --list             # what there is, and whether each still applies
+
+Each fault goes into a copy of the tree, and the tests that the table names for it run there. Tests
+that fail, or do not end in time, have killed it. One that survives is a test that is missing, or a
+fault that makes no difference: then it leaves the table. Before all, the same tests must pass where
+nothing was planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from tests.mutants.table import MUTANTS, Mutant
+
+ROOT: Final = Path(__file__).parents[2]
+LEFT_OUT: Final = shutil.ignore_patterns(
+    ".venv", ".git", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    words = options.k.split(",")
+    chosen = [each for each in MUTANTS if any(w in each.name or w in each.file for w in words)]
+    broken = [f"{each.name}: {why}" for each in chosen if (why := misfit(each))]
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.name:45} {mutant.file}")
+    for line in broken:
+        print(f"mutants: error: {line}", file=sys.stderr)
+    if broken or options.list:
+        return 2 if broken else 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        return Run(options, Path(directory)).run(chosen)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m tests.mutants", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--list", action="store_true", help="name them, and run nothing")
+    parser.add_argument(
+        "-k", default="", help="only those whose name or file contains one of these words (a,b,c)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="so many at once")
+    parser.add_argument("--seconds", type=float, default=600, help="for the tests of one")
+    parser.add_argument("--trust", action="store_true", help="do not test the tree as it is first")
+    return parser.parse_args(arguments)
+
+
+def misfit(mutant: Mutant) -> str:
+    """Why it cannot be planted; empty: it can."""
+    path = ROOT / mutant.file
+    if not path.is_file():
+        return f"there is no {mutant.file}"
+    times = path.read_text().count(mutant.old)
+    if times != 1:
+        return f"its text occurs {times} times in {mutant.file}: change its entry in table.py"
+    missing = [test for test in mutant.tests if not (ROOT / test).exists()]
+    return f"there are no tests {missing}" if missing else ""
+
+
+class Run:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        self._options = options
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._done = 0
+
+    def run(self, mutants: Sequence[Mutant]) -> int:
+        """The exit status: 1 if any survived."""
+        if not self._options.trust:
+            for native in sorted({mutant.native for mutant in mutants}):
+                its = [mutant.tests for mutant in mutants if mutant.native == native]
+                tests = tuple(dict.fromkeys(test for each in its for test in each))
+                print(f"mutants: the tree as it is: {' '.join(tests)}", flush=True)
+                if (failed := self._tests(self._copy("as-it-is"), tests, native)) is not None:
+                    print(f"mutants: error: tests fail where nothing was planted:\n{failed}")
+                    return 2
+        with ThreadPoolExecutor(self._options.jobs) as pool:
+            survivors = [
+                mutant
+                for mutant, killed in zip(
+                    mutants, pool.map(lambda each: self._try(each, len(mutants)), mutants),
+                    strict=True,
+                )
+                if not killed
+            ]  # fmt: skip
+        print(f"mutants: {len(mutants)} planted, {len(mutants) - len(survivors)} killed")
+        for mutant in survivors:
+            print(f"mutants: survives: {mutant.name} ({mutant.file})")
+        return 1 if survivors else 0
+
+    def _try(self, mutant: Mutant, of: int) -> bool:
+        started = time.monotonic()
+        tree = self._copy(mutant.name)
+        path = tree / mutant.file
+        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        failed = self._tests(tree, mutant.tests, mutant.native)
+        shutil.rmtree(tree)
+        with self._lock:
+            self._done += 1
+            what = "SURVIVES" if failed is None else f"killed by {failed.splitlines()[0][:90]}"
+            seconds = time.monotonic() - started
+            print(f"mutants: {self._done:3} of {of}  {mutant.name:42} {seconds:4.0f} s  {what}",
+                  flush=True)  # fmt: skip
+        return failed is not None
+
+    def _copy(self, name: str) -> Path:
+        tree = self._directory / name
+        if not tree.exists():
+            shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
+        return tree
+
+    def _tests(self, tree: Path, tests: Sequence[str], native: bool) -> str | None:
+        """None: they pass. Else which one failed, and the end of what was printed."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+                   "-p", "no:randomly", "--no-header", "-rfE", *tests]  # fmt: skip
+        environ = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+        if not native:
+            environ["KVSTORE_NATIVE"] = "0"
+        try:
+            done = subprocess.run(
+                command, cwd=tree, env=os.environ | environ, capture_output=True, text=True,
+                timeout=self._options.seconds, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"the clock: {self._options.seconds:.0f} s"
+        if done.returncode == 0:
+            return None
+        lines = done.stdout.splitlines()
+        first = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or ["a crash"]
+        return "\n".join([*first, *lines[-30:], done.stderr[-2_000:]])

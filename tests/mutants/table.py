@@ -1,0 +1,656 @@
+"""The faults that are planted: small ones, of the kind that a hurried change makes.
+
+Each is an exact text of one file and what stands there instead. The text must occur exactly once:
+who changes the code there changes the entry, too, or removes it where the fault cannot be made any
+more. Tests are the quick ones that should see it, the most likely first.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+MASTER: Final = ("tests/unit/master", "tests/model/test_master_state.py")
+FOREST: Final = ("tests/model/test_forest.py", *MASTER)
+EVICTION: Final = ("tests/unit/master/test_eviction.py", "tests/model/test_eviction.py", *MASTER)
+CLIENT: Final = ("tests/unit/client", "tests/conformance/test_objects.py")
+TRANSPORT: Final = (
+    "tests/conformance/test_transports.py", "tests/conformance/test_objects.py",
+    "tests/unit/transport",
+)  # fmt: skip
+MEMORY: Final = ("tests/unit/memory", "tests/model/test_allocator.py", "tests/unit/node")
+CONNECTOR: Final = ("tests/unit/connectors",)
+STATE: Final = "master/state/master_state.py"
+POOL: Final = "master/state/pool.py"
+GRAVES: Final = "master/state/graves.py"
+SCHEDULER: Final = "connectors/vllm/scheduler.py"
+WORKER: Final = "connectors/vllm/worker.py"
+
+
+class Mutant(NamedTuple):
+    """One fault."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    native: bool = True
+    """False: tests run without what is compiled, because its twin in Python is broken."""
+
+
+MUTANTS: Final = (
+    # --- grants and the wiping before them ----------------------------------------------------
+    Mutant(
+        "granted-before-wiped",
+        STATE,
+        "return self._bury(now_ms, [], result, unclean) if unclean else result",
+        "return result",
+        MASTER,
+    ),
+    Mutant(
+        "waiting-put-granted-before-wiped",
+        STATE,
+        "return [grave for grave in unclean if grave.offsets]  # marks concern no writer",
+        "return []",
+        MASTER,
+    ),
+    Mutant(
+        "evicted-is-not-wiped",
+        STATE,
+        "            self.effects += self._graves.clean(self.pool.evicted)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "found-is-not-leased",
+        STATE,
+        "                found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "found-is-not-used",
+        STATE,
+        "                found.last_used_ms = now_ms\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "parent-of-a-put-is-not-leased",
+        STATE,
+        "            parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "suspect-nodes-are-chosen",
+        "master/state/membership.py",
+        "if not node.draining and self.state_of(node, now_ms) == liveness.ALIVE",
+        "if not node.draining",
+        MASTER,
+    ),
+    Mutant(
+        "unusable-segments-are-chosen",
+        STATE,
+        "usable = [segment for segment in alive if segment.usable(now_ms)]",
+        "usable = list(alive)",
+        MASTER,
+    ),
+    Mutant(
+        "no-bound-of-pending-puts",
+        STATE,
+        "if len(self._pending) + len(sizes) > self.rules.pending_puts_max:",
+        "if len(self._pending) > self.rules.pending_puts_max:",
+        MASTER,
+    ),
+    # --- ends of puts -------------------------------------------------------------------------
+    Mutant(
+        "put-end-of-another-epoch",
+        STATE,
+        "enumerate(request.tokens if request.epoch == self.epoch else ())",
+        "enumerate(request.tokens)",
+        MASTER,
+    ),
+    Mutant(
+        "put-end-after-its-deadline",
+        STATE,
+        "if now_ms > put.deadline_ms or put.record is None:",
+        "if put.record is None:",
+        MASTER,
+    ),
+    Mutant(
+        "revoked-at-once-is-free",
+        STATE,
+        "            if request.settled:\n                self.pool.free(put.extents, put.length)",
+        "            if True:\n                self.pool.free(put.extents, put.length)",
+        MASTER,
+    ),
+    Mutant(
+        "quarantine-ends-with-the-deadline",
+        STATE,
+        "until_ms = max(now_ms, put.deadline_ms) + self.rules.quarantine_ms",
+        "until_ms = max(now_ms, put.deadline_ms)",
+        MASTER,
+    ),
+    Mutant(
+        "revoked-is-not-cut",
+        STATE,
+        "remains = remains._replace(writers=put.writers(request.connections))",
+        "pass",
+        MASTER,
+    ),
+    Mutant(
+        "expired-is-not-cut",
+        STATE,
+        "self._clean([remains._replace(writers=put.writers())])",
+        "self._clean([remains])",
+        MASTER,
+    ),
+    Mutant(
+        "quarantine-is-not-wiped-at-its-end",
+        STATE,
+        "        self.effects += self._graves.clean(over)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "what-landed-late-is-not-wiped",
+        STATE,
+        "            self.effects += self._graves.clean([remains])\n",
+        "            pass\n",
+        MASTER,
+    ),
+    Mutant(
+        "what-expired-is-not-wiped",
+        STATE,
+        "        self._clean([remains._replace(writers=put.writers())])\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "overwrite-without-tombstone",
+        STATE,
+        "            self._tombstones.add(namespace, key, self._present, but=version)\n",
+        "            pass\n",
+        MASTER,
+    ),
+    Mutant(
+        "committed-allocation-is-not-leased",
+        STATE,
+        "        record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)\n"
+        "        self._settle(record)",
+        "        self._settle(record)",
+        MASTER,
+    ),
+    Mutant(
+        "tail-of-an-allocation-is-lost",
+        STATE,
+        "            self.pool.free(tails, put.length - kept)\n",
+        "            pass\n",
+        MASTER,
+    ),
+    # --- removing -----------------------------------------------------------------------------
+    Mutant(
+        "removal-without-tombstone",
+        STATE,
+        "            self._tombstones.add(request.namespace, key, self._present)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "clear-without-tombstone",
+        STATE,
+        "        self._tombstones.add(request.namespace, None, self._present)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "removal-does-not-wait-for-others",
+        STATE,
+        "return [*self._graves.of_objects(names), *self._elsewhere()]",
+        "return [*self._elsewhere()]",
+        MASTER,
+    ),
+    Mutant(
+        "removal-does-not-wait-for-mourning",
+        STATE,
+        "            mourned += self._graves.mourned(record)\n"
+        "            if record is not None and",
+        "            if record is not None and",
+        MASTER,
+    ),
+    Mutant(
+        "removal-does-not-wait-for-the-untold",
+        STATE,
+        "return [*untold, *self._graves.unmarked()]",
+        "return [*self._graves.unmarked()]",
+        MASTER,
+    ),
+    Mutant(
+        "grave-ignores-a-longer-lease",
+        GRAVES,
+        "                grave.free_at_ms = max(grave.free_at_ms, remains.lease_until_ms)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "grave-is-free-before-it-is-wiped",
+        GRAVES,
+        "        if grave.wiped:\n            grave.free()",
+        "        grave.free()",
+        MASTER,
+    ),
+    Mutant(
+        "orders-are-not-sent-again",
+        STATE,
+        "            self.effects += self._graves.send_again(self.pool.segments[segment_id])\n",
+        "            pass\n",
+        MASTER,
+    ),
+    Mutant(
+        "mourning-ends-at-once",
+        GRAVES,
+        "while self._mourned and self._mourned[0][1].free_at_ms <= now_ms:",
+        "while self._mourned:",
+        MASTER,
+    ),
+    Mutant(
+        "corrupt-replica-of-another-version",
+        STATE,
+        "            if record is None or (record.epoch, record.counter) != (epoch, counter):\n"
+        "                continue\n            for segment, _ in record.extents():",
+        "            if record is None:\n"
+        "                continue\n            for segment, _ in record.extents():",
+        MASTER,
+    ),
+    # --- restarts -----------------------------------------------------------------------------
+    Mutant(
+        "claim-of-what-is-pending",
+        STATE,
+        "or (version.epoch == self.epoch and self._pending.get(version.counter) is not None)\n",
+        "\n",
+        MASTER,
+    ),
+    Mutant(
+        "claim-is-not-leased",
+        STATE,
+        "        record.lease_until_ms = max(record.lease_until_ms, "
+        "inventory.segment.usable_at_ms)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "claim-of-the-removed",
+        STATE,
+        "            or self._tombstones.forbids(claim.name, version, inventory.absent_since)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "claim-over-another",
+        STATE,
+        "            or not inventory.fits(offset, size)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "claim-from-the-future",
+        STATE,
+        "            version > self._present\n            or (version",
+        "            (version",
+        MASTER,
+    ),
+    Mutant(
+        "claim-of-outdated-memory",
+        STATE,
+        "            or inventory.outdated\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "refused-claims-are-not-wiped",
+        STATE,
+        "            self.effects += self._graves.clean(refused)\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "mark-is-not-monotone",
+        STATE,
+        "        self._mark = max(self._mark, mark)\n",
+        "        self._mark = mark\n",
+        MASTER,
+    ),
+    Mutant(
+        "resumed-under-another-generation",
+        "master/state/membership.py",
+        "segment.whole and segment.offer.generation == generations[segment.offer.uuid]",
+        "segment.whole",
+        MASTER,
+    ),
+    Mutant(
+        "resumed-before-all-is-told",
+        "master/state/membership.py",
+        "segment.whole and segment.offer.generation == generations[segment.offer.uuid]",
+        "segment.offer.generation == generations[segment.offer.uuid]",
+        MASTER,
+    ),
+    Mutant(
+        "rejoined-memory-is-usable-at-once",
+        "master/state/membership.py",
+        "usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms",
+        "usable_at_ms = now_ms",
+        MASTER,
+    ),
+    Mutant(
+        "dropped-tombstones-are-forgotten",
+        "master/state/inventory.py",
+        "        if absent_since < self._dropped and version <= self._dropped_version:\n"
+        "            return True\n",
+        "",
+        MASTER,
+    ),
+    # --- eviction and the forest --------------------------------------------------------------
+    Mutant(
+        "newest-is-evicted",
+        "master/state/eviction.py",
+        "time = 0 if detached else record.last_used_ms + 1",
+        "time = 0 if detached else (1 << 60) - record.last_used_ms",
+        EVICTION,
+    ),
+    Mutant(
+        "leased-is-evicted",
+        "master/state/eviction.py",
+        "if record.lease_until_ms <= now_ms and (",
+        "if (",
+        EVICTION,
+    ),
+    Mutant(
+        "recency-is-not-inherited",
+        POOL,
+        "                at.last_used_ms = max(at.last_used_ms, used_ms)\n",
+        "",
+        EVICTION,
+    ),
+    Mutant(
+        "lease-is-not-inherited",
+        POOL,
+        "                at.lease_until_ms = max(at.lease_until_ms, lease_until_ms)\n",
+        "",
+        EVICTION,
+    ),
+    Mutant(
+        "detached-is-matched",
+        "master/state/forest.py",
+        "            seen.checked = detached if len(walked) < cut_off else breaks\n",
+        "            seen.checked = breaks\n",
+        FOREST,
+    ),
+    Mutant(
+        "ring-of-parents",
+        "master/state/forest.py",
+        "            if at is record:\n",
+        "            if False:\n",
+        FOREST,
+    ),
+    Mutant(
+        "lookup-is-not-leased",
+        STATE,
+        "                record.last_used_ms = now_ms\n"
+        "                record.lease_until_ms = lease_until_ms\n            else:",
+        "                record.last_used_ms = now_ms\n            else:",
+        MASTER,
+    ),
+    Mutant(
+        "renewed-though-a-replica-died",
+        STATE,
+        "                and all(s.alive or not s.segment_id for s, _ in record.extents())\n",
+        "",
+        MASTER,
+    ),
+    Mutant(
+        "renewed-under-another-version",
+        STATE,
+        "                and (record.epoch, record.counter) == (epoch, counter)\n",
+        "",
+        MASTER,
+    ),
+    # --- client -------------------------------------------------------------------------------
+    Mutant(
+        "late-read-counts",
+        "client/getting.py",
+        "        if now >= known.until:\n",
+        "        if False:\n",
+        CLIENT,
+    ),
+    Mutant(
+        "corrupt-at-the-first-sight",
+        "client/getting.py",
+        "if len(target.bad) > 1]",
+        "if len(target.bad) > 0]",
+        CLIENT,
+    ),
+    Mutant(
+        "placement-outlives-its-lease",
+        "client/placements.py",
+        "if placed is not None and placed.until <= self._clock():",
+        "if placed is not None and False:",
+        CLIENT,
+    ),
+    Mutant(
+        "lease-counted-from-the-answer",
+        "client/getting.py",
+        "    until = asked + found.lease_ms / 1000 - context.lease_margin_s\n",
+        "    until = context.clock() + found.lease_ms / 1000 - context.lease_margin_s\n",
+        CLIENT,
+    ),
+    Mutant(
+        "no-lease-margin",
+        "client/getting.py",
+        "    until = asked + found.lease_ms / 1000 - context.lease_margin_s\n",
+        "    until = asked + found.lease_ms / 1000\n",
+        CLIENT,
+    ),
+    Mutant(
+        "wrong-counter-is-read",
+        "client/objects.py",
+        "        and header.counter == counter\n",
+        "",
+        CLIENT,
+    ),
+    Mutant(
+        "lease-rises-again",
+        "client/leases.py",
+        "                self.end()\n        return self._kept\n",
+        "                return False\n        return self._kept\n",
+        CLIENT,
+    ),
+    Mutant(
+        "unmounted-view-is-renewed",
+        "client/leases.py",
+        "        if self._mounted():\n            self.extend(until)",
+        "        if True:\n            self.extend(until)",
+        CLIENT,
+    ),
+    Mutant(
+        "put-refused-is-stored",
+        "client/putting.py",
+        "            outcomes[granted[number]] = PutOutcome.REFUSED\n",
+        "            outcomes[granted[number]] = PutOutcome.STORED\n",
+        CLIENT,
+    ),
+    # --- transports ---------------------------------------------------------------------------
+    Mutant(
+        "shm-copies-under-another-generation",
+        "kvstore/transport/shm.py",
+        "        if mapping.generation != generation:\n            raise segment_gone(segment)\n"
+        "        if uptime() >= deadline:",
+        "        if uptime() >= deadline:",
+        TRANSPORT,
+        native=False,
+    ),
+    Mutant(
+        "shm-memory-of-another-generation",
+        "kvstore/transport/shm.py",
+        "        if mapping.generation != segment.generation:\n"
+        "            raise segment_gone(segment)\n        return mapping.memory\n",
+        "        return mapping.memory\n",
+        TRANSPORT,
+        native=False,
+    ),
+    Mutant(
+        "shm-copies-after-the-deadline",
+        "kvstore/transport/shm.py",
+        "        if uptime() >= deadline:\n            raise deadline_exceeded(segment)\n",
+        "",
+        TRANSPORT,
+        native=False,
+    ),
+    Mutant(
+        "hello-of-another-generation",
+        "kvstore/transport/tcp_connection.py",
+        "if hello.generation != segment.generation:",
+        "if False:",
+        TRANSPORT,
+        native=False,
+    ),
+    Mutant(
+        "hello-without-token",
+        "kvstore/transport/tcp_connection.py",
+        "if not hmac.compare_digest(hello.token, segment.token):",
+        "if False:",
+        TRANSPORT,
+        native=False,
+    ),
+    Mutant(
+        "request-under-another-generation",
+        "kvstore/transport/tcp_connection.py",
+        "        if self._cut[0] or segment.generation != generation:\n            raise",
+        "        if self._cut[0]:\n            raise",
+        TRANSPORT,
+        native=False,
+    ),
+    Mutant(
+        "ranges-are-not-checked",
+        "kvstore/transport/pieces.py",
+        "if offset < SUPERBLOCK_BYTES or offset + len(move.buffer) > size:",
+        "if offset + len(move.buffer) > size:",
+        TRANSPORT,
+        native=False,
+    ),
+    Mutant(
+        "checksum-of-the-first-piece",
+        "kvstore/transport/pieces.py",
+        "        hasher.update(data[start : start + HASH_BYTES])\n",
+        "        hasher.update(data[start : start + HASH_BYTES])\n        break\n",
+        TRANSPORT,
+        native=False,
+    ),
+    # --- memory -------------------------------------------------------------------------------
+    Mutant(
+        "extents-are-rounded-down",
+        "kvstore/memory/header.py",
+        "return (HEADER_BYTES + payload_size + EXTENT_ALIGN - 1) & -EXTENT_ALIGN",
+        "return (HEADER_BYTES + payload_size) & -EXTENT_ALIGN",
+        MEMORY,
+    ),
+    Mutant(
+        "header-beyond-the-segment",
+        "kvstore/memory/header.py",
+        "if header is not None and offset + extent_bytes(header.payload_size) <= len(memory):",
+        "if header is not None:",
+        MEMORY,
+    ),
+    Mutant(
+        "superblock-checksum-is-not-checked",
+        "kvstore/memory/header.py",
+        "        or checksum != xxh3_64_intdigest(raw[_SUPERBLOCK_CHECKED_FROM:])\n",
+        "",
+        MEMORY,
+    ),
+    Mutant(
+        "another-segment-is-mapped",
+        "kvstore/memory/mapping.py",
+        "if superblock is None or superblock.uuid != uuid:",
+        "if superblock is None:",
+        (*MEMORY, *TRANSPORT),
+    ),
+    Mutant(
+        "node-forgets-what-was-given-up",
+        "kvstore/node/agent.py",
+        "            self._given_up.update(attempts)\n",
+        "            pass\n",
+        ("tests/integration/test_drain.py",),
+    ),
+    Mutant(
+        "what-was-given-up-is-told",
+        "kvstore/node/inventory.py",
+        "    if given_up:\n",
+        "    if not given_up and given_up:\n",
+        MEMORY,
+    ),
+    Mutant(
+        "inventory-is-not-verified",
+        "kvstore/node/inventory.py",
+        "== header.payload_checksum",
+        "!= -1",
+        MEMORY,
+    ),
+    # --- the connector ------------------------------------------------------------------------
+    Mutant(
+        "save-counts-while-another-writes-it",
+        WORKER,
+        "                    stored &= PutOutcome.BEING_WRITTEN not in outcomes\n",
+        "",
+        CONNECTOR,
+    ),
+    Mutant(
+        "save-counts-if-one-worker-stored-it",
+        SCHEDULER,
+        "pinned.stored &= end.stored == end.workers",
+        "pinned.stored |= end.stored > 0",
+        CONNECTOR,
+    ),
+    Mutant(
+        "unpinned-at-the-first-report",
+        SCHEDULER,
+        "            if pinned.workers_left > 0:\n                continue\n            del",
+        "            del",
+        CONNECTOR,
+    ),
+    Mutant(
+        "failed-load-is-offered-again",
+        SCHEDULER,
+        "tracked.limit = again if tracked.limit is None else min(again, tracked.limit)",
+        "tracked.limit = None",
+        CONNECTOR,
+    ),
+    Mutant(
+        "no-token-is-left-to-compute",
+        SCHEDULER,
+        "limit = self._groups.aligned(max(request.num_tokens - 1, 0))",
+        "limit = self._groups.aligned(max(request.num_tokens, 0))",
+        CONNECTOR,
+    ),
+    Mutant(
+        "guessed-tokens-are-saved",
+        SCHEDULER,
+        "            len(request.block_hashes) * self._groups.hash_block_tokens,\n",
+        "            1 << 30,\n",
+        CONNECTOR,
+    ),
+    Mutant(
+        "missing-block-counts-as-loaded",
+        WORKER,
+        "                if done and all(there):\n",
+        "                if done:\n",
+        CONNECTOR,
+    ),
+    Mutant(
+        "pieces-of-a-save-have-no-parent",
+        WORKER,
+        "parent = run.keys[start - 1] if start else run.parent",
+        "parent = run.parent",
+        CONNECTOR,
+    ),
+)

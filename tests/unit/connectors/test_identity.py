@@ -1,0 +1,188 @@
+"""What the digest of live weights sees, and what it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kvstore.connectors.vllm import identity
+from kvstore.connectors.vllm.identity import Adapters, attention_of, weights_of
+
+
+class Rotary(nn.Module):
+    """Its factors are a buffer that is not saved; which of them it uses is a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses_long = False
+        self.register_buffer("cos_sin_cache", torch.arange(64.0), persistent=False)
+
+
+class Kernel:
+    """Keeps a layer's weights to itself."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: None) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+class Hidden(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+        self.params_dtype = weight.dtype
+        self.input_size_per_partition = weight.shape[1]
+        self.quant_method = Kernel(weight)
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.ones(4, 8))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.rotary = Rotary()
+        self.hidden = Hidden(torch.randn(48, 96, generator=generator))
+        self.linear = nn.Linear(300, 7, bias=False)
+        self.linear.weight = nn.Parameter(torch.randn(7, 300, generator=generator))
+        self.small = nn.Parameter(torch.randn(3, 5, generator=generator).to(torch.bfloat16))
+        self.experts = RoutedExperts()
+
+
+def digest(model: nn.Module, *, experts: bool = True) -> str:
+    return weights_of({"model": model}, experts=experts).digest
+
+
+def test_equal_weights_have_one_digest_wherever_they_lie() -> None:
+    other = Model()
+    other.linear.weight = nn.Parameter(torch.zeros(7, 301)[:, 1:])  # not in one piece
+    other.linear.weight.data.copy_(Model().linear.weight)
+    assert digest(Model()) == digest(other)
+    assert weights_of({"model": other}, experts=True).unseen == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.linear.weight.data[6, 299].add_(1e-3),
+        lambda model: model.small.data[2, 4].neg_(),
+        lambda model: model.rotary.cos_sin_cache[33].add_(1),
+        lambda model: setattr(model.rotary, "uses_long", True),
+        lambda model: model.hidden.quant_method.weight.mul_(1.01),
+        lambda model: model.experts.w13.data.add_(1),
+        lambda model: model.double(),
+        lambda model: setattr(model, "more", nn.Parameter(torch.ones(1))),
+    ],
+    ids=["element", "bfloat16", "buffer", "factors", "hidden", "experts", "dtype", "new"],
+)
+def test_whatever_changes_gives_another_digest(change: Any) -> None:
+    model = Model()
+    before = digest(model)
+    with torch.no_grad():
+        change(model)
+    assert digest(model) != before
+
+
+def test_on_other_devices_every_element_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done on a GPU, without one."""
+
+    def words(tensor: torch.Tensor) -> list[int]:
+        return identity._sampled(tensor.view(torch.uint8)).tolist()
+
+    tensor = torch.zeros(100_003, dtype=torch.int8)
+    before = words(tensor)
+    for at in (0, 1, 54_321, 100_000, 100_002):
+        tensor[at] = 1
+        assert words(tensor) != before, at
+        tensor[at] = 0
+    assert len(before) == identity.SAMPLES + 2
+
+
+def test_a_wrapper_for_adapters_means_nothing() -> None:
+    plain, wrapped = nn.Module(), nn.Module()
+    plain.proj = nn.Linear(4, 4, bias=False)
+    wrapped.proj = nn.Module()
+    wrapped.proj.base_layer = plain.proj
+    assert digest(plain) == digest(wrapped)
+
+
+def test_experts_that_others_hold_and_what_cannot_be_read_are_told() -> None:
+    model = Model()
+    spread = weights_of({"model": model}, experts=False)
+    assert spread.unseen == ["experts"]
+    model.experts.w13.data.add_(1)
+    assert weights_of({"model": model}, experts=False) == spread
+    model.linear.weight = nn.Parameter(torch.empty(0))  # and no kernel that we could ask
+    assert weights_of({"model": model}, experts=True).unseen == ["model.linear.weight"]
+
+
+def test_a_draft_counts() -> None:
+    model = nn.Linear(2, 2)
+    both = weights_of({"model": model, "draft": nn.Linear(3, 3)}, experts=True)
+    assert both.digest != digest(model)
+
+
+def test_attention_is_told_once_for_each_manner() -> None:
+    def layer(isa: str = "vec", window: int | None = None) -> Any:
+        backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+        return SimpleNamespace(attn_backend=backend, impl=object(), isa=isa, sliding_window=window)
+
+    same = attention_of({"a": layer(), "b": layer(), "moe": object()})
+    assert len(same) == 1
+    assert "backend=CPU_ATTN" in same[0]
+    assert attention_of({"a": layer("amx"), "b": layer("amx")}) != same
+    assert len(attention_of({"a": layer(), "b": layer(window=128)})) == 2
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+class Manager:
+    def __init__(self) -> None:
+        self.loaded: dict[int, Any] = {}
+
+    def list_adapters(self) -> dict[int, Any]:
+        return dict(self.loaded)
+
+
+def adapter(value: float) -> Any:
+    layer = SimpleNamespace(
+        lora_a=torch.full((2, 8), value), lora_b=[torch.ones(8, 2), None], scaling=1.0
+    )
+    return SimpleNamespace(loras={"q_proj": layer})
+
+
+def test_adapters_are_known_by_what_is_loaded() -> None:
+    manager = Manager()
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+    adapters = Adapters(SimpleNamespace(rank=3, model_runner=runner))
+    assert adapters.digests() == {}
+    assert not adapters.have_changed()
+    manager.loaded[1] = adapter(1.0)
+    assert adapters.have_changed()
+    first = adapters.digests()
+    assert not adapters.have_changed()
+    manager.loaded[1] = adapter(2.0)  # loaded again from the same path
+    assert adapters.have_changed()
+    second = adapters.digests()
+    assert first[1] != second[1]
+    manager.loaded[1] = adapter(1.0)
+    assert adapters.digests() == first
+    del manager.loaded[1]
+    assert adapters.have_changed()
+
+
+def test_an_engine_without_adapters_has_none() -> None:
+    adapters = Adapters(SimpleNamespace(rank=0, model_runner=SimpleNamespace()))
+    assert adapters.digests() == {}
+    assert not adapters.have_changed()

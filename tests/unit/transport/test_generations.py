@@ -1,0 +1,94 @@
+"""A segment that was mounted anew is not touched under its older generation: both twins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
+from kvstore.errors import SegmentGoneError
+from kvstore.host import host_id
+from kvstore.memory.segment import Segment
+from kvstore.native import fast
+from kvstore.transport import shm, tcp_connection
+from kvstore.transport.base import Move
+from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp_protocol import (
+    STATUS_BYTES,
+    Hello,
+    Op,
+    Status,
+    pack_hello,
+    pack_request,
+    unpack_status,
+)
+from kvstore.transport.tcp_server import DataServer
+
+AT = 8_192
+
+
+@pytest.fixture(params=["compiled", "python"])
+def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: tuple[ModuleType, ...] = shm, tcp_connection
+    for module in modules if request.param == "python" else ():
+        monkeypatch.setattr(module, "fast", None)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    with contextlib.closing(Segment.create(f"generations-{os.getpid()}", 1 << 20)) as segment:
+        yield segment
+
+
+@pytest.mark.usefixtures("twin")
+def test_shared_memory_under_an_older_generation_is_gone(
+    segment: Segment, request: pytest.FixtureRequest
+) -> None:
+    info = SegmentInfo(
+        1, segment.node, host_id(), segment.size, segment.uuid, segment.shm_name, "", segment.token,
+        segment.seed, segment.generation,
+    )  # fmt: skip
+    transport = ShmTransport()
+    soon = uptime() + 10
+    row = AT, 5, 1, 1, b"k"
+    data = memoryview(bytearray(b"datum"))
+    transport.write(info, [Move(AT, data)], soon)
+    segment.bump_generation()
+
+    with pytest.raises(SegmentGoneError):
+        transport.read(info, [Move(AT, data)], soon)
+    with pytest.raises(SegmentGoneError):
+        transport.write(info, [Move(AT, memoryview(b"other"))], soon)
+    if request.node.callspec.params["twin"] == "compiled" and fast is not None:
+        with pytest.raises(SegmentGoneError):
+            transport.read_objects(info, "ns", [(*row, [data])], True, soon)
+        with pytest.raises(SegmentGoneError):
+            transport.write_objects(info, "ns", [(*row, [data], b"", b"d")], soon)
+    with pytest.raises(SegmentGoneError):
+        transport.memory(info)
+    with pytest.raises(SegmentGoneError):
+        transport.view(info, AT, 5)
+    assert bytes(segment.memory[AT : AT + 5]) == b"datum"
+    transport.close()
+
+
+@pytest.mark.usefixtures("twin")
+@pytest.mark.parametrize("op", list(Op))
+def test_a_request_under_an_older_generation_is_refused(segment: Segment, op: Op) -> None:
+    """Also before the node has ended the connection."""
+    server = DataServer([segment], "127.0.0.1")
+    server.start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(pack_hello(Hello(segment.uuid, segment.token, segment.generation)))
+        assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is Status.OK
+        segment.bump_generation()
+        sock.sendall(pack_request(op, [(AT, 1)]) + (b"x" if op is Op.WRITE else b""))
+        assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is Status.GONE
+        assert segment.memory[AT] == 0
+    server.stop()

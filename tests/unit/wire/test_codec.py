@@ -1,0 +1,82 @@
+"""What is written from annotations; that all calls survive the wire is in test_messages.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import pytest
+
+from kvstore import calls
+from kvstore.errors import BatchTooLargeError, InvalidArgumentError
+from kvstore.fields import Between, NameOrEmpty
+from kvstore.limits import Key, Namespace
+from kvstore.v1 import admin_pb2, client_pb2, node_pb2
+from kvstore.wire.codec import codec, decoder, encoder
+
+LOOKUP = client_pb2.LookupRequest
+
+
+class NotInTheMessage(NamedTuple):
+    namespace: Namespace
+    colour: str
+
+
+class OfAnotherType(NamedTuple):
+    namespace: float
+
+
+class Bounded(NamedTuple):
+    """As ``calls.MasterAccepted``."""
+
+    epoch: Annotated[int, Between(3, 5)]
+    protocol: int = 7
+    cluster: NameOrEmpty = ""
+
+
+@pytest.mark.parametrize("kind", [NotInTheMessage, OfAnotherType])
+def test_a_class_that_does_not_fit_its_message_is_refused_at_once(kind: type) -> None:
+    with pytest.raises(TypeError, match=kind.__name__):
+        codec(kind, LOOKUP.DESCRIPTOR)
+
+
+@pytest.mark.parametrize(("epoch", "fits"), [(2, False), (3, True), (5, True), (6, False)])
+def test_a_bound_is_kept_by_who_decodes(epoch: int, fits: bool) -> None:
+    data = encoder(Bounded, node_pb2.MasterAccepted)(Bounded(epoch))
+    decode = decoder(Bounded, node_pb2.MasterAccepted)
+    if fits:
+        assert decode(data) == Bounded(epoch)
+    else:
+        with pytest.raises(InvalidArgumentError, match="epoch is 3 to 5"):
+            decode(data)
+
+
+def test_what_a_peer_leaves_out_is_the_default() -> None:
+    data = node_pb2.MasterAccepted(epoch=4).SerializeToString()
+    assert decoder(Bounded, node_pb2.MasterAccepted)(data) == Bounded(4, protocol=7, cluster="")
+
+
+def test_a_value_in_a_field_of_its_message() -> None:
+    grants = calls.Grants(3, 10, b"\1", 1, [5], [6], [7])
+    data = encoder(calls.Grants, client_pb2.AllocateReply, "grant")(grants)
+    assert client_pb2.AllocateReply.FromString(data).grant.epoch == 3
+    assert decoder(calls.Grants, client_pb2.AllocateReply, "grant")(data) == grants
+
+
+def test_the_keys_may_be_left_to_the_caller() -> None:
+    message = LOOKUP()
+    value = calls.Lookup(Namespace("n"), [Key(b"k")])
+    codec(calls.Lookup, LOOKUP.DESCRIPTOR, keys_apart=True).fill(message, value)
+    assert message == LOOKUP(namespace="n")
+    codec(calls.Lookup, LOOKUP.DESCRIPTOR).fill(message, value)
+    assert message.keys.data == b"k"
+
+
+def test_rows_are_bounded_where_a_field_says_so() -> None:
+    """A status of the release before has all its namespaces in one page."""
+    many = [calls.NamespaceStatus(f"n{number}", 1, 2) for number in range(20_000)]
+    status = calls.ClusterStatus(1, "v", 2, [], many, [])
+    data = encoder(calls.ClusterStatus, admin_pb2.StatusReply)(status)
+    assert decoder(calls.ClusterStatus, admin_pb2.StatusReply)(data) == status
+    data = client_pb2.DescribeSegmentsRequest(segment_ids=range(20_000)).SerializeToString()
+    with pytest.raises(BatchTooLargeError, match="segment_ids: 20000 in one call"):
+        decoder(calls.DescribeSegments, client_pb2.DescribeSegmentsRequest)(data)
