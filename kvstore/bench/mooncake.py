@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvstore.bench.driver import EXIST, GET, PUT, Work
 from kvstore.bench.session import PUT_AT_ONCE, fill_randomly, memory, require
 from kvstore.demo.processes import Child, Children, connects, free_port
-from kvstore.errors import StartupError
+from kvstore.errors import NoSpaceError, StartupError
 
 if TYPE_CHECKING:
     from kvstore.bench.driver import Bytes
@@ -35,6 +35,8 @@ READY_SECONDS = 60.0
 PAUSE_SECONDS = 0.05
 FIRST = "is-there-room"
 THREADS = 2
+NO_SPACE = -200
+"""What its client returns while its memory is full: it evicts later, in the background."""
 BUFFER_BYTES = 64 << 20
 """The client's own buffer for unregistered memory; all measured memory is registered."""
 
@@ -186,6 +188,11 @@ def _listens(children: Children, child: Child, port: int) -> None:
 
 def _all_well(result: Any) -> None:
     codes = result if isinstance(result, list) else [result]
+    if NO_SPACE in codes:
+        raise NoSpaceError(
+            "Mooncake's memory is full",
+            advice="Give it more memory, or wait until it has evicted objects of others.",
+        )
     require(all(code == 0 for code in codes), "was not stored by Mooncake")
 
 

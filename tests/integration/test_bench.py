@@ -76,6 +76,16 @@ def test_every_operation_on_mooncake(children: Children) -> None:
 
 @roomy
 @peer
+def test_a_session_warms_what_others_leave_of_mooncakes_memory(children: Children) -> None:
+    """Mooncake evicts in the background: a put of a quick client finds no memory."""
+    servers = mooncake.start(children, POOL // 16)
+    client = worker(children, MOONCAKE, TCP, servers.master)  # warms as if all of POOL were there
+    assert client.measure(PUT, 4096, 1, 0.01)
+    client.close()
+
+
+@roomy
+@peer
 def test_both_side_by_side() -> None:
     rows = chosen(["get_again", "put/tcp/4KiB/1", "exist/tcp/-/64"])
     said: list[str] = []
