@@ -29,8 +29,9 @@ from kvstore.master.lane import LaneSettings
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.spin import new_event_loop
 from kvstore.master.state.liveness import LivenessRules
-from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
+from kvstore.master.state.rules import MasterRules
 
 log = logging.getLogger("kvstore.master")
 

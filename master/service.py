@@ -38,7 +38,8 @@ from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.carriers import Endpoints
 from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
-from kvstore.master.state.master_state import MasterState, outrun_by
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.nodes import outrun_by
 
 log = logging.getLogger("kvstore.master")
 
@@ -51,28 +52,6 @@ JOIN_TIMEOUT_S: Final = 5.0
 
 OUTBOX_MAX: Final = 4_096
 """Messages that a node has not taken yet; one that does not read is cut off."""
-
-_STEPS: Final[dict[type, Callable[[MasterState, int, Any], Any]]] = {
-    calls.MatchPrefix: MasterState.find,
-    calls.Lookup: MasterState.find,
-    calls.Exists: MasterState.find,
-    calls.PutStart: MasterState.put_start,
-    calls.PutEnd: MasterState.put_end,
-    calls.PutRevoke: MasterState.put_revoke,
-    calls.Allocate: MasterState.allocate,
-    calls.Commit: MasterState.commit,
-    calls.Renew: MasterState.renew,
-    calls.Remove: MasterState.remove,
-    calls.Clear: MasterState.clear,
-    calls.DescribeSegments: MasterState.describe_segments,
-    calls.ReportFailure: MasterState.report_failure,
-    calls.ReportCorrupt: MasterState.report_corrupt,
-    calls.Status: MasterState.status,
-    calls.ListObjects: MasterState.list_objects,
-    calls.StatObject: MasterState.stat_object,
-    calls.Drain: MasterState.drain,
-    calls.StartMoves: MasterState.start_moves,
-}
 
 Outbox = asyncio.Queue[calls.MasterMessage | KVStoreError | None]
 
@@ -202,7 +181,7 @@ class MasterService:
         if isinstance(request, calls.Join):
             return self._joined(request)
         kind = type(request)
-        step = _STEPS.get(kind)
+        step = self.state.steps.get(kind)
         if step is None:
             raise ProtocolError(f"this master does not know {kind.__name__}")
         cut = CUTS.get(kind)
@@ -213,7 +192,7 @@ class MasterService:
             self._check_time(started)
         self.state.changing = False
         try:
-            result: calls.Reply | Later = step(self.state, self._clock(), request)
+            result: calls.Reply | Later = step(self._clock(), request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
                 self._wait_for(result.ticket) if isinstance(result, Later) else result
             )
@@ -306,7 +285,7 @@ class MasterService:
         session = self._next_session
         outbox: Outbox = asyncio.Queue(OUTBOX_MAX)
         with self._transition() as state:
-            accepted = state.node_joined(self._clock(), session, first)
+            accepted = state.nodes.joined(self._clock(), session, first)
             self._outboxes[session] = outbox
             outbox.put_nowait(accepted)
         reader = start_task(
@@ -323,7 +302,7 @@ class MasterService:
             del self._outboxes[session]
             reader.cancel()
             with self._transition() as state:
-                state.node_stream_broken(session)
+                state.nodes.stream_broken(session)
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _read_node(
@@ -333,7 +312,7 @@ class MasterService:
             async for message in incoming:
                 self._check_time(uptime())
                 with self._transition() as state:
-                    state.node_said(self._clock(), session, message)
+                    state.nodes.said(self._clock(), session, message)
             self._put(outbox, None)
         except KVStoreError as error:
             self._put(outbox, error)
@@ -397,7 +376,7 @@ class MasterService:
         if future is None or future.done():
             if isinstance(result, calls.Grants) and result.tokens:  # nobody will write there
                 revoke = calls.PutRevoke(result.epoch, result.tokens, True)
-                self.state.put_revoke(self._clock(), revoke)
+                self.state.putting.put_revoke(self._clock(), revoke)
             return
         if isinstance(result, KVStoreError):
             future.set_exception(result)

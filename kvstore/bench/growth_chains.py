@@ -71,7 +71,9 @@ def _search_us(state: MasterState, keys: list[Key], seconds: float) -> float:
     def check(matched: calls.Matched) -> None:
         require(matched.matches[0].matched == len(keys), "of the chain was not matched")
 
-    return median_us(timed(lambda _: state.match_prefix(0, request), seconds, CALLS_MAX, check))
+    return median_us(
+        timed(lambda _: state.asking.match_prefix(0, request), seconds, CALLS_MAX, check)
+    )
 
 
 def _call_us(match_prefix: Callable[[list[Key]], int], keys: list[Key], seconds: float) -> float:
@@ -89,11 +91,13 @@ def _state_with(keys: list[Key]) -> MasterState:
         size=size, uuid=bytes(16), shm_name="", address="127.0.0.1:9", token=bytes(16), seed=1,
         generation=1, fresh=True,
     )  # fmt: skip
-    state.node_joined(0, 1, calls.NodeJoin("bench", virtual.HOST, PROTOCOL_VERSION, 0, [offer]))
+    state.nodes.joined(0, 1, calls.NodeJoin("bench", virtual.HOST, PROTOCOL_VERSION, 0, [offer]))
     for start in range(0, len(keys), PUT_AT_ONCE):
         parent = keys[start - 1] if start else None
-        grants = state.put_start(0, virtual.putting(keys[start : start + PUT_AT_ONCE], parent))
+        grants = state.putting.put_start(
+            0, virtual.putting(keys[start : start + PUT_AT_ONCE], parent)
+        )
         assert isinstance(grants, calls.Grants)
-        state.put_end(0, calls.PutEnd(grants.epoch, grants.tokens))
+        state.putting.put_end(0, calls.PutEnd(grants.epoch, grants.tokens))
     state.take_effects()
     return state

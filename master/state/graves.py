@@ -94,6 +94,8 @@ class Graveyard:
         """Released orders not done yet, by segment and number."""
         self._mourned: deque[tuple[Version, Grave]] = deque()
         """Segments that died within the last lease, each with ``newest`` of ``mourn``."""
+        self._held: dict[Segment, Grave] = {}
+        """Segments that have not told yet what they hold."""
         self._next_order = 0
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
@@ -228,13 +230,18 @@ class Graveyard:
                 grave.writers.update(dict.fromkeys(remains.writers))
         return graves
 
-    def hold(self, segment: Segment) -> Grave:
-        """A grave for which removals (``earlier``) must wait, until ``let_go``."""
-        return Grave(0, segment, 0, [])
+    def hold(self, segment: Segment) -> None:
+        """Removals must wait for this segment (``held``), until ``let_go``."""
+        self._held[segment] = Grave(0, segment, 0, [])
 
-    def let_go(self, held: Grave) -> list[Effect]:
-        """Removals that waited for ``held`` now wait for the wipings of its segment, if any."""
-        wipings = self.unclean((held.segment,))
+    def held(self) -> list[Grave]:
+        """In place of the segments that removals must wait for."""
+        return list(self._held.values())
+
+    def let_go(self, segment: Segment) -> list[Effect]:
+        """Removals that waited for this segment now wait for its wipings, if any."""
+        held = self._held.pop(segment)
+        wipings = self.unclean((segment,))
         for removal in held.removals:
             further = [grave for grave in wipings if removal not in grave.removals]
             removal.orders += len(further) - 1

@@ -76,6 +76,15 @@ class Membership:
     def of(self, session: int) -> Node | None:
         return self._by_session.get(session)
 
+    def known(self, name: str) -> Node:
+        """Raises InvalidArgumentError."""
+        node = self.nodes.get(name)
+        if node is None:
+            raise InvalidArgumentError(
+                f"there is no node {name}", advice="kvstore status lists the nodes."
+            )
+        return node
+
     def alive_segments(self, now_ms: int) -> list[Segment]:
         """The segments of nodes that are alive, not suspect and not draining."""
         if self._alive is None or self._alive[0] != now_ms:

@@ -99,6 +99,8 @@ class Pending:
     """Grants by token, in the order of their deadlines; and extents in quarantine."""
 
     def __init__(self) -> None:
+        self.last_token = 0
+        """The highest that was ever given out."""
         self._by_token: OrderedDict[int, PendingPut] = OrderedDict()
         self._quarantine: OrderedDict[int, tuple[int, Remains]] = OrderedDict()
         """By token, with the time when it is free."""
@@ -111,6 +113,12 @@ class Pending:
 
     def get(self, token: int) -> PendingPut | None:
         return self._by_token.get(token)
+
+    def take_tokens(self, count: int) -> int:
+        """Returns the token before the first of ``count`` new ones."""
+        before = self.last_token
+        self.last_token += count
+        return before
 
     def add(self, put: PendingPut) -> None:
         """Its deadline must not be earlier than that of any other, here and in ``renew``."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Version
 from kvstore.master.state import liveness
+from kvstore.master.state.common import Common
 from kvstore.master.state.liveness import Node
+from kvstore.master.state.membership import describe
 from kvstore.master.state.records import Namespaces, ObjectRecord, Segment, shards_from
-
-if TYPE_CHECKING:
-    from kvstore.master.state.master_state import MasterState
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
@@ -21,6 +19,9 @@ LIST_STEPS_MAX = 10_000
 detached its ancestors are walked over. About 3 ms."""
 
 
+DESCRIBED_MAX = 1_024
+"""Segments that one answer describes: the rest is asked for again."""
+
 STATUS_ROWS_MAX = 1_000
 """Segments and namespaces that one page of the status shows: 3 ms, and as long to encode them."""
 
@@ -28,37 +29,89 @@ _NAMESPACES = 1 << 63
 """Bit of a cursor that has passed the nodes."""
 
 
-def status(state: MasterState, now_ms: int, request: calls.Status) -> calls.ClusterStatus:
-    nodes: list[calls.NodeStatus] = []
-    namespaces: list[calls.NamespaceStatus] = []
-    cursor = request.cursor
-    left = STATUS_ROWS_MAX
-    if not cursor & _NAMESPACES:
-        known = state.membership.nodes
-        for node in islice(known.values(), cursor, None):
-            if left <= 0:
-                break
-            cursor += 1
-            nodes.append(_node(state, node, now_ms))
-            left -= len(nodes[-1].segments)
-        if cursor >= len(known):
-            cursor = _NAMESPACES
-    if cursor & _NAMESPACES:
-        cursor = _namespaces(state.forest.namespaces, cursor ^ _NAMESPACES, left, namespaces)
-    return calls.ClusterStatus(
-        epoch=state.epoch,
-        version=state.version,
-        uptime_ms=now_ms - state.started_ms,
-        nodes=sorted(nodes),
-        namespaces=sorted(namespaces),
-        counters=[] if request.cursor else sorted(_counters(state)),
-        next_cursor=cursor,
-        cluster=state.cluster,
-    )
+class Report:
+    """Answers of one state."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+
+    def status(self, now_ms: int, request: calls.Status) -> calls.ClusterStatus:
+        common = self._common
+        nodes: list[calls.NodeStatus] = []
+        namespaces: list[calls.NamespaceStatus] = []
+        cursor = request.cursor
+        left = STATUS_ROWS_MAX
+        if not cursor & _NAMESPACES:
+            known = common.membership.nodes
+            for node in islice(known.values(), cursor, None):
+                if left <= 0:
+                    break
+                cursor += 1
+                nodes.append(_node(common, node, now_ms))
+                left -= len(nodes[-1].segments)
+            if cursor >= len(known):
+                cursor = _NAMESPACES
+        if cursor & _NAMESPACES:
+            cursor = _namespaces(common.forest.namespaces, cursor ^ _NAMESPACES, left, namespaces)
+        return calls.ClusterStatus(
+            epoch=common.epoch,
+            version=common.version,
+            uptime_ms=now_ms - common.started_ms,
+            nodes=sorted(nodes),
+            namespaces=sorted(namespaces),
+            counters=[] if request.cursor else sorted(_counters(common)),
+            next_cursor=cursor,
+            cluster=common.cluster,
+        )
+
+    def list_objects(self, now_ms: int, request: calls.ListObjects) -> calls.Listed:
+        common = self._common
+        if request.namespace:
+            table = common.forest.table(request.namespace)
+            tables = [] if table is None else [table]
+        else:
+            tables = common.forest.namespaces.values()
+        # The cursor says which of the dictionaries is next, and how many of its records were seen.
+        first, position = divmod(request.cursor, 1 << _POSITION_BITS)
+        common.forest.begin_step()
+        limit = max(1, min(request.limit, LIST_ROWS_MAX))
+        rows: list[calls.ObjectRow] = []
+        steps_max = common.forest.steps + LIST_STEPS_MAX
+        for index, shard in enumerate(shards_from(tables, first), first):
+            for record in islice(shard.values(), position, None):
+                if len(rows) == limit or common.forest.steps >= steps_max:
+                    return calls.Listed(rows, index << _POSITION_BITS | position)
+                position += 1
+                common.forest.steps += 1
+                if record.key.startswith(request.prefix) and (record.complete or record.writer):
+                    rows.append(_row(common, record, now_ms))
+            position = 0
+        return calls.Listed(rows, 0)
+
+    def stat_object(self, now_ms: int, request: calls.StatObject) -> calls.ObjectDetail:
+        common = self._common
+        common.forest.begin_step()
+        record = common.forest.get(request.namespace, request.key)
+        if record is None or not (record.complete or record.writer):
+            return calls.ObjectDetail(None, b"", 0, Version(0, 0), 0, NO_PLACEMENTS)
+        return calls.ObjectDetail(
+            row=_row(common, record, now_ms),
+            parent=b"" if record.parent is None else record.parent.key,
+            children=record.children,
+            version=Version(record.epoch, record.counter),
+            idle_ms=now_ms - record.last_used_ms,
+            placements=common.placements([record if record.complete else None], now_ms),
+        )
+
+    def describe_segments(self, now_ms: int, request: calls.DescribeSegments) -> calls.Segments:
+        del now_ms
+        known = self._common.pool.segments
+        asked = islice(dict.fromkeys(i for i in request.segment_ids if i in known), DESCRIBED_MAX)
+        return calls.Segments(self._common.epoch, [describe(known[i]) for i in asked])
 
 
-def _counters(state: MasterState) -> list[calls.Counter]:
-    counters = {**state.counters, "under_replicated_objects": state.pool.short_objects}
+def _counters(common: Common) -> list[calls.Counter]:
+    counters = {**common.counters, "under_replicated_objects": common.pool.short_objects}
     return [calls.Counter(name, value) for name, value in counters.items()]
 
 
@@ -76,51 +129,12 @@ def _namespaces(known: Namespaces, place: int, left: int, rows: list[calls.Names
     return 0
 
 
-def list_objects(state: MasterState, now_ms: int, request: calls.ListObjects) -> calls.Listed:
-    if request.namespace:
-        table = state.forest.table(request.namespace)
-        tables = [] if table is None else [table]
-    else:
-        tables = state.forest.namespaces.values()
-    # The cursor says which of the dictionaries is next, and how many of its records were seen.
-    first, position = divmod(request.cursor, 1 << _POSITION_BITS)
-    state.forest.begin_step()
-    limit = max(1, min(request.limit, LIST_ROWS_MAX))
-    rows: list[calls.ObjectRow] = []
-    steps_max = state.forest.steps + LIST_STEPS_MAX
-    for index, shard in enumerate(shards_from(tables, first), first):
-        for record in islice(shard.values(), position, None):
-            if len(rows) == limit or state.forest.steps >= steps_max:
-                return calls.Listed(rows, index << _POSITION_BITS | position)
-            position += 1
-            state.forest.steps += 1
-            if record.key.startswith(request.prefix) and (record.complete or record.writer):
-                rows.append(_row(state, record, now_ms))
-        position = 0
-    return calls.Listed(rows, 0)
-
-
-def stat_object(state: MasterState, now_ms: int, request: calls.StatObject) -> calls.ObjectDetail:
-    state.forest.begin_step()
-    record = state.forest.get(request.namespace, request.key)
-    if record is None or not (record.complete or record.writer):
-        return calls.ObjectDetail(None, b"", 0, Version(0, 0), 0, NO_PLACEMENTS)
-    return calls.ObjectDetail(
-        row=_row(state, record, now_ms),
-        parent=b"" if record.parent is None else record.parent.key,
-        children=record.children,
-        version=Version(record.epoch, record.counter),
-        idle_ms=now_ms - record.last_used_ms,
-        placements=state.placements([record if record.complete else None], now_ms),
-    )
-
-
-def _row(state: MasterState, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
+def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     if not record.complete:
         described = "being_written"
     else:
         # Of a chain that is too long to be walked over now it is not said that it is cut.
-        described = "detached" if state.forest.reach(record) is False else "complete"
+        described = "detached" if common.forest.reach(record) is False else "complete"
     return calls.ObjectRow(
         namespace=record.namespace,
         key=record.key,
@@ -132,9 +146,9 @@ def _row(state: MasterState, record: ObjectRecord, now_ms: int) -> calls.ObjectR
     )
 
 
-def _node(state: MasterState, node: Node, now_ms: int) -> calls.NodeStatus:
-    segments = state.membership.segments[node.name]
-    described = state.membership.state_of(node, now_ms)
+def _node(common: Common, node: Node, now_ms: int) -> calls.NodeStatus:
+    segments = common.membership.segments[node.name]
+    described = common.membership.state_of(node, now_ms)
     if node.draining and described == liveness.ALIVE:
         described = "draining"
     return calls.NodeStatus(

@@ -15,7 +15,7 @@ from kvstore.calls import DrainStep, PutOutcome, Version
 from kvstore.errors import BusyError, InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key
 from kvstore.master.state.effects import Later
-from kvstore.master.state.master_state import MasterRules
+from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster
 
 NAMES = "abcde"
@@ -62,7 +62,7 @@ class DrainMachine(RuleBasedStateMachine):
     def _put(self, some: str, request: calls.PutStart, *, later: bool = False) -> None:
         cluster = self.cluster
         try:
-            result = cluster.state.put_start(cluster.now_ms, request)
+            result = cluster.state.putting.put_start(cluster.now_ms, request)
         except (NoSpaceError, InvalidArgumentError, BusyError):
             cluster._settle()
             return
@@ -102,7 +102,7 @@ class DrainMachine(RuleBasedStateMachine):
 
     @rule(node=nodes, step=st.sampled_from([DrainStep.BEGIN, DrainStep.BEGIN, DrainStep.UNDO]))
     def drain(self, node: str, step: DrainStep) -> None:
-        self.cluster.state.drain(self.cluster.now_ms, calls.Drain(node, step))
+        self.cluster.state.nodes.drain(self.cluster.now_ms, calls.Drain(node, step))
         self.cluster._settle()
 
     @rule(node=nodes, limit=st.integers(1, 5), again=st.booleans(), end=st.booleans())
@@ -142,7 +142,7 @@ class DrainMachine(RuleBasedStateMachine):
     def _start_moves(self, node: str, cursor: int, limit: int) -> int:
         cluster = self.cluster
         request = calls.StartMoves(node, cursor, limit, 1 << 30)
-        result = cluster.state.start_moves(cluster.now_ms, request)
+        result = cluster.state.copying.start_moves(cluster.now_ms, request)
         cluster._settle()
         started = cluster.reply(result)
         assert isinstance(started, calls.MovesStarted)
@@ -171,7 +171,7 @@ class DrainMachine(RuleBasedStateMachine):
         token = data.draw(st.sampled_from(sorted(self.moves)))
         del self.moves[token]
         request = calls.PutRevoke(EPOCH, [token], settled)
-        self.cluster.state.put_revoke(self.cluster.now_ms, request)
+        self.cluster.state.putting.put_revoke(self.cluster.now_ms, request)
         self.cluster._settle()
 
     # --- what must hold ----------------------------------------------------------------------

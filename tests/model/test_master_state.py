@@ -29,10 +29,12 @@ from kvstore.errors import (
     ValueTooLargeError,
 )
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.master.state import graves, master_state, pool, records
+from kvstore.master.state import graves, pool, records, removing, sweeping, waiting
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Send
 from kvstore.master.state.liveness import AGREEING_MS, LivenessRules
-from kvstore.master.state.master_state import MAKING_ROOM_MS, MasterRules, MasterState
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.putting import MAKING_ROOM_MS
+from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
 
 EPOCH = 7
@@ -155,8 +157,9 @@ class MasterMachine(RuleBasedStateMachine):
         self.taboos: list[Taboo] = []
         self.unwiped: dict[tuple[Place, Version], Unwiped] = {}
         self.removals: dict[int, set[tuple[Place, Version]]] = {}  # by ticket
-        self.put_ms = -RULES.lease_ms
-        """When a put last leased what it found, or its parent, while it waits or writes."""
+        self.held_ms = -RULES.lease_ms
+        """When a put last leased what it found, or its parent, while it waits or writes; or when
+        something was last removed, whose bytes are free one lease later."""
         self.waiting: dict[int, Waiting] = {}
         self.cleaning: dict[int, calls.PutStart | calls.Allocate] = {}
         """Granted, but not told before what was evicted for it is wiped."""
@@ -210,7 +213,7 @@ class MasterMachine(RuleBasedStateMachine):
         session = self.sessions
         join = calls.NodeJoin(name, host, PROTOCOL_VERSION, 0, offers)
         try:
-            accepted = self.state.node_joined(self.now_ms, session, join)
+            accepted = self.state.nodes.joined(self.now_ms, session, join)
         except NodeNameTakenError:
             assert taken
             self._see()
@@ -244,7 +247,7 @@ class MasterMachine(RuleBasedStateMachine):
         offers = list(reversed(node.offers))
         join = calls.NodeJoin(node.name, "h0", PROTOCOL_VERSION, epoch, offers)
         try:
-            accepted = self.state.node_joined(self.now_ms, self.sessions, join)
+            accepted = self.state.nodes.joined(self.now_ms, self.sessions, join)
         except SegmentGoneError:
             known = [self.state.pool.segments[id_] for id_ in node.ids]
             assert epoch != EPOCH or not all(segment.whole for segment in known)
@@ -279,7 +282,7 @@ class MasterMachine(RuleBasedStateMachine):
     def _node_stream_breaks(self, node: ModelNode) -> None:
         if node.session is not None:
             self.old_sessions.append(node.session)
-            self.state.node_stream_broken(node.session)
+            self.state.nodes.stream_broken(node.session)
             node.session = None
             if node.alone_ms is not None:
                 node.reported_ms = node.alone_ms
@@ -294,14 +297,14 @@ class MasterMachine(RuleBasedStateMachine):
                 calls.NodeWiped(1),
                 calls.NodeLeave(),
             ]
-            self.state.node_said(self.now_ms, session, data.draw(st.sampled_from(said)))
-            self.state.node_stream_broken(session)
+            self.state.nodes.said(self.now_ms, session, data.draw(st.sampled_from(said)))
+            self.state.nodes.stream_broken(session)
             assert not self.state.effects
         offer = calls.SegmentOffer(8192, b"x" * 16, "", "", b"", 0, 1, False)
         join = calls.NodeJoin(name, "h0", PROTOCOL_VERSION, EPOCH, [offer])
         self.sessions += 1
         with pytest.raises(SegmentGoneError):
-            self.state.node_joined(self.now_ms, self.sessions, join)
+            self.state.nodes.joined(self.now_ms, self.sessions, join)
         self._see()
 
     @precondition(lambda self: self.nodes)
@@ -312,7 +315,10 @@ class MasterMachine(RuleBasedStateMachine):
             return
         self._hear(node, calls.NodeBeat(5))
         node.heard_ms = self.now_ms
-        assert self.state.effects == [Send(node.session, calls.MasterBeat(5))]
+        # Which copies a node is asked for is the subject of test_repairing.
+        repair = [True, False] if self.state.pool.has_replicas else [False]
+        (beat,) = self.state.effects
+        assert beat in [Send(node.session, calls.MasterBeat(5, each)) for each in repair]
         self._see()
 
     def _node_leaves(self, node: ModelNode) -> None:
@@ -350,7 +356,7 @@ class MasterMachine(RuleBasedStateMachine):
         reported = calls.Reported(0)
         for number in range(hosts):
             report = calls.ReportFailure(ids, "client", f"reporter-{number}", "refused")
-            reported = self.state.report_failure(self.now_ms, report)
+            reported = self.state.nodes.report_failure(self.now_ms, report)
         node.alone_ms = self.now_ms
         if hosts > 1:
             node.agreed_ms = self.now_ms
@@ -368,7 +374,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _hear(self, node: ModelNode, message: calls.NodeMessage) -> None:
         assert node.session is not None
-        self.state.node_said(self.now_ms, node.session, message)
+        self.state.nodes.said(self.now_ms, node.session, message)
 
     def _bury_dead(self) -> None:
         for node in list(self.nodes.values()):
@@ -476,20 +482,20 @@ class MasterMachine(RuleBasedStateMachine):
             del self.granted[token]
             self.old_tokens.append(token)
             revoke = calls.PutRevoke(EPOCH, [token], True)
-            assert self.state.put_revoke(self.now_ms, revoke).revoked == 1
+            assert self.state.putting.put_revoke(self.now_ms, revoke).revoked == 1
         self._see()
 
     def _start(self, request: calls.PutStart | calls.Allocate) -> None:
         outcomes = self._outcomes(request)
         if PutOutcome.FOUND in outcomes or getattr(request, "parent", None) is not None:
-            self.put_ms = self.now_ms
+            self.held_ms = self.now_ms
         wanted = outcomes.count(PutOutcome.WRITE)
         busy = wanted > 0 and len(self.granted) + wanted > RULES.pending_puts_max
         try:
             result = (
-                self.state.put_start(self.now_ms, request)
+                self.state.putting.put_start(self.now_ms, request)
                 if isinstance(request, calls.PutStart)
-                else self.state.allocate(self.now_ms, request)
+                else self.state.putting.allocate(self.now_ms, request)
             )
         except InvalidArgumentError:
             assert isinstance(request, calls.PutStart)
@@ -515,14 +521,15 @@ class MasterMachine(RuleBasedStateMachine):
             return
         if isinstance(result, Later):
             self._new_ticket(result.ticket)
-            if not any(put.ticket == result.ticket for put in self.state._waiting):
+            if not any(put.ticket == result.ticket for put in self.state.waiting):
                 assert not busy
                 self.cleaning[result.ticket] = request
                 self._see(may_evict=True)
                 return
             assert len(self.waiting) < RULES.waiting_puts_max
             wait_ms = min(request.wait_ms, RULES.put_wait_max_ms)
-            deadline_ms = self.state._waiting[-1].deadline_ms
+            *_, last = self.state.waiting
+            deadline_ms = last.deadline_ms
             allowed = {wait_ms, max(wait_ms, MAKING_ROOM_MS)} - {0}
             assert deadline_ms - self.now_ms in allowed
             self.waiting[result.ticket] = Waiting(request, deadline_ms)
@@ -586,7 +593,7 @@ class MasterMachine(RuleBasedStateMachine):
         quiet &= all(offer.size - SUPERBLOCK_BYTES >= longest for offer in offers)
         quiet &= len(self._choosable()) == len(self.nodes)
         quiet &= not self.state.has_work
-        quiet &= self.now_ms >= self.put_ms + RULES.lease_ms
+        quiet &= self.now_ms >= self.held_ms + RULES.lease_ms
         if quiet:
             replicas = getattr(request, "replicas", 1)
             roomy = [
@@ -726,7 +733,7 @@ class MasterMachine(RuleBasedStateMachine):
             self.objects[granted.name] = Stored(
                 Version(EPOCH, token), granted.size, places, granted.parent
             )
-        result = self.state.put_end(self.now_ms, calls.PutEnd(epoch, tokens))
+        result = self.state.putting.put_end(self.now_ms, calls.PutEnd(epoch, tokens))
         reply = self._reply_now_or_later(result, replaced)
         if reply is not None:
             assert isinstance(reply, calls.PutEnded)
@@ -745,7 +752,7 @@ class MasterMachine(RuleBasedStateMachine):
                 self._forget_token(token)
                 if not settled:
                     self._give_up(granted)
-        reply = self.state.put_revoke(self.now_ms, calls.PutRevoke(epoch, tokens, settled))
+        reply = self.state.putting.put_revoke(self.now_ms, calls.PutRevoke(epoch, tokens, settled))
         assert reply == calls.Revoked(revoked)
         self._see()
 
@@ -777,7 +784,7 @@ class MasterMachine(RuleBasedStateMachine):
         refused = granted is None or granted.name is not None or size > granted.size
         outcome = self._outcome(name, overwrite)
         try:
-            result = self.state.commit(self.now_ms, request)
+            result = self.state.putting.commit(self.now_ms, request)
         except InvalidArgumentError:
             assert not refused
             links = calls.PutStart(namespace, [key], [0], parent, True, 1, False, 0, "")
@@ -822,7 +829,7 @@ class MasterMachine(RuleBasedStateMachine):
     @rule(asked=st.lists(namespaces, min_size=1, max_size=2), batch=key_lists, places=st.booleans())
     def match(self, asked: list[Namespace], batch: list[Key], places: bool) -> None:
         request = calls.MatchPrefix(asked, batch, places)
-        reply = self.state.match_prefix(self.now_ms, request)
+        reply = self.state.asking.match_prefix(self.now_ms, request)
         assert (reply.epoch, reply.lease_ms) == (EPOCH, RULES.lease_ms)
         for namespace, found in zip(asked, reply.matches, strict=True):
             expected = 0
@@ -856,13 +863,13 @@ class MasterMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, batch=st.lists(keys, max_size=6))
     def lookup(self, namespace: Namespace, batch: list[Key]) -> None:
-        reply = self.state.lookup(self.now_ms, calls.Lookup(namespace, batch))
+        reply = self.state.asking.lookup(self.now_ms, calls.Lookup(namespace, batch))
         names = [(namespace, key) for key in batch]
         self._check_placements(names, reply.placements)
         for name in names:
             if name in self.objects:
                 self._promise(self.objects[name])
-        presence = self.state.exists(self.now_ms, calls.Exists(namespace, batch)).presence
+        presence = self.state.asking.exists(self.now_ms, calls.Exists(namespace, batch)).presence
         written = {granted.name for granted in self.granted.values()}
         for name, known in zip(names, presence, strict=True):
             if name in self.objects:
@@ -895,7 +902,7 @@ class MasterMachine(RuleBasedStateMachine):
         versions = [s.version if s is not None and not old else Version(EPOCH, 0) for s in stored]
         tokens = self._tokens(data)
         epoch = data.draw(self.epochs)
-        reply = self.state.renew(
+        reply = self.state.asking.renew(
             self.now_ms,
             calls.Renew(
                 namespace,
@@ -936,12 +943,12 @@ class MasterMachine(RuleBasedStateMachine):
         for key in batch:
             removed.append((namespace, key) in self.objects)
             self._bury((namespace, key))
-        if not self.nodes and self.state._absent_since:
+        if not self.nodes and self.state.returning._absent_since:
             with pytest.raises(UnavailableError):
-                self.state.remove(self.now_ms, calls.Remove(namespace, batch))
+                self.state.removing.remove(self.now_ms, calls.Remove(namespace, batch))
             return
         items = self._unwiped_of(*((namespace, key) for key in batch))
-        result = self.state.remove(self.now_ms, calls.Remove(namespace, batch))
+        result = self.state.removing.remove(self.now_ms, calls.Remove(namespace, batch))
         reply = self._reply_now_or_later(result, items)
         if reply is not None:
             assert isinstance(reply, calls.Removed)
@@ -951,11 +958,11 @@ class MasterMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(["", "a", "b"]), limit=st.integers(1, 5))
     def clear(self, namespace: str, limit: int) -> None:
         before = set(self.objects)
-        if not self.nodes and self.state._absent_since:
+        if not self.nodes and self.state.returning._absent_since:
             with pytest.raises(UnavailableError):
-                self.state.clear(self.now_ms, calls.Clear(namespace, limit))
+                self.state.removing.clear(self.now_ms, calls.Clear(namespace, limit))
             return
-        result = self.state.clear(self.now_ms, calls.Clear(namespace, limit))
+        result = self.state.removing.clear(self.now_ms, calls.Clear(namespace, limit))
         gone = {name for name in before if self._actual(name) is None}
         assert len(gone) <= limit
         assert all(namespace in ("", name[0]) for name in gone)
@@ -973,6 +980,7 @@ class MasterMachine(RuleBasedStateMachine):
             return set()
         items = {(place, stored.version) for place in stored.places}
         free_at_ms = self.now_ms + RULES.lease_ms
+        self.held_ms = self.now_ms
         for item in items:
             self.unwiped[item] = Unwiped(name, extent_bytes(stored.size), free_at_ms)
         return items
@@ -995,8 +1003,8 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _waits_for_others(self) -> bool:
         """Whether there may be more to a removal than wiping what the model knows of."""
-        graves = self.state._graves
-        return bool(self.state._inventories or graves._mourned or graves._unclean)
+        graves = self.state.graves
+        return bool(self.state.returning.under_way or graves._mourned or graves._unclean)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -1028,8 +1036,8 @@ class MasterMachine(RuleBasedStateMachine):
                 self._give_up(granted)
                 self._quarantine(granted, self.now_ms + RULES.quarantine_ms)
         self._see(may_evict=True)
-        for waiting in self.waiting.values():
-            assert waiting.deadline_ms > self.now_ms, "not answered in time"
+        for put in self.waiting.values():
+            assert put.deadline_ms > self.now_ms, "not answered in time"
         next_ms = self.state.next_tick_ms(self.now_ms)
         assert next_ms is None or next_ms > self.now_ms or self.state.has_work, (
             "nothing is due, and yet it asks"
@@ -1062,7 +1070,7 @@ class MasterMachine(RuleBasedStateMachine):
             if record.complete and segment is not None and not record.children:
                 assert segment.alive, "a leaf that nobody can evict"
                 assert self.state.forest.reachable(record) or segment.candidates.detached(record)
-        status = self.state.status(self.now_ms, calls.Status())
+        status = self.state.report.status(self.now_ms, calls.Status())
         if not self.granted:  # lost blocks right above a put under way are counted until it ends
             counts = {row.name: (row.objects, row.size) for row in status.namespaces}
             for namespace in NAMESPACES:
@@ -1078,7 +1086,7 @@ class MasterMachine(RuleBasedStateMachine):
         cursor = 0
         while True:
             request = calls.ListObjects(namespace, b"", cursor, limit)
-            page = self.state.list_objects(self.now_ms, request)
+            page = self.state.report.list_objects(self.now_ms, request)
             assert len(page.objects) <= limit
             for row in page.objects:
                 assert (row.namespace, row.key) not in found
@@ -1097,7 +1105,7 @@ class MasterMachine(RuleBasedStateMachine):
                 assert state == "being_written"
 
     def _stat(self, name: Name) -> calls.ObjectDetail:
-        return self.state.stat_object(self.now_ms, calls.StatObject(*name))
+        return self.state.report.stat_object(self.now_ms, calls.StatObject(*name))
 
     # --- what the state says and does ----------------------------------------------------------
 
@@ -1132,7 +1140,7 @@ class MasterMachine(RuleBasedStateMachine):
                     assert event
                     assert all(isinstance(value, (str, int)) for value in fields.values())
         if self.waiting:
-            self.put_ms = self.now_ms
+            self.held_ms = self.now_ms
         for ticket, items in self.removals.items():
             if not self._waits_for_others():
                 assert items, f"ticket {ticket} was not answered, although all is wiped"
@@ -1230,10 +1238,10 @@ class SlicedMachine(MasterMachine):
         (pool, "SETTLE_STEPS", 1),
         (pool, "_REMARKS_PER_LOOK", 1),
         (pool, "MOVES_PER_STEP", 2),
-        (master_state, "SWEEP_STEPS", 2),
-        (master_state, "HIDE_STEPS", 1),
+        (sweeping, "SWEEP_STEPS", 2),
+        (removing, "HIDE_STEPS", 1),
         (graves, "WIPES_PER_ORDER", 2),
-        (master_state, "SERVED_PER_STEP", 1),
+        (waiting, "SERVED_PER_STEP", 1),
         (records, "ONE_SHARD_RECORDS", 2),
     )
 

@@ -115,9 +115,9 @@ def took(state: MasterState, now_ms: int, session: int, data: bytes) -> None:
     with contextlib.suppress(KVStoreError):
         message = decode_node_message(data)
         if state.membership.of(session) is not None:
-            state.node_said(now_ms, session, message)
+            state.nodes.said(now_ms, session, message)
         elif isinstance(message, calls.NodeJoin):
-            state.node_joined(now_ms, session, message)
+            state.nodes.joined(now_ms, session, message)
     state.tick(now_ms)
     for _ in range(100):
         if not state.has_work:
@@ -177,10 +177,10 @@ def test_what_comes_back_costs_what_it_holds_not_what_it_could() -> None:
     offer = calls.SegmentOffer(4 << 40, b"1" * 16, "kv", "h:1", bytes(16), 1, 1, False)
     tracemalloc.start()
     try:
-        state.node_joined(0, 1, calls.NodeJoin("one", "h", PROTOCOL_VERSION, 0, [offer]))
+        state.nodes.joined(0, 1, calls.NodeJoin("one", "h", PROTOCOL_VERSION, 0, [offer]))
         rows: Any = [0], [Key(b"k")], [None], [3 << 40], [EPOCH - 1], [1], [SUPERBLOCK_BYTES]
         huge = calls.NodeClaims(0, True, True, [Namespace("n")], *rows)
-        state.node_said(0, 1, huge)
+        state.nodes.said(0, 1, huge)
         while state.has_work:
             state.work(0)
         taken, peak = tracemalloc.get_traced_memory()
@@ -188,4 +188,4 @@ def test_what_comes_back_costs_what_it_holds_not_what_it_could() -> None:
         tracemalloc.stop()
     assert state.counters["claimed_objects"] == 1
     assert peak < 200_000, taken
-    assert state.stat_object(0, ASKED).version == Version(EPOCH - 1, 1)
+    assert state.report.stat_object(0, ASKED).version == Version(EPOCH - 1, 1)

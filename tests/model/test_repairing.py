@@ -17,8 +17,8 @@ from kvstore.calls import PutOutcome, Version
 from kvstore.limits import Key
 from kvstore.master.state.effects import Later
 from kvstore.master.state.inventory import Claim
-from kvstore.master.state.master_state import MasterRules
 from kvstore.master.state.repairing import RepairRules
+from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 
 NAMES = "abcde"
@@ -86,7 +86,7 @@ class RepairMachine(RuleBasedStateMachine):
             NAMESPACE, keys_of(name), [BLOCK], None, False, replicas, overwrite, 0, "",
             client_number=1,
         )  # fmt: skip
-        result = cluster.state.put_start(cluster.now_ms, request)
+        result = cluster.state.putting.put_start(cluster.now_ms, request)
         grants = cluster.reply(result)
         assert isinstance(grants, calls.Grants)
         for token in grants.tokens:
@@ -172,13 +172,13 @@ class RepairMachine(RuleBasedStateMachine):
         token = data.draw(st.sampled_from(sorted(self.copies)))
         del self.copies[token]
         request = calls.PutRevoke(EPOCH, [token], settled)
-        self.cluster.state.put_revoke(self.cluster.now_ms, request)
+        self.cluster.state.putting.put_revoke(self.cluster.now_ms, request)
         self.cluster._settle()
 
     def _ask(self, node: str, limit: int) -> None:
         cluster = self.cluster
         request = calls.StartMoves(node, 0, limit, 1 << 30, client_number=9, repair=True)
-        result = cluster.state.start_moves(cluster.now_ms, request)
+        result = cluster.state.copying.start_moves(cluster.now_ms, request)
         started = cluster.reply(result)
         if isinstance(result, Later):
             self._forget_late()
@@ -193,7 +193,7 @@ class RepairMachine(RuleBasedStateMachine):
             assert cluster.segments[target] not in cluster.where(key.decode())
             cluster.of(target)[offset] = what
             self.copies[grants.tokens[row]] = what
-        assert len([p for p in cluster.state._pending if p.repairs]) <= COPIES_MAX
+        assert len([p for p in cluster.state.pending if p.repairs]) <= COPIES_MAX
 
     def _end_copies(self, tokens: list[int]) -> None:
         before = {name: self._version(name) for name in NAMES}
@@ -212,7 +212,7 @@ class RepairMachine(RuleBasedStateMachine):
             self.pending.pop(token, None)
 
     def _forget_late(self) -> None:
-        known = {put.token for put in self.cluster.state._pending}
+        known = {put.token for put in self.cluster.state.pending}
         self.pending = {t: name for t, name in self.pending.items() if t in known}
         self.copies = {t: what for t, what in self.copies.items() if t in known}
 

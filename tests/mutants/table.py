@@ -19,7 +19,14 @@ TRANSPORT: Final = (
 )  # fmt: skip
 MEMORY: Final = ("tests/unit/memory", "tests/model/test_allocator.py", "tests/unit/node")
 CONNECTOR: Final = ("tests/unit/connectors",)
-STATE: Final = "master/state/master_state.py"
+ASKING: Final = "master/state/asking.py"
+COMMON: Final = "master/state/common.py"
+GRANTING: Final = "master/state/granting.py"
+MARKS: Final = "master/state/marks.py"
+NODES: Final = "master/state/nodes.py"
+PUTTING: Final = "master/state/putting.py"
+REMOVING: Final = "master/state/removing.py"
+RETURNING: Final = "master/state/returning.py"
 POOL: Final = "master/state/pool.py"
 GRAVES: Final = "master/state/graves.py"
 SCHEDULER: Final = "connectors/vllm/scheduler.py"
@@ -42,42 +49,42 @@ MUTANTS: Final = (
     # --- grants and the wiping before them ----------------------------------------------------
     Mutant(
         "granted-before-wiped",
-        STATE,
-        "return self._bury(now_ms, [], result, unclean) if unclean else result",
+        PUTTING,
+        "return self._common.when_wiped(now_ms, [], result, unwiped) if unwiped else result",
         "return result",
         MASTER,
     ),
     Mutant(
         "waiting-put-granted-before-wiped",
-        STATE,
+        COMMON,
         "return [grave for grave in unclean if grave.offsets]  # marks concern no writer",
         "return []",
         MASTER,
     ),
     Mutant(
         "evicted-is-not-wiped",
-        STATE,
-        "            self.effects += self._graves.clean(self.pool.evicted)\n",
+        GRANTING,
+        "            common.effects += common.graves.clean(pool.evicted)\n",
         "",
         MASTER,
     ),
     Mutant(
         "found-is-not-leased",
-        STATE,
+        PUTTING,
         "                found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)\n",
         "",
         MASTER,
     ),
     Mutant(
         "found-is-not-used",
-        STATE,
+        PUTTING,
         "                found.last_used_ms = now_ms\n",
         "",
         MASTER,
     ),
     Mutant(
         "parent-of-a-put-is-not-leased",
-        STATE,
+        PUTTING,
         "            parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)\n",
         "",
         MASTER,
@@ -91,129 +98,129 @@ MUTANTS: Final = (
     ),
     Mutant(
         "unusable-segments-are-chosen",
-        STATE,
+        GRANTING,
         "usable = [segment for segment in alive if segment.usable(now_ms)]",
         "usable = list(alive)",
         MASTER,
     ),
     Mutant(
         "no-bound-of-pending-puts",
-        STATE,
-        "if len(self._pending) + len(sizes) > self.rules.pending_puts_max:",
-        "if len(self._pending) > self.rules.pending_puts_max:",
+        GRANTING,
+        "if len(self._pending) + len(sizes) > common.rules.pending_puts_max:",
+        "if len(self._pending) > common.rules.pending_puts_max:",
         MASTER,
     ),
     # --- ends of puts -------------------------------------------------------------------------
     Mutant(
         "put-end-of-another-epoch",
-        STATE,
-        "enumerate(request.tokens if request.epoch == self.epoch else ())",
+        PUTTING,
+        "enumerate(request.tokens if request.epoch == common.epoch else ())",
         "enumerate(request.tokens)",
         MASTER,
     ),
     Mutant(
         "put-end-after-its-deadline",
-        STATE,
+        PUTTING,
         "if now_ms > put.deadline_ms or put.record is None:",
         "if put.record is None:",
         MASTER,
     ),
     Mutant(
         "revoked-at-once-is-free",
-        STATE,
-        "            if request.settled:\n                self.pool.free(put.extents, put.length)",
-        "            if True:\n                self.pool.free(put.extents, put.length)",
+        PUTTING,
+        "            if request.settled:\n                self._pool.free(put.extents, put.length)",
+        "            if True:\n                self._pool.free(put.extents, put.length)",
         MASTER,
     ),
     Mutant(
         "quarantine-ends-with-the-deadline",
-        STATE,
-        "until_ms = max(now_ms, put.deadline_ms) + self.rules.quarantine_ms",
-        "until_ms = max(now_ms, put.deadline_ms)",
+        GRANTING,
+        "until_ms = writes_until_ms + self._common.rules.quarantine_ms",
+        "until_ms = writes_until_ms",
         MASTER,
     ),
     Mutant(
         "revoked-is-not-cut",
-        STATE,
+        PUTTING,
         "remains = remains._replace(writers=put.writers(request.connections))",
         "pass",
         MASTER,
     ),
     Mutant(
         "expired-is-not-cut",
-        STATE,
-        "self._clean([remains._replace(writers=put.writers())])",
-        "self._clean([remains])",
+        GRANTING,
+        "self._common.wipe([remains._replace(writers=put.writers())])",
+        "self._common.wipe([remains])",
         MASTER,
     ),
     Mutant(
         "quarantine-is-not-wiped-at-its-end",
-        STATE,
-        "        self.effects += self._graves.clean(over)\n",
+        GRANTING,
+        "        common.effects += common.graves.clean(over)\n",
         "",
         MASTER,
     ),
     Mutant(
         "what-landed-late-is-not-wiped",
-        STATE,
-        "            self.effects += self._graves.clean([remains])\n",
+        GRANTING,
+        "            self._common.effects += self._common.graves.clean([remains])\n",
         "            pass\n",
         MASTER,
     ),
     Mutant(
         "what-expired-is-not-wiped",
-        STATE,
-        "        self._clean([remains._replace(writers=put.writers())])\n",
+        GRANTING,
+        "        self._common.wipe([remains._replace(writers=put.writers())])\n",
         "",
         MASTER,
     ),
     Mutant(
         "overwrite-without-tombstone",
-        STATE,
-        "            self._tombstones.add(namespace, key, self._present, but=version)\n",
+        REMOVING,
+        "            self._common.forbid(namespace, key, but=version)\n",
         "            pass\n",
         MASTER,
     ),
     Mutant(
         "committed-allocation-is-not-leased",
-        STATE,
+        PUTTING,
         "        record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)\n"
-        "        self._settle(record)",
-        "        self._settle(record)",
+        "        if not record",
+        "        if not record",
         MASTER,
     ),
     Mutant(
         "tail-of-an-allocation-is-lost",
-        STATE,
-        "            self.pool.free(tails, put.length - kept)\n",
+        PUTTING,
+        "            self._pool.free(tails, put.length - kept)\n",
         "            pass\n",
         MASTER,
     ),
     # --- removing -----------------------------------------------------------------------------
     Mutant(
         "removal-without-tombstone",
-        STATE,
-        "            self._tombstones.add(request.namespace, key, self._present)\n",
+        REMOVING,
+        "            self._common.forbid(request.namespace, key)\n",
         "",
         MASTER,
     ),
     Mutant(
         "clear-without-tombstone",
-        STATE,
-        "        self._tombstones.add(request.namespace, None, self._present)\n",
+        REMOVING,
+        "        self._common.forbid(namespace, None)\n",
         "",
         MASTER,
     ),
     Mutant(
         "removal-does-not-wait-for-others",
-        STATE,
+        REMOVING,
         "return [*self._graves.of_objects(names), *self._elsewhere()]",
         "return [*self._elsewhere()]",
         MASTER,
     ),
     Mutant(
         "removal-does-not-wait-for-mourning",
-        STATE,
+        REMOVING,
         "            mourned += self._graves.mourned(record)\n"
         "            if record is not None and",
         "            if record is not None and",
@@ -221,8 +228,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "removal-does-not-wait-for-the-untold",
-        STATE,
-        "return [*untold, *self._graves.unmarked()]",
+        REMOVING,
+        "return [*self._graves.held(), *self._graves.unmarked()]",
         "return [*self._graves.unmarked()]",
         MASTER,
     ),
@@ -242,8 +249,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "orders-are-not-sent-again",
-        STATE,
-        "            self.effects += self._graves.send_again(self.pool.segments[segment_id])\n",
+        NODES,
+        "            common.effects += "
+        "common.graves.send_again(common.pool.segments[segment_id])\n",
         "            pass\n",
         MASTER,
     ),
@@ -256,24 +264,26 @@ MUTANTS: Final = (
     ),
     Mutant(
         "corrupt-replica-of-another-version",
-        STATE,
+        REMOVING,
         "            if record is None or (record.epoch, record.counter) != (epoch, counter):\n"
-        "                continue\n            for segment, _ in record.extents():",
+        "                continue\n"
+        "            for segment, _ in record.extents():",
         "            if record is None:\n"
-        "                continue\n            for segment, _ in record.extents():",
+        "                continue\n"
+        "            for segment, _ in record.extents():",
         MASTER,
     ),
     # --- restarts -----------------------------------------------------------------------------
     Mutant(
         "claim-of-what-is-pending",
-        STATE,
-        "or (version.epoch == self.epoch and self._pending.get(version.counter) is not None)\n",
+        RETURNING,
+        "or (version.epoch == common.epoch and common.pending.get(version.counter) is not None)\n",
         "\n",
         MASTER,
     ),
     Mutant(
         "claim-is-not-leased",
-        STATE,
+        RETURNING,
         "        record.lease_until_ms = max(record.lease_until_ms, "
         "inventory.segment.usable_at_ms)\n",
         "",
@@ -281,44 +291,44 @@ MUTANTS: Final = (
     ),
     Mutant(
         "claim-of-the-removed",
-        STATE,
-        "            or self._tombstones.forbids(claim.name, version, inventory.absent_since)\n",
+        RETURNING,
+        "            or common.tombstones.forbids(claim.name, version, inventory.absent_since)\n",
         "",
         MASTER,
     ),
     Mutant(
         "claim-over-another",
-        STATE,
+        RETURNING,
         "            or not inventory.fits(offset, size)\n",
         "",
         MASTER,
     ),
     Mutant(
         "claim-from-the-future",
-        STATE,
-        "            version > self._present\n            or (version",
+        RETURNING,
+        "            version > common.present\n            or (version",
         "            (version",
         MASTER,
     ),
     Mutant(
         "claim-of-outdated-memory",
-        STATE,
+        RETURNING,
         "            or inventory.outdated\n",
         "",
         MASTER,
     ),
     Mutant(
         "refused-claims-are-not-wiped",
-        STATE,
-        "            self.effects += self._graves.clean(refused)\n",
+        RETURNING,
+        "            common.effects += common.graves.clean(refused)\n",
         "",
         MASTER,
     ),
     Mutant(
         "mark-is-not-monotone",
-        STATE,
-        "        self._mark = max(self._mark, mark)\n",
-        "        self._mark = mark\n",
+        MARKS,
+        "        self._newest = max(self._newest, mark)\n",
+        "        self._newest = mark\n",
         MASTER,
     ),
     Mutant(
@@ -395,22 +405,23 @@ MUTANTS: Final = (
     ),
     Mutant(
         "lookup-is-not-leased",
-        STATE,
+        ASKING,
         "                record.last_used_ms = now_ms\n"
-        "                record.lease_until_ms = lease_until_ms\n            else:",
+        "                record.lease_until_ms = lease_until_ms\n"
+        "            else:",
         "                record.last_used_ms = now_ms\n            else:",
         MASTER,
     ),
     Mutant(
         "renewed-though-a-replica-died",
-        STATE,
+        ASKING,
         "                and all(s.alive or not s.segment_id for s, _ in record.extents())\n",
         "",
         MASTER,
     ),
     Mutant(
         "renewed-under-another-version",
-        STATE,
+        ASKING,
         "                and (record.epoch, record.counter) == (epoch, counter)\n",
         "",
         MASTER,

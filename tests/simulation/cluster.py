@@ -18,8 +18,9 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import Key
 from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.liveness import LivenessRules
-from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
+from kvstore.master.state.rules import MasterRules
 from tests.simulation import inside
 from tests.simulation.candidate import Candidate
 from tests.simulation.client import Client

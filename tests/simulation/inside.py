@@ -38,35 +38,35 @@ def mounted(state: MasterState, uuid: bytes) -> Segment | None:
 
 def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int]]:
     """(token, segment, offset, length) of every grant that can still end."""
-    for put in state._pending:
+    for put in state.pending:
         for segment, offset in put.extents:
             yield put.token, segment, offset, put.length
 
 
 def repairs(state: MasterState) -> Iterator[PendingPut]:
     """Copies under way that are to be further replicas."""
-    return (put for put in state._pending if put.repairs)
+    return (put for put in state.pending if put.repairs)
 
 
 def is_repair(state: MasterState, token: int) -> bool:
-    put = state._pending.get(token)
+    put = state.pending.get(token)
     return put is not None and put.repairs
 
 
 def is_copy(state: MasterState, token: int) -> bool:
     """Of an object that is there: for a repair, or because its node is drained."""
-    put = state._pending.get(token)
+    put = state.pending.get(token)
     return put is not None and put.moves is not None
 
 
 def copies(state: MasterState) -> int:
     """That are under way, of all objects."""
-    return sum(map(len, state._copies.values()))
+    return sum(map(len, state.granting.copies.values()))
 
 
 def moved_to(state: MasterState, name: Name) -> list[Version]:
     """Versions that the moves under way of an object would give it."""
-    copies = state._copies.get(name, ())
+    copies = state.granting.copies.get(name, ())
     return [Version(state.epoch, put.token) for put in copies if not put.repairs]
 
 
@@ -91,12 +91,12 @@ def could_be_repaired(state: MasterState, now_ms: int) -> list[ObjectRecord]:
 
 def is_pending(state: MasterState, version: Version) -> bool:
     """Whether the put of that version can still end."""
-    return version.epoch == state.epoch and state._pending.get(version.counter) is not None
+    return version.epoch == state.epoch and state.pending.get(version.counter) is not None
 
 
 def replaced_by(state: MasterState, token: int) -> Name | None:
     """The complete object that this put overwrites if it ends now."""
-    put = state._pending.get(token)
+    put = state.pending.get(token)
     if put is None or put.record is None or not put.record.complete or put.repairs:
         return None
     return put.record.namespace, put.record.key
@@ -104,7 +104,7 @@ def replaced_by(state: MasterState, token: int) -> Name | None:
 
 def waiting(state: MasterState) -> int:
     """Puts that wait for room."""
-    return len(state._waiting)
+    return len(state.waiting)
 
 
 def owner_of(
@@ -114,14 +114,14 @@ def owner_of(
     stop = start + length
     for token, its_segment, offset, size in pending_extents(state):
         if its_segment is segment and offset < stop and start < offset + size:
-            put = state._pending.get(token)
+            put = state.pending.get(token)
             written = put.moves if put is not None and put.repairs else (state.epoch, token)
             mine = version == written and offset <= start and stop <= offset + size
             return "writer" if mine else f"put {token}"
-    for its_segment, offset, size in state._pending.ranges():
+    for its_segment, offset, size in state.pending.ranges():
         if its_segment is segment and offset < stop and start < offset + size:
             return "quarantine"
-    for its_segment, offset, size in state._graves.ranges():
+    for its_segment, offset, size in state.graves.ranges():
         if its_segment is segment and offset < stop and start < offset + size:
             return "grave"
     for record in state.forest.records():
@@ -146,11 +146,9 @@ def leftovers(state: MasterState) -> dict[str, int]:
     segments = state.pool.segments.values()
     used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
     return {
-        "pending_puts": len(state._pending),
-        "waiting_puts": len(state._waiting),
-        "quarantined_or_buried": sum(
-            1 for _ in (*state._pending.ranges(), *state._graves.ranges())
-        ),
-        "sweeps": len(state._sweeps),
+        "pending_puts": len(state.pending),
+        "waiting_puts": len(state.waiting),
+        "quarantined_or_buried": sum(1 for _ in (*state.pending.ranges(), *state.graves.ranges())),
+        "sweeps": len(state.sweeping),
         "lost_bytes": used - objects,
     }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 from kvstore import calls
 from kvstore.errors import KVStoreError, NotLeaderError, PermissionDeniedError, ProtocolError
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
-from kvstore.master.state.master_state import MasterState, outrun_by
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.nodes import outrun_by
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import encode_error
@@ -20,18 +20,6 @@ from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import MS, Future, Process
 
 TICK_US = 10 * MS
-
-_STEPS = {
-    kind: re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-    for kind in (
-        *(calls.MatchPrefix, calls.Lookup, calls.Exists, calls.PutStart, calls.PutEnd),
-        *(calls.PutRevoke, calls.Allocate, calls.Commit, calls.Renew, calls.Remove, calls.Clear),
-        *(calls.DescribeSegments, calls.ReportFailure, calls.ReportCorrupt, calls.Status),
-        *(calls.ListObjects, calls.StatObject, calls.Drain, calls.StartMoves),
-    )
-}
-"""Request and method of the state."""
-_STEPS |= dict.fromkeys((calls.MatchPrefix, calls.Lookup, calls.Exists), "find")
 
 
 class Master:
@@ -139,7 +127,7 @@ class Master:
             )
         self.oracle.processing(self.state, self.now_ms, call_id, request)
         try:
-            reply = getattr(self.state, _STEPS[type(request)])(self.now_ms, request)
+            reply = self.state.steps[type(request)](self.now_ms, request)
         except KVStoreError:
             self.oracle.master_stepped(self.state, self.now_ms, request, None)
             raise
@@ -181,7 +169,7 @@ class Master:
             return
         await self.process.reached("master: before a join")
         try:
-            accepted = self.state.node_joined(self.now_ms, session, join)
+            accepted = self.state.nodes.joined(self.now_ms, session, join)
         except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
             end.close()
@@ -197,7 +185,7 @@ class Master:
                 message = decode_node_message(await end.receive())
                 await self.process.reached(f"master: before {type(message).__name__}")
                 self._check_time()
-                self.state.node_said(self.now_ms, session, message)
+                self.state.nodes.said(self.now_ms, session, message)
                 self._stepped()
                 self._settle()
         except BrokenStreamError:
@@ -208,7 +196,7 @@ class Master:
         end.close()
         if self._over:
             return
-        self.state.node_stream_broken(session)
+        self.state.nodes.stream_broken(session)
         self._stepped()
         self._settle()
 
@@ -234,7 +222,7 @@ class Master:
                     answer.set(result)
                 elif isinstance(result, calls.Grants) and result.tokens:
                     revoke = calls.PutRevoke(result.epoch, result.tokens, True)
-                    self.state.put_revoke(self.now_ms, revoke)
+                    self.state.putting.put_revoke(self.now_ms, revoke)
                     self._stepped()
             case Send(session, message):
                 if session in self._sessions:

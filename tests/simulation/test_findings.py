@@ -17,7 +17,8 @@ from kvstore.client.values import encode_all
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Later, Send
 from kvstore.master.state.liveness import LivenessRules
-from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
 
 RULES = MasterRules(
@@ -37,7 +38,7 @@ def joined(state: MasterState, now_ms: int, *, session: int, fresh: bool, object
         size=SUPERBLOCK_BYTES + objects * extent_bytes(SIZE), uuid=b"u" * 16, shm_name="",
         address="n:1", token=b"t" * 16, seed=1, generation=1, fresh=fresh,
     )  # fmt: skip
-    state.node_joined(now_ms, session, calls.NodeJoin("n", "h", PROTOCOL_VERSION, 0, [offer]))
+    state.nodes.joined(now_ms, session, calls.NodeJoin("n", "h", PROTOCOL_VERSION, 0, [offer]))
 
 
 def new_state(*, objects: int = 1) -> MasterState:
@@ -51,7 +52,7 @@ def put_start(state: MasterState, now_ms: int, *keys: bytes, parent: bytes | Non
     names = [Key(key) for key in keys]
     above = None if parent is None else Key(parent)
     request = calls.PutStart(A, names, [SIZE] * len(names), above, chain, 1, False, 100, "h")
-    return state.put_start(now_ms, request)
+    return state.putting.put_start(now_ms, request)
 
 
 def stored(state: MasterState, now_ms: int, *keys: bytes, chain: bool = False) -> None:
@@ -61,18 +62,18 @@ def stored(state: MasterState, now_ms: int, *keys: bytes, chain: bool = False) -
         orders = [e.message for e in state.take_effects() if isinstance(e, Send)]
         for order in orders:
             if isinstance(order, calls.MasterWipe):
-                state.node_said(now_ms, 1, calls.NodeWiped(order.order))
+                state.nodes.said(now_ms, 1, calls.NodeWiped(order.order))
         answers = [e for e in state.take_effects() if isinstance(e, Answer) and e.ticket == ticket]
         (grants,) = (answer.result for answer in answers)
     assert isinstance(grants, calls.Grants)
-    state.put_end(now_ms, calls.PutEnd(1, grants.tokens))
+    state.putting.put_end(now_ms, calls.PutEnd(1, grants.tokens))
 
 
 def test_1_a_join_whose_answer_was_lost_has_given_out_memory() -> None:
     """The node never heard that it had joined: it says that it is fresh, and has not fenced."""
     state = new_state()
     assert isinstance(put_start(state, 10, b"k"), calls.Grants)
-    state.node_stream_broken(1)
+    state.nodes.stream_broken(1)
     joined(state, 20, session=2, fresh=True)
     assert isinstance(put_start(state, 30, b"other"), Later), "two writers, one extent"
 
@@ -81,17 +82,17 @@ def test_2_a_second_removal_waits_for_the_wiping_of_the_first() -> None:
     """Idempotent calls are sent again when a connection breaks: this is one removal, too."""
     state = new_state()
     stored(state, 10, b"k")
-    assert isinstance(state.remove(20, calls.Remove(A, [Key(b"k")])), Later)
-    assert isinstance(state.remove(30, calls.Remove(A, [Key(b"k")])), Later)
+    assert isinstance(state.removing.remove(20, calls.Remove(A, [Key(b"k")])), Later)
+    assert isinstance(state.removing.remove(30, calls.Remove(A, [Key(b"k")])), Later)
 
 
 def test_3_a_removal_is_not_acknowledged_while_a_lease_on_a_dead_node_lives() -> None:
     """The node is cut off from the master only; who has a lease still reads there."""
     state = new_state()
     stored(state, 10, b"k")
-    state.node_said(1_000, 1, calls.NodeBeat(1))
-    state.lookup(1_900, calls.Lookup(A, [Key(b"k")]))
-    assert isinstance(state.remove(1_901, calls.Remove(A, [Key(b"k")])), Later)
+    state.nodes.said(1_000, 1, calls.NodeBeat(1))
+    state.asking.lookup(1_900, calls.Lookup(A, [Key(b"k")]))
+    assert isinstance(state.removing.remove(1_901, calls.Remove(A, [Key(b"k")])), Later)
     state.take_effects()
     state.tick(2_300)  # the node has been silent for 1,300 ms; the lease lives until 3,900
     assert not any(isinstance(effect, Answer) for effect in state.take_effects())
@@ -120,21 +121,21 @@ def test_4_a_grant_of_one_master_is_not_written_where_the_next_one_says() -> Non
 def test_6_what_an_allocation_was_promised_outlives_its_node_s_rejoining() -> None:
     """Its owner computes into mapped memory, which no fence stops, for as long as its deadline."""
     state = new_state()
-    grants = state.allocate(10, calls.Allocate(SIZE, 0, "h"))  # ours until 6,010
+    grants = state.putting.allocate(10, calls.Allocate(SIZE, 0, "h"))  # ours until 6,010
     assert isinstance(grants, calls.Grants)
     state.tick(1_300)  # silent, so dead
     joined(state, 1_400, session=2, fresh=False)
-    state.node_said(2_400, 2, calls.NodeBeat(1))
-    state.node_said(3_400, 2, calls.NodeBeat(2))
+    state.nodes.said(2_400, 2, calls.NodeBeat(1))
+    state.nodes.said(3_400, 2, calls.NodeBeat(2))
     assert isinstance(put_start(state, 3_500, b"other"), Later), "two writers, one extent"
 
 
 def test_7_a_committed_allocation_is_leased_to_who_committed_it() -> None:
     """Until the reply is there (and the renewal after it) its owner believes in its memory."""
     state = new_state()
-    grants = state.allocate(10, calls.Allocate(SIZE, 0, "h"))
+    grants = state.putting.allocate(10, calls.Allocate(SIZE, 0, "h"))
     assert isinstance(grants, calls.Grants)
-    state.commit(20, calls.Commit(1, grants.tokens[0], A, Key(b"k"), None, SIZE, False))
+    state.putting.commit(20, calls.Commit(1, grants.tokens[0], A, Key(b"k"), None, SIZE, False))
     assert isinstance(put_start(state, 30, b"other"), Later), "evicted under its owner's hands"
 
 
@@ -143,21 +144,23 @@ def test_8_a_match_does_not_count_over_a_gap() -> None:
     state = new_state(objects=10)
     chain = [b"%d" % index for index in range(8)]
     stored(state, 10, *chain, chain=True)
-    state.remove(20, calls.Remove(A, [Key(b"5"), Key(b"6")]))
+    state.removing.remove(20, calls.Remove(A, [Key(b"5"), Key(b"6")]))
     stored(state, 30, b"6")
-    matched = state.match_prefix(40, calls.MatchPrefix([A], [Key(key) for key in chain], False))
+    matched = state.asking.match_prefix(
+        40, calls.MatchPrefix([A], [Key(key) for key in chain], False)
+    )
     assert matched.matches[0].matched == 5
 
 
 def test_9_the_next_tick_is_due_when_a_lease_has_ended_already() -> None:
     state = new_state()
     stored(state, 10, b"k")
-    state.lookup(20, calls.Lookup(A, [Key(b"k")]))  # until 2,020
-    assert isinstance(state.put_start(
+    state.asking.lookup(20, calls.Lookup(A, [Key(b"k")]))  # until 2,020
+    assert isinstance(state.putting.put_start(
         100, calls.PutStart(A, [Key(b"other")], [SIZE], None, False, 1, False, 5_000, "h")
     ), Later)  # fmt: skip
     for number in range(1, 5):
-        state.node_said(number * 500, 1, calls.NodeBeat(number))
+        state.nodes.said(number * 500, 1, calls.NodeBeat(number))
     state.tick(2_010)
     due_ms = state.next_tick_ms(2_030)  # the shell was busy for a moment
     assert due_ms is not None

@@ -16,8 +16,10 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import MasterWipe, PutOutcome
+from kvstore.master.state import common
 from kvstore.master.state.effects import Later
 from kvstore.master.state.eviction import LRU
+from kvstore.master.state.granting import Granting
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import Pending, PendingPut
 from kvstore.master.state.records import ObjectRecord
@@ -115,10 +117,14 @@ def test_finds_reuse_before_the_lease_ends() -> None:
 class Timeless(MasterState):
     """Takes a put_end of an earlier epoch for one of its own."""
 
-    def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.steps[calls.PutEnd] = self._put_end
+
+    def _put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
         if request.epoch != self.epoch:
             return calls.PutEnded(bytes([PutOutcome.STORED]) * len(request.tokens))
-        return super().put_end(now_ms, request)
+        return self.putting.put_end(now_ms, request)
 
 
 def test_finds_a_put_end_of_an_old_epoch() -> None:
@@ -130,7 +136,11 @@ def test_finds_a_put_end_of_an_old_epoch() -> None:
 class Forgetful(MasterState):
     """Has no place for children whose parent was removed."""
 
-    def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.steps[calls.Remove] = self._remove
+
+    def _remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
         gone = [self.forest.get(request.namespace, key) for key in request.keys]
         children = [
             record
@@ -141,7 +151,7 @@ class Forgetful(MasterState):
             size = child.size
             extents = self.pool.hide(child, self.forest.steps + 1_000)
             self.pool.free(extents, extent_bytes(size))
-        return super().remove(now_ms, request)
+        return self.removing.remove(now_ms, request)
 
 
 def test_finds_forgotten_children() -> None:
@@ -163,8 +173,12 @@ def test_finds_what_is_served_before_it_is_verified() -> None:
 class Hasty(MasterState):
     """Believes that every put that is given up is settled, and needs no quarantine."""
 
-    def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
-        return super().put_revoke(now_ms, request._replace(settled=True))
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.steps[calls.PutRevoke] = self._put_revoke
+
+    def _put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
+        return self.putting.put_revoke(now_ms, request._replace(settled=True))
 
 
 def test_finds_a_missing_quarantine() -> None:
@@ -207,21 +221,17 @@ class Oblivious(Node):
     remembers = False
 
 
-class Content(MasterState):
-    """Wipes what it gave up once, although its writer may not have ended."""
-
-    def _wipe_again(self, token: int) -> None:
-        del token
-
-
-def test_finds_a_copy_that_lands_after_its_object_was_removed() -> None:
+def test_finds_a_copy_that_lands_after_its_object_was_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The master wipes what it gave up once, although its writer may not have ended."""
+    monkeypatch.setattr(Granting, "wipe_again", lambda self, token: None)
     mix = Mix(
         weights={"put": 4.0, "get": 4.0, "remove": 3.0, "drain": 1.0}, size_bytes_max=3_000,
         think_s=0.05, overwrite=0.3, replicas=0.0, hold_s=0.1,
     )  # fmt: skip
     options = Options(
-        seed=0, new_node=Oblivious, new_state=Content, mix=mix, masters=1,
-        faults=("restart_amid_copies",),
+        seed=0, new_node=Oblivious, mix=mix, masters=1, faults=("restart_amid_copies",),
     )  # fmt: skip
     found(options, "given_up_read", within_steps=500_000, each=15_000)
 
@@ -232,11 +242,16 @@ class Lenient(Pending):
     def __init__(self) -> None:
         super().__init__()
         self._expired: OrderedDict[int, PendingPut] = OrderedDict()
+        self._abandoned: set[int] = set()
+        """Expired ones whose end the master has seen to: what ends them next is their writer."""
 
     def get(self, token: int) -> PendingPut | None:
         return super().get(token) or self._expired.get(token)
 
     def pop(self, token: int) -> PendingPut | None:
+        if token in self._expired and token not in self._abandoned:
+            self._abandoned.add(token)
+            return None
         return super().pop(token) or self._expired.pop(token, None)
 
     def renew(self, put: PendingPut, deadline_ms: int) -> None:
@@ -255,14 +270,16 @@ class Forgiving(MasterState):
     def __init__(self, **settings: Any) -> None:
         settings["rules"] = replace(settings["rules"], put_deadline_ms=1_200)  # stalls are longer
         super().__init__(**settings)
-        self._pending = Lenient()
-
-    def _granted(self, now_ms: int, epoch: int, token: int) -> PendingPut | None:
-        del now_ms
-        return self._pending.get(token) if epoch == self.epoch else None
 
 
-def test_finds_a_put_end_after_its_deadline() -> None:
+def _granted(granting: Granting, now_ms: int, epoch: int, token: int) -> PendingPut | None:
+    del now_ms
+    return granting._pending.get(token) if epoch == granting._common.epoch else None
+
+
+def test_finds_a_put_end_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "Pending", Lenient)
+    monkeypatch.setattr(Granting, "granted", _granted)
     faults = ("stall_client", "stall_master", "cut_both_ways", "stall_node_long")
     options = Options(seed=0, new_state=Forgiving, faults=faults, fault_seconds=10)
     found(options, "invariants", within_steps=2 * 10**6)

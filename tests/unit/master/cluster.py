@@ -15,7 +15,8 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
 from kvstore.master.state.inventory import Claim
-from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 
 EPOCH = 5
@@ -116,7 +117,7 @@ class Cluster:
         epoch = EPOCH if resume else 0
         join = calls.NodeJoin(name, host or f"host-{name}", PROTOCOL_VERSION, epoch, offers)
         session = 1 + max(self.sessions.values(), default=0)
-        accepted = self.state.node_joined(self.now_ms, session, join)
+        accepted = self.state.nodes.joined(self.now_ms, session, join)
         self.sessions[name] = session
         self.segments.update(dict.fromkeys(accepted.segment_ids, name))
         self.silent.discard(name)
@@ -134,12 +135,12 @@ class Cluster:
         self.work()
 
     def say(self, name: str, message: calls.NodeMessage) -> None:
-        self.state.node_said(self.now_ms, self.sessions[name], message)
+        self.state.nodes.said(self.now_ms, self.sessions[name], message)
         self._settle()
 
     def break_stream(self, name: str) -> None:
         self.silent.add(name)
-        self.state.node_stream_broken(self.sessions[name])
+        self.state.nodes.stream_broken(self.sessions[name])
         self._settle()
 
     def kill(self, name: str) -> None:
@@ -153,7 +154,7 @@ class Cluster:
         suspects = 0
         for host in hosts or ("host-a", "host-b"):
             report = calls.ReportFailure(ids, f"client of {host}", host, reason)
-            suspects = self.state.report_failure(self.now_ms, report).suspects
+            suspects = self.state.nodes.report_failure(self.now_ms, report).suspects
             self._settle()
         return suspects
 
@@ -161,7 +162,7 @@ class Cluster:
         """The nodes do what they were ordered to."""
         orders, self.orders = self.orders, []
         for session, order in orders:
-            self.state.node_said(self.now_ms, session, calls.NodeWiped(order.order))
+            self.state.nodes.said(self.now_ms, session, calls.NodeWiped(order.order))
         self._settle()
 
     # --- time ---------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class Cluster:
             self.now_ms = min(self.now_ms + STEP_MS, until_ms)
             for name, session in self.sessions.items():
                 if name not in self.silent:
-                    self.state.node_said(self.now_ms, session, calls.NodeBeat(1))
+                    self.state.nodes.said(self.now_ms, session, calls.NodeBeat(1))
             self.state.tick(self.now_ms)
             self.work()
 
@@ -245,7 +246,7 @@ class Cluster:
             host=host,
             client_number=client_number,
         )
-        result = self.state.put_start(self.now_ms, request)
+        result = self.state.putting.put_start(self.now_ms, request)
         self._settle()
         if not isinstance(result, Later):
             return result
@@ -266,7 +267,7 @@ class Cluster:
         return self.end_tokens(grants.tokens)
 
     def end_tokens(self, tokens: Iterable[int], epoch: int = EPOCH) -> list[PutOutcome]:
-        result = self.state.put_end(self.now_ms, calls.PutEnd(epoch, list(tokens)))
+        result = self.state.putting.put_end(self.now_ms, calls.PutEnd(epoch, list(tokens)))
         self._settle()
         reply = self.reply(result)
         assert isinstance(reply, calls.PutEnded)
@@ -299,13 +300,13 @@ class Cluster:
         self, grants: calls.Grants, *, settled: bool, connections: Sequence[int] = ()
     ) -> int:
         request = calls.PutRevoke(EPOCH, grants.tokens, settled, connections)
-        revoked = self.state.put_revoke(self.now_ms, request).revoked
+        revoked = self.state.putting.put_revoke(self.now_ms, request).revoked
         self._settle()
         return revoked
 
     def allocate(self, size: int = BLOCK) -> int:
         """The token."""
-        result = self.state.allocate(self.now_ms, calls.Allocate(size, 0, ""))
+        result = self.state.putting.allocate(self.now_ms, calls.Allocate(size, 0, ""))
         assert isinstance(result, calls.Grants)
         return result.tokens[0]
 
@@ -320,23 +321,23 @@ class Cluster:
     ) -> PutOutcome:
         above = None if parent is None else Key(parent.encode())
         request = calls.Commit(EPOCH, token, NAMESPACE, Key(name.encode()), above, size, overwrite)
-        reply = self.reply(self.state.commit(self.now_ms, request))
+        reply = self.reply(self.state.putting.commit(self.now_ms, request))
         assert isinstance(reply, calls.Committed)
         return PutOutcome(reply.outcome)
 
     def match(self, names: str | Iterable[str], *, placements: bool = False) -> int:
         """How many are present; those are leased."""
         request = calls.MatchPrefix([NAMESPACE], keys_of(names), placements)
-        return self.state.match_prefix(self.now_ms, request).matches[0].matched
+        return self.state.asking.match_prefix(self.now_ms, request).matches[0].matched
 
     def lookup(self, names: str | Iterable[str]) -> list[list[str]]:
         """The nodes that hold each, best first; all of them are leased."""
-        reply = self.state.lookup(self.now_ms, calls.Lookup(NAMESPACE, keys_of(names)))
+        reply = self.state.asking.lookup(self.now_ms, calls.Lookup(NAMESPACE, keys_of(names)))
         return self._nodes_of(reply.placements)
 
     def present(self, names: str | Iterable[str]) -> str:
         """Those that are complete; nothing is leased."""
-        reply = self.state.exists(self.now_ms, calls.Exists(NAMESPACE, keys_of(names)))
+        reply = self.state.asking.exists(self.now_ms, calls.Exists(NAMESPACE, keys_of(names)))
         pairs = zip(names, reply.presence, strict=True)
         return "".join(name for name, known in pairs if known == calls.Presence.COMPLETE)
 
@@ -346,16 +347,16 @@ class Cluster:
 
     def stat(self, name: str) -> calls.ObjectDetail:
         request = calls.StatObject(NAMESPACE, Key(name.encode()))
-        return self.state.stat_object(self.now_ms, request)
+        return self.state.report.stat_object(self.now_ms, request)
 
     def renew(self, name: str, version: calls.Version) -> bool:
         key = Key(name.encode())
         request = calls.Renew(NAMESPACE, [key], [version.epoch], [version.counter], EPOCH, [])
-        return bool(self.state.renew(self.now_ms, request).keys_held[0])
+        return bool(self.state.asking.renew(self.now_ms, request).keys_held[0])
 
     def renew_token(self, token: int, epoch: int = EPOCH) -> bool:
         request = calls.Renew(NAMESPACE, [], [], [], epoch, [token])
-        return bool(self.state.renew(self.now_ms, request).tokens_held[0])
+        return bool(self.state.asking.renew(self.now_ms, request).tokens_held[0])
 
     def remove(self, names: str | Iterable[str]) -> list[int]:
         reply = self.reply(self.remove_later(names))
@@ -363,17 +364,17 @@ class Cluster:
         return list(reply.removed)
 
     def remove_later(self, names: str | Iterable[str]) -> calls.Removed | Later:
-        result = self.state.remove(self.now_ms, calls.Remove(NAMESPACE, keys_of(names)))
+        result = self.state.removing.remove(self.now_ms, calls.Remove(NAMESPACE, keys_of(names)))
         self._settle()
         return result
 
     def clear(self, limit: int, namespace: str = NAMESPACE) -> calls.Cleared:
-        reply = self.reply(self.state.clear(self.now_ms, calls.Clear(namespace, limit)))
+        reply = self.reply(self.state.removing.clear(self.now_ms, calls.Clear(namespace, limit)))
         assert isinstance(reply, calls.Cleared)
         return reply
 
     def status(self) -> calls.ClusterStatus:
-        return self.state.status(self.now_ms, calls.Status())
+        return self.state.report.status(self.now_ms, calls.Status())
 
     def states(self) -> dict[str, str]:
         return {node.name: node.state for node in self.status().nodes}

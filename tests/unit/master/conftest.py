@@ -7,7 +7,7 @@ from typing import Protocol
 
 import pytest
 
-from kvstore.master.state.master_state import MasterRules
+from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import Cluster
 
 

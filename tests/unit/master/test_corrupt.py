@@ -16,14 +16,14 @@ def report(cluster: Cluster, name: str, counter: int, *nodes: str, epoch: int = 
     request = calls.ReportCorrupt(
         NAMESPACE, keys_of(name) * rows, [epoch] * rows, [counter] * rows, uuids
     )
-    dropped = cluster.state.report_corrupt(cluster.now_ms, request).dropped
+    dropped = cluster.state.removing.report_corrupt(cluster.now_ms, request).dropped
     cluster.work()
     return dropped
 
 
 def nodes_of(cluster: Cluster, name: str) -> list[str]:
     """In the order in which they are offered."""
-    found = cluster.state.lookup(cluster.now_ms, calls.Lookup(NAMESPACE, keys_of(name)))
+    found = cluster.state.asking.lookup(cluster.now_ms, calls.Lookup(NAMESPACE, keys_of(name)))
     return [cluster.segments[segment] for segment in found.placements.segments]
 
 

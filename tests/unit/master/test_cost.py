@@ -14,12 +14,13 @@ from kvstore import calls
 from kvstore.errors import BusyError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import forest as forest_module
-from kvstore.master.state import graves, master_state
+from kvstore.master.state import granting, graves
 from kvstore.master.state.effects import Later
 from kvstore.master.state.forest import Forest
-from kvstore.master.state.master_state import SWEEP_STEPS, MasterRules
 from kvstore.master.state.pool import SETTLE_STEPS
 from kvstore.master.state.records import NamespaceTable
+from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.sweeping import SWEEP_STEPS
 from tests.unit.master.cluster import NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import back, claim
@@ -100,7 +101,7 @@ def test_a_death_is_cleared_away_in_slices(new_cluster: NewCluster) -> None:
     cluster.put([f"c{index}" for index in range(6_000)], host="host-one")
     cluster.put([f"x{index}" for index in range(5_000)], chain=False, host="host-one")
     cluster.put("z", host="host-two")
-    cluster.state.node_said(0, cluster.sessions["one"], calls.NodeLeave())
+    cluster.state.nodes.said(0, cluster.sessions["one"], calls.NodeLeave())
 
     longest = 0
     while cluster.state.has_work:
@@ -184,7 +185,7 @@ def test_sizes_are_not_remembered_for_ever(new_cluster: NewCluster) -> None:
 def test_many_puts_expire_over_several_ticks(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(master_state, "PUTS_PER_TICK", 10)
+    monkeypatch.setattr(granting, "PUTS_PER_TICK", 10)
     cluster = new_cluster(one=35)
     cluster.start([f"k{index}" for index in range(35)], chain=False)
     cluster.now_ms += 30_001
@@ -240,7 +241,7 @@ def test_a_match_of_a_long_chain_is_answered_in_slices(
     cluster.remove("a")  # a break: all must be looked at anew
 
     request = calls.MatchPrefix([NAMESPACE], keys_of(names), False)
-    later = cluster.state.find(cluster.now_ms, request)
+    later = cluster.state.asking.find(cluster.now_ms, request)
     assert isinstance(later, Later)
     steps = longest = 0
     while later.ticket not in cluster.answers:
@@ -268,7 +269,7 @@ def test_a_question_about_a_long_chain_can_be_given_up(
     cluster.put("ab")
     cluster.remove("a")
     request = calls.MatchPrefix([NAMESPACE], keys_of(names), False)
-    later = cluster.state.find(cluster.now_ms, request)
+    later = cluster.state.asking.find(cluster.now_ms, request)
     assert isinstance(later, Later)
 
     cluster.state.cancel(later.ticket)

@@ -22,7 +22,7 @@ def two(new_cluster: NewCluster) -> Cluster:
 
 
 def drain(cluster: Cluster, node: str, step: DrainStep = DrainStep.BEGIN) -> calls.Drained:
-    drained = cluster.state.drain(cluster.now_ms, calls.Drain(node, step))
+    drained = cluster.state.nodes.drain(cluster.now_ms, calls.Drain(node, step))
     cluster._settle()
     return drained
 
@@ -31,7 +31,7 @@ def start(
     cluster: Cluster, node: str, cursor: int = 0, *, limit: int = 100, bytes_max: int = 1 << 30
 ) -> calls.MovesStarted:
     request = calls.StartMoves(node, cursor, limit, bytes_max)
-    result = cluster.state.start_moves(cluster.now_ms, request)
+    result = cluster.state.copying.start_moves(cluster.now_ms, request)
     cluster._settle()
     reply = cluster.reply(result)
     assert isinstance(reply, calls.MovesStarted)
@@ -294,7 +294,7 @@ def test_it_leaves_when_it_is_told_to_and_is_told_why(two: Cluster) -> None:
         drain(two, "a", DrainStep.LEAVE)
     drain(two, "a")
     move(two, "a")
-    two.state.drain(two.now_ms, calls.Drain("a", DrainStep.LEAVE))
+    two.state.nodes.drain(two.now_ms, calls.Drain("a", DrainStep.LEAVE))
     hangups = [effect for effect in two.state.effects if isinstance(effect, Hangup)]
     assert [(each.session, type(each.error)) for each in hangups] == [
         (two.sessions["a"], DrainedError)

@@ -22,16 +22,16 @@ def test_a_node_that_has_joined_a_later_master_waits_for_our_next_term() -> None
     state = MasterState(epoch=EPOCH)
 
     with pytest.raises(UnavailableError, match="new term"):
-        state.node_joined(0, 1, JOIN._replace(highest_epoch=EPOCH + 5))
+        state.nodes.joined(0, 1, JOIN._replace(highest_epoch=EPOCH + 5))
 
     assert state.take_effects() == [Outrun(EPOCH + 5)]
-    assert state.status(0, calls.Status()).nodes == []
+    assert state.report.status(0, calls.Status()).nodes == []
 
 
 def test_a_node_that_knows_our_own_epoch_or_an_earlier_one_joins() -> None:
     for highest in (0, EPOCH - 1, EPOCH):
         state = MasterState(epoch=EPOCH)
-        assert state.node_joined(0, 1, JOIN._replace(highest_epoch=highest)).epoch == EPOCH
+        assert state.nodes.joined(0, 1, JOIN._replace(highest_epoch=highest)).epoch == EPOCH
 
 
 def _back(cluster: Cluster) -> Cluster:
@@ -49,7 +49,9 @@ def test_what_a_later_master_has_granted_is_not_wiped(new_cluster: NewCluster) -
     state, session = cluster.state, cluster.sessions["one"]
 
     of_later = claim("x", 1, version=Version(EPOCH + 1, 1))
-    state.node_said(cluster.now_ms, session, told((claim("a", 0), of_later), first=True, last=True))
+    state.nodes.said(
+        cluster.now_ms, session, told((claim("a", 0), of_later), first=True, last=True)
+    )
     state.work(cluster.now_ms)
     effects = state.take_effects()
 
@@ -63,7 +65,7 @@ def test_an_absurd_epoch_is_damage_and_ends_no_term(new_cluster: NewCluster) -> 
     state, session = cluster.state, cluster.sessions["one"]
 
     absurd = claim("x", 1, version=Version(EPOCH_MAX, 1))
-    state.node_said(cluster.now_ms, session, told((absurd,), first=True, last=True))
+    state.nodes.said(cluster.now_ms, session, told((absurd,), first=True, last=True))
     state.work(cluster.now_ms)
 
     assert not [effect for effect in state.take_effects() if isinstance(effect, Outrun)]
@@ -77,11 +79,11 @@ def test_a_node_joins_the_cluster_that_it_means(ours: str, theirs: str, fits: bo
     state = MasterState(epoch=EPOCH, cluster=ours)
     join = JOIN._replace(cluster=theirs, highest_epoch=EPOCH + 1)
     if fits:
-        accepted = state.node_joined(0, 1, join._replace(highest_epoch=0))
-        assert accepted.cluster == ours == state.status(0, calls.Status()).cluster
+        accepted = state.nodes.joined(0, 1, join._replace(highest_epoch=0))
+        assert accepted.cluster == ours == state.report.status(0, calls.Status()).cluster
         return
     with pytest.raises(ClusterMismatchError, match=f"cluster {theirs}"):
-        state.node_joined(0, 1, join)
+        state.nodes.joined(0, 1, join)
     assert state.take_effects() == [], "a stranger ends nobody's term"
 
 
@@ -111,6 +113,6 @@ def test_releases_speak_the_highest_version_that_both_know(
     join = JOIN._replace(protocol_min=theirs[0], protocol=theirs[1])
     if agreed is None:
         with pytest.raises(ProtocolError, match="speaks protocol"):
-            state.node_joined(0, 1, join)
+            state.nodes.joined(0, 1, join)
     else:
-        assert state.node_joined(0, 1, join).protocol == agreed
+        assert state.nodes.joined(0, 1, join).protocol == agreed

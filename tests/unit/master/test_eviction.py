@@ -9,8 +9,8 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import pool
 from kvstore.master.state.eviction import LRU
-from kvstore.master.state.master_state import MAKING_ROOM_MS
 from kvstore.master.state.pool import EVICTIONS_PER_STEP
+from kvstore.master.state.putting import MAKING_ROOM_MS
 from kvstore.master.state.records import ObjectRecord
 from tests.unit.master.cluster import NAMESPACE
 from tests.unit.master.conftest import NewCluster

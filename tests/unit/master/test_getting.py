@@ -31,7 +31,7 @@ def test_a_match_says_where_everything_is_when_asked(new_cluster: NewCluster) ->
     cluster.end(grants)
 
     request = calls.MatchPrefix([NAMESPACE], keys_of("abcd"), True)
-    reply = cluster.state.match_prefix(cluster.now_ms, request)
+    reply = cluster.state.asking.match_prefix(cluster.now_ms, request)
 
     found = reply.matches[0].placements
     assert (reply.epoch, reply.lease_ms) == (EPOCH, LEASE_MS)
@@ -47,7 +47,7 @@ def test_a_match_asks_several_namespaces_at_once(new_cluster: NewCluster) -> Non
     cluster.put("ab", namespace=other)
 
     request = calls.MatchPrefix([NAMESPACE, other, unknown], keys_of("abc"), False)
-    reply = cluster.state.match_prefix(cluster.now_ms, request)
+    reply = cluster.state.asking.match_prefix(cluster.now_ms, request)
 
     assert [match.matched for match in reply.matches] == [3, 2, 0]
 
@@ -89,7 +89,7 @@ def test_a_match_tells_how_many_blocks_are_being_written(new_cluster: NewCluster
     cluster.start("bc", parent="a")
 
     request = calls.MatchPrefix([NAMESPACE], keys_of("abcd"), False)
-    match = cluster.state.match_prefix(cluster.now_ms, request).matches[0]
+    match = cluster.state.asking.match_prefix(cluster.now_ms, request).matches[0]
 
     assert match == calls.PrefixMatch(1, 2, NO_PLACEMENTS)
 
@@ -167,7 +167,7 @@ def test_exists_tells_and_leases_nothing(new_cluster: NewCluster) -> None:
     cluster.put("a")
     cluster.start("b")
 
-    reply = cluster.state.exists(cluster.now_ms, calls.Exists(NAMESPACE, keys_of("abc")))
+    reply = cluster.state.asking.exists(cluster.now_ms, calls.Exists(NAMESPACE, keys_of("abc")))
 
     assert list(reply.presence) == [1, 2, 0]
     cluster.put("x")

@@ -11,7 +11,7 @@ from kvstore.limits import CLAIMS_UNANSWERED_MAX, EPOCH_MAX, Key, Namespace
 from kvstore.master.state import inventory
 from kvstore.master.state.effects import Later
 from kvstore.master.state.inventory import Claim
-from kvstore.master.state.master_state import MasterRules
+from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
 from tests.unit.master.conftest import NewCluster
@@ -37,7 +37,7 @@ def back(cluster: Cluster, name: str, *claims: Claim, blocks: int = 8) -> None:
     """A node comes to a master that does not know it, with memory that is not new."""
     cluster.join(name, blocks)
     cluster.break_stream(name)
-    cluster.state.report_failure(
+    cluster.state.nodes.report_failure(
         cluster.now_ms, calls.ReportFailure([max(cluster.state.pool.segments)])
     )
     cluster.join(name, again=True, tells=False)
@@ -217,9 +217,9 @@ def test_more_messages_than_may_be_unanswered_end_the_stream(new_cluster: NewClu
 
     session = cluster.sessions["one"]
     for _ in range(CLAIMS_UNANSWERED_MAX + 1):
-        cluster.state.node_said(cluster.now_ms, session, message)
+        cluster.state.nodes.said(cluster.now_ms, session, message)
     with pytest.raises(ProtocolError, match="more of its inventory"):
-        cluster.state.node_said(cluster.now_ms, session, message)
+        cluster.state.nodes.said(cluster.now_ms, session, message)
     cluster.work()
 
 
@@ -419,7 +419,7 @@ def test_nothing_is_removed_before_the_first_node_has_joined(new_cluster: NewClu
 def test_what_would_be_a_miss_waits_for_the_nodes(new_cluster: NewCluster) -> None:
     cluster = new_cluster(rules=MasterRules(gather_ms=3_000))
     request = calls.Lookup(NAMESPACE, [Key(b"a")])
-    asked = cluster.state.find(cluster.now_ms, request)
+    asked = cluster.state.asking.find(cluster.now_ms, request)
     assert isinstance(asked, Later)
 
     back(cluster, "one", claim("a", 0))
@@ -428,14 +428,14 @@ def test_what_would_be_a_miss_waits_for_the_nodes(new_cluster: NewCluster) -> No
     found = cluster.answers.pop(asked.ticket)
     assert isinstance(found, calls.Found)
     assert found.placements.replicas == [1]
-    later = cluster.state.find(cluster.now_ms, calls.Lookup(NAMESPACE, [Key(b"b")]))
+    later = cluster.state.asking.find(cluster.now_ms, calls.Lookup(NAMESPACE, [Key(b"b")]))
     assert isinstance(later, calls.Found), "nobody is expected any more"
 
 
 def test_a_new_store_does_not_wait(new_cluster: NewCluster) -> None:
     cluster = new_cluster(rules=MasterRules(gather_ms=3_000), one=8)
 
-    reply = cluster.state.find(cluster.now_ms, calls.Exists(NAMESPACE, [Key(b"a")]))
+    reply = cluster.state.asking.find(cluster.now_ms, calls.Exists(NAMESPACE, [Key(b"a")]))
 
     assert reply == calls.Existing(bytes(1))
 

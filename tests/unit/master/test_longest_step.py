@@ -25,9 +25,18 @@ from kvstore.limits import (
     Namespace,
 )
 from kvstore.master.service import MasterService
-from kvstore.master.state import draining, forest, master_state, pool, repairing, report
+from kvstore.master.state import (
+    draining,
+    forest,
+    pool,
+    removing,
+    repairing,
+    report,
+    sweeping,
+)
 from kvstore.master.state.effects import Send
-from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES, extent_bytes
 
 LINES_MAX = 300_000
@@ -39,7 +48,7 @@ RING_LINES_MAX = 1_200_000
 EPOCH = 7
 SPACE = Namespace("n")
 
-if not master_state.__file__.endswith(".py"):
+if not sweeping.__file__.endswith(".py"):
     pytest.skip("what is compiled has no lines to count", allow_module_level=True)
 
 
@@ -72,7 +81,7 @@ class World:
             size, bytes([number]) * 16, "kv", f"h:{number}", bytes(16), 1, 1, fresh
         )
         join = calls.NodeJoin(f"node{number}", "h", PROTOCOL_VERSION, 0, [offer])
-        self.state.node_joined(self.now_ms, number, join)
+        self.state.nodes.joined(self.now_ms, number, join)
         return join
 
     def put(
@@ -86,18 +95,18 @@ class World:
     ) -> None:
         sizes = [1] * len(keys)
         request = calls.PutStart(space, keys, sizes, parent, chain, replicas, False, 0, "h")
-        grants = self.state.put_start(self.now_ms, request)
+        grants = self.state.putting.put_start(self.now_ms, request)
         assert isinstance(grants, calls.Grants)
-        self.state.put_end(self.now_ms, calls.PutEnd(EPOCH, grants.tokens))
+        self.state.putting.put_end(self.now_ms, calls.PutEnd(EPOCH, grants.tokens))
 
     def start(self, keys: list[Key]) -> list[int]:
         request = calls.PutStart(SPACE, keys, [1] * len(keys), None, False, 1, False, 0, "h")
-        grants = self.state.put_start(self.now_ms, request)
+        grants = self.state.putting.put_start(self.now_ms, request)
         assert isinstance(grants, calls.Grants)
         return list(grants.tokens)
 
     def placements(self, keys: list[Key]) -> calls.Placements:
-        return self.state.lookup(self.now_ms, calls.Lookup(SPACE, keys)).placements
+        return self.state.asking.lookup(self.now_ms, calls.Lookup(SPACE, keys)).placements
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -174,7 +183,7 @@ class World:
         for order in orders:
             for session in (1, 2):
                 said = calls.NodeWiped(order)
-                step = self.state.node_said
+                step = self.state.nodes.said
                 self.counted(f"wiped of {name}", lambda: step(self.now_ms, session, said))  # noqa: B023
 
     def idle(self, name: str = "", ms: int = 0) -> None:
@@ -182,7 +191,7 @@ class World:
         state = self.state
         self.now_ms += ms
         for session in (1, 2):
-            state.node_said(self.now_ms, session, calls.NodeBeat(1))
+            state.nodes.said(self.now_ms, session, calls.NodeBeat(1))
         for _ in range(100_000):
             self.orders += [
                 effect.message.order
@@ -237,7 +246,7 @@ def put_below_missing(world: World) -> calls.Request:
     for index, key in enumerate(keys):
         world.put(SPACE, [Key(b"c%07d" % index)], parent=key)
     world.put(SPACE, [Key(b"a"), Key(b"b")], chain=True)
-    world.state.remove(0, calls.Remove(SPACE, [Key(b"a")]))  # a break
+    world.state.removing.remove(0, calls.Remove(SPACE, [Key(b"a")]))  # a break
     return calls.PutStart(
         SPACE, keys, [1] * PUT_KEYS_MAX, world.keys[world.count - 1], True, 1, False, 5_000, "h"
     )
@@ -258,7 +267,7 @@ def allocate(world: World) -> calls.Request:
 
 
 def commit(world: World) -> calls.Request:
-    grants = world.state.allocate(world.now_ms, calls.Allocate(1, 0, "h"))
+    grants = world.state.putting.allocate(world.now_ms, calls.Allocate(1, 0, "h"))
     assert isinstance(grants, calls.Grants)
     tip = world.keys[world.count - 1]
     return calls.Commit(EPOCH, grants.tokens[0], SPACE, Key(b"committed"), tip, 1, False)
@@ -320,7 +329,7 @@ def drain(world: World) -> calls.Request:
 
 
 def start_moves(world: World) -> calls.Request:
-    world.state.drain(world.now_ms, calls.Drain("node1", calls.DrainStep.BEGIN))
+    world.state.nodes.drain(world.now_ms, calls.Drain("node1", calls.DrainStep.BEGIN))
     return calls.StartMoves("node1", 0, PUT_KEYS_MAX, 1 << 40)
 
 
@@ -348,8 +357,8 @@ BOUNDS: list[Callable[[World], calls.Request]] = [
 
 SLICES = [
     (forest, "WALK_STEPS"),
-    (master_state, "HIDE_STEPS"),
-    (master_state, "SWEEP_STEPS"),
+    (removing, "HIDE_STEPS"),
+    (sweeping, "SWEEP_STEPS"),
     (pool, "SETTLE_STEPS"),
     (report, "LIST_STEPS_MAX"),
     (report, "STATUS_ROWS_MAX"),
@@ -413,7 +422,7 @@ def test_what_a_node_says_is_taken_in_by_short_steps() -> None:
         [EPOCH - 1] * rows, list(range(rows)),
         [SUPERBLOCK_BYTES + index * 2 * EXTENT_ALIGN * 2 for index in range(rows)],
     )  # fmt: skip
-    world.counted("claims", lambda: world.state.node_said(0, 3, claims))
+    world.counted("claims", lambda: world.state.nodes.said(0, 3, claims))
     world.idle("claims")
     assert world.state.counters["claimed_objects"] == rows
     assert world.worst < LINES_MAX, world.name

@@ -14,7 +14,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
-from kvstore.master.state.master_state import MasterRules
+from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
 
@@ -30,7 +30,7 @@ JOIN = calls.NodeJoin("new", "host", PROTOCOL_VERSION, 0, [OFFER])
 
 
 def _join(cluster: Cluster, join: calls.NodeJoin) -> calls.MasterAccepted:
-    return cluster.state.node_joined(cluster.now_ms, 99, join)
+    return cluster.state.nodes.joined(cluster.now_ms, 99, join)
 
 
 # --- joining -----------------------------------------------------------------------------------
@@ -43,7 +43,9 @@ def test_a_node_that_joins_is_told_the_epoch_and_its_segments(new_cluster: NewCl
 
     assert accepted.epoch == EPOCH
     assert len(set(accepted.segment_ids)) == 2
-    described = cluster.state.describe_segments(0, calls.DescribeSegments([1, 2, 3])).segments
+    described = cluster.state.report.describe_segments(
+        0, calls.DescribeSegments([1, 2, 3])
+    ).segments
     assert [segment.segment_id for segment in described] == list(accepted.segment_ids)
     assert [segment.uuid for segment in described] == [o.uuid for o in cluster.offers["one"]]
     assert cluster.notices == ["node_joined"]
@@ -133,7 +135,7 @@ def test_a_node_that_never_heard_that_it_had_joined_waits_for_its_writers(
     offers = cluster.offers["one"]
     join = JOIN._replace(name="one", segments=offers)  # says that it is fresh, and fenced nothing
 
-    cluster.state.node_joined(cluster.now_ms, 7, join)
+    cluster.state.nodes.joined(cluster.now_ms, 7, join)
     cluster.sessions["one"] = 7
     cluster.silent.clear()
 
@@ -213,8 +215,8 @@ def test_a_resumed_node_is_hung_up_on_its_old_stream(new_cluster: NewCluster) ->
     old = cluster.sessions["one"]
 
     cluster.join("one", resume=True)
-    cluster.state.node_said(cluster.now_ms, old, calls.NodeLeave())
-    cluster.state.node_stream_broken(old)
+    cluster.state.nodes.said(cluster.now_ms, old, calls.NodeLeave())
+    cluster.state.nodes.stream_broken(old)
 
     assert cluster.hangups == [old]
     assert cluster.states() == {"one": "alive"}
@@ -353,7 +355,7 @@ def test_hosts_that_are_remembered_have_a_bound(new_cluster: NewCluster) -> None
 def test_a_report_of_what_is_not_there_is_ignored(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
 
-    assert cluster.state.report_failure(0, calls.ReportFailure([77])).suspects == 0
+    assert cluster.state.nodes.report_failure(0, calls.ReportFailure([77])).suspects == 0
 
 
 def test_a_broken_stream_and_a_reported_failure_are_death(new_cluster: NewCluster) -> None:

@@ -21,7 +21,7 @@ def _pages(
     cursor = 0
     while True:
         request = calls.ListObjects(namespace, prefix, cursor, limit)
-        page = cluster.state.list_objects(cluster.now_ms, request)
+        page = cluster.state.report.list_objects(cluster.now_ms, request)
         pages.append(list(page.objects))
         cursor = page.next_cursor
         if not cursor:
@@ -98,7 +98,7 @@ def test_a_cursor_that_nobody_gave_lists_nothing(new_cluster: NewCluster) -> Non
 
     request = calls.ListObjects(NAMESPACE, b"", (1 << 64) - 1, 10)
 
-    assert cluster.state.list_objects(0, request) == calls.Listed([], 0)
+    assert cluster.state.report.list_objects(0, request) == calls.Listed([], 0)
 
 
 def test_rows_say_what_state_an_object_is_in(new_cluster: NewCluster) -> None:
@@ -143,7 +143,7 @@ def test_no_detail_of_what_is_not_there(new_cluster: NewCluster) -> None:
 
     for key in (b"a", b"x"):
         request = calls.StatObject(NAMESPACE, Key(key))
-        assert cluster.state.stat_object(0, request).row is None
+        assert cluster.state.report.stat_object(0, request).row is None
 
 
 def test_a_page_ends_when_it_has_looked_at_enough(

@@ -27,7 +27,7 @@ def service_with(objects: int) -> MasterService:
     """A master with a node that wipes at once, and so many objects."""
     state = MasterState(epoch=7)
     offer = JOIN.segments[0]._replace(size=64 << 20)
-    state.node_joined(0, 1, JOIN._replace(segments=[offer]))
+    state.nodes.joined(0, 1, JOIN._replace(segments=[offer]))
     service = MasterService(state, clock=lambda: 0)
     settle = service._settle
 
@@ -39,16 +39,16 @@ def service_with(objects: int) -> MasterService:
         ]
         settle()
         for order in orders:
-            state.node_said(0, 1, calls.NodeWiped(order))
+            state.nodes.said(0, 1, calls.NodeWiped(order))
         settle()
 
     service._settle = wiping  # type: ignore[method-assign]
     for start in range(0, objects, KEYS_PER_PIECE):
         keys = KEYS[start : min(start + KEYS_PER_PIECE, objects)]
         put = calls.PutStart(SPACE, keys, [1] * len(keys), None, False, 1, False, 0, "h")
-        grants = state.put_start(0, put)
+        grants = state.putting.put_start(0, put)
         assert isinstance(grants, calls.Grants)
-        state.put_end(0, calls.PutEnd(7, grants.tokens))
+        state.putting.put_end(0, calls.PutEnd(7, grants.tokens))
     return service
 
 
@@ -77,7 +77,7 @@ def ask(service: MasterService, request: calls.Request) -> tuple[Any, int]:
 
 
 def versions(service: MasterService) -> tuple[list[int], list[int]]:
-    found = service.state.lookup(0, calls.Lookup(SPACE, KEYS)).placements
+    found = service.state.asking.lookup(0, calls.Lookup(SPACE, KEYS)).placements
     return list(found.epochs), list(found.counters)
 
 

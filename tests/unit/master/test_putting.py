@@ -15,7 +15,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import REPLICAS_MAX, Key
 from kvstore.master.state.effects import Later
-from kvstore.master.state.master_state import MasterRules
+from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
 from tests.unit.master.conftest import NewCluster
 
@@ -336,7 +336,7 @@ def test_an_overwrite_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
     assert cluster.end(cluster.start("a")) == [STORED]
     third = cluster.start("a", overwrite=True)
 
-    ended = cluster.state.put_end(cluster.now_ms, calls.PutEnd(EPOCH, third.tokens))
+    ended = cluster.state.putting.put_end(cluster.now_ms, calls.PutEnd(EPOCH, third.tokens))
     cluster.work()
 
     assert isinstance(ended, Later)
@@ -559,7 +559,7 @@ def test_removing_what_is_being_overwritten_leaves_the_new_version(new_cluster: 
 
 def _end_later(cluster: Cluster, grants: calls.Grants) -> int:
     request = calls.PutEnd(EPOCH, list(grants.tokens))
-    result = cluster.state.put_end(cluster.now_ms, request)
+    result = cluster.state.putting.put_end(cluster.now_ms, request)
     cluster.work()
     assert isinstance(result, Later)
     return result.ticket
@@ -570,4 +570,4 @@ def test_sizes_and_keys_go_together(new_cluster: NewCluster) -> None:
     request = calls.PutStart(NAMESPACE, [Key(b"a")], [1, 2], None, True, 1, False, 0, "")
 
     with pytest.raises(KVStoreError):
-        cluster.state.put_start(0, request)
+        cluster.state.putting.put_start(0, request)

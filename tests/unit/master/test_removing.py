@@ -94,14 +94,16 @@ def test_readers_of_a_dead_node_are_waited_for_after_a_put_that_was_granted_befo
     assert cluster.where("a") == ["one"]
     grants = cluster.start("a", overwrite=True)  # on the other node
     cluster.kill("one")
-    ended = cluster.state.put_end(cluster.now_ms, calls.PutEnd(EPOCH, grants.tokens))
+    ended = cluster.state.putting.put_end(cluster.now_ms, calls.PutEnd(EPOCH, grants.tokens))
     assert isinstance(ended, Later)
 
     if again == "remove":
-        waits: object = cluster.state.remove(cluster.now_ms, calls.Remove(NAMESPACE, [Key(b"a")]))
+        waits: object = cluster.state.removing.remove(
+            cluster.now_ms, calls.Remove(NAMESPACE, [Key(b"a")])
+        )
     else:
         tokens = cluster.start("a", overwrite=True).tokens
-        waits = cluster.state.put_end(cluster.now_ms, calls.PutEnd(EPOCH, tokens))
+        waits = cluster.state.putting.put_end(cluster.now_ms, calls.PutEnd(EPOCH, tokens))
     cluster.work()
     assert isinstance(waits, Later)
     assert waits.ticket not in cluster.answers
@@ -147,7 +149,7 @@ def test_a_removal_waits_for_the_wiping_of_overwritten_versions(new_cluster: New
     cluster.put("a")
     cluster.wipes_at_once = False
     request = calls.PutEnd(EPOCH, cluster.start("a", overwrite=True).tokens)
-    assert isinstance(cluster.state.put_end(cluster.now_ms, request), Later)
+    assert isinstance(cluster.state.putting.put_end(cluster.now_ms, request), Later)
     cluster.work()
     (of_old_version,) = cluster.orders
     cluster.orders = []
@@ -168,7 +170,7 @@ def test_clearing_waits_for_earlier_removals_in_that_namespace(new_cluster: NewC
     _remove_later(cluster, "a")
 
     assert cluster.clear(10, namespace="other") == calls.Cleared(0, 0)
-    result = cluster.state.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
+    result = cluster.state.removing.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
 
     assert isinstance(result, Later)
     cluster.wipe()
@@ -275,7 +277,7 @@ def test_clearing_is_acknowledged_when_wiped(new_cluster: NewCluster) -> None:
     cluster.put("abc")
     cluster.wipes_at_once = False
 
-    result = cluster.state.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
+    result = cluster.state.removing.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
 
     assert isinstance(result, Later)
     cluster.work()
@@ -295,7 +297,7 @@ def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: N
     cluster.silent.add("two")
     cluster.after(5_000)
     cluster.now_ms += 2_000
-    cluster.state.node_said(cluster.now_ms, cluster.sessions["one"], calls.NodeBeat(1))
+    cluster.state.nodes.said(cluster.now_ms, cluster.sessions["one"], calls.NodeBeat(1))
     cluster.state.tick(cluster.now_ms)  # dead, and nothing is swept yet
 
     cluster.clear(10)

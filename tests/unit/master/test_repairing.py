@@ -13,8 +13,8 @@ from kvstore.limits import Key
 from kvstore.master.state import repairing
 from kvstore.master.state.effects import Later, Send
 from kvstore.master.state.inventory import Claim
-from kvstore.master.state.master_state import MasterRules
 from kvstore.master.state.repairing import RepairRules
+from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -39,7 +39,7 @@ def ask(
     cluster: Cluster, node: str, *, limit: int = 100, bytes_max: int = 1 << 30
 ) -> calls.MovesStarted:
     request = calls.StartMoves(node, 0, limit, bytes_max, client_number=7, repair=True)
-    reply = cluster.reply(cluster.state.start_moves(cluster.now_ms, request))
+    reply = cluster.reply(cluster.state.copying.start_moves(cluster.now_ms, request))
     assert isinstance(reply, calls.MovesStarted)
     assert reply.keeps_version
     return reply
@@ -47,7 +47,7 @@ def ask(
 
 def is_asked(cluster: Cluster, node: str) -> bool:
     """Whether the answer to the node's beat says that there is something to copy."""
-    cluster.state.node_said(cluster.now_ms, cluster.sessions[node], calls.NodeBeat(9))
+    cluster.state.nodes.said(cluster.now_ms, cluster.sessions[node], calls.NodeBeat(9))
     sent = [effect for effect in cluster.state.effects if isinstance(effect, Send)]
     cluster._settle()
     return calls.MasterBeat(9, True) in [effect.message for effect in sent]
@@ -106,7 +106,7 @@ def test_a_new_object_is_repaired_before_a_pass(three: Cluster) -> None:
     request = calls.PutStart(
         NAMESPACE, keys_of("a"), [BLOCK], None, False, 2, False, 0, "", avoid
     )  # fmt: skip
-    grants = three.reply(three.state.put_start(three.now_ms, request))
+    grants = three.reply(three.state.putting.put_start(three.now_ms, request))
     assert isinstance(grants, calls.Grants)
     assert three.end(grants) == [STORED]
     assert repair(three) == "a"
@@ -138,8 +138,8 @@ def test_objects_with_one_replica_are_not_looked_at(three: Cluster) -> None:
     three.put("abc")
     three.kill("a")
     three.after(AFTER_MS + SOON_MS)
-    assert not three.state._repairs.scanning
-    assert three.state._repairs.due_ms is None
+    assert not three.state.repairs.scanning
+    assert three.state.repairs.due_ms is None
     assert not any(is_asked(three, node) for node in ("b", "c"))
 
 
@@ -254,7 +254,7 @@ def test_room_on_a_single_other_node_is_enough(new_cluster: NewCluster) -> None:
     request = calls.PutStart(
         NAMESPACE, keys_of("a"), [BLOCK], None, False, 2, False, 0, "", avoid
     )  # fmt: skip
-    grants = cluster.reply(cluster.state.put_start(cluster.now_ms, request))
+    grants = cluster.reply(cluster.state.putting.put_start(cluster.now_ms, request))
     assert isinstance(grants, calls.Grants)
     cluster.end(grants)
     cluster.put("bcdefghij", host="host-a")
@@ -273,9 +273,8 @@ def test_puts_that_wait_for_room_come_first(new_cluster: NewCluster) -> None:
     cluster.join("b", 20)
     cluster.after(SOON_MS)
     assert is_asked(cluster, "a")
-    cluster.state._waiting.append(object())  # type: ignore[arg-type]
+    cluster.wait("cdefghijklmnopqrstuvwxyz")
     assert ask(cluster, "a").keys == []
-    cluster.state._waiting.clear()
 
 
 def test_nothing_while_a_node_is_suspect(three: Cluster) -> None:
@@ -298,7 +297,7 @@ def test_where_the_copier_cannot_write_nothing_goes(new_cluster: NewCluster) -> 
     cluster.after(SOON_MS)
     avoid = [cluster.offers["b"][0].uuid]
     request = calls.StartMoves("a", 0, 10, 1 << 20, avoid, repair=True)
-    reply = cluster.state.start_moves(cluster.now_ms, request)
+    reply = cluster.state.copying.start_moves(cluster.now_ms, request)
     assert isinstance(reply, calls.MovesStarted)
     assert reply.keys == []
     cluster.after(SOON_MS)
@@ -309,7 +308,7 @@ def test_a_node_that_is_drained_takes_no_copy(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=20)
     cluster.put("a", replicas=2)
     cluster.join("b", 20)
-    cluster.state.drain(cluster.now_ms, calls.Drain("b", calls.DrainStep.BEGIN))
+    cluster.state.nodes.drain(cluster.now_ms, calls.Drain("b", calls.DrainStep.BEGIN))
     cluster.after(SOON_MS)
     assert ask(cluster, "a").keys == []
 
@@ -534,8 +533,8 @@ def test_what_is_moved_still_lacks_its_replica(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=20)
     cluster.put("a", replicas=3)
     cluster.join("b", 20)
-    cluster.state.drain(cluster.now_ms, calls.Drain("a", calls.DrainStep.BEGIN))
-    moved = cluster.state.start_moves(cluster.now_ms, calls.StartMoves("a", 0, 10, 1 << 20))
+    cluster.state.nodes.drain(cluster.now_ms, calls.Drain("a", calls.DrainStep.BEGIN))
+    moved = cluster.state.copying.start_moves(cluster.now_ms, calls.StartMoves("a", 0, 10, 1 << 20))
     assert isinstance(moved, calls.MovesStarted)
     assert cluster.end(moved.grants) == [STORED]
     assert cluster.where("a") == ["b"]

@@ -30,7 +30,7 @@ def refused(
         here_only,
     )  # fmt: skip
     with pytest.raises(NoSpaceError) as caught:
-        cluster.state.put_start(cluster.now_ms, request)
+        cluster.state.putting.put_start(cluster.now_ms, request)
     return caught.value
 
 
@@ -75,7 +75,7 @@ def test_nodes_that_the_client_cannot_reach(new_cluster: NewCluster) -> None:
         Namespace("default"), [Key(b"k")], [1], None, False, 1, False, 0, "host-x",
         [cluster.state.membership.segments["one"][0].offer.uuid],
     )  # fmt: skip
-    grants = cluster.state.put_start(cluster.now_ms, fine)
+    grants = cluster.state.putting.put_start(cluster.now_ms, fine)
     assert isinstance(grants, calls.Grants)
     assert cluster.state.pool.segments[grants.segments[0]].node.name == "two"
 
@@ -110,7 +110,7 @@ def test_a_client_of_shared_memory_alone_with_no_node_on_its_host(new_cluster: N
     assert "host-x" in error.message
     assert "kvstore-node on this host" in error.advice
     mine = calls.Allocate(10, 0, "host-one", (), True)
-    assert isinstance(cluster.state.allocate(cluster.now_ms, mine), calls.Grants)
+    assert isinstance(cluster.state.putting.allocate(cluster.now_ms, mine), calls.Grants)
 
 
 def test_no_node_at_all(new_cluster: NewCluster) -> None:

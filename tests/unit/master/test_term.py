@@ -15,7 +15,8 @@ from kvstore.clocks import uptime
 from kvstore.errors import NotLeaderError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.service import MasterService, Standby, clock_ms
-from kvstore.master.state.master_state import MasterRules, MasterState
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.rules import MasterRules
 
 EXISTS = calls.Exists(Namespace("n"), [Key(b"k")])
 PUT = calls.PutStart(

@@ -7,7 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.errors import BusyError, NoSpaceError
-from kvstore.master.state.master_state import MasterRules
+from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EXTENT, STEP_MS, Cluster
 from tests.unit.master.conftest import NewCluster
 

@@ -1,0 +1,228 @@
+"""Questions of clients: how much of a chain is there, where objects are, which keys exist.
+
+Answered at once, but for two kinds, which wait: questions about chains that are too long to be
+walked over in one step, and what would be a miss while a new master hears what nodes hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvstore import calls
+from kvstore.calls import NO_PLACEMENTS
+from kvstore.master.state.common import Common
+from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.granting import Granting
+from kvstore.master.state.records import ObjectRecord
+from kvstore.master.state.returning import Returning
+
+ANSWERED_PER_STEP = 16_384
+"""Keys of waiting questions that one step answers, or one question."""
+
+JOINING_MS = 600
+"""Nodes that were with the master before have joined by then: they try several times a second."""
+
+ASKING_MAX = 4_096
+"""Questions that wait for inventories; further ones are answered at once."""
+
+Question = calls.MatchPrefix | calls.Lookup | calls.Exists
+Found = calls.Matched | calls.Found | calls.Existing
+
+
+class Asking:
+    """See the module."""
+
+    def __init__(self, common: Common, granting: Granting, returning: Returning) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._granting = granting
+        self._returning = returning
+        self._gathering = common.rules.gather_ms > 0
+        """Whether misses may have to wait for inventories."""
+        self._finished = 0
+        """Inventories that were finished when this was last looked at."""
+        self._asking: deque[tuple[int, Question]] = deque()
+        """Questions that wait for inventories, with their tickets."""
+        self._walking: deque[tuple[int, Question]] = deque()
+        """Questions about chains that are too long for one step."""
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def find(self, now_ms: int, request: Question) -> Found | Later:
+        self._forest.begin_step()
+        reply = self._find(now_ms, request)
+        if self._forest.unfinished:
+            self._forest.unfinished = False
+            return self._wait(self._walking, request)
+        if (
+            self._gathering
+            and len(self._asking) < ASKING_MAX
+            and _misses(request, reply)
+            and self._gathers(now_ms)
+        ):
+            return self._wait(self._asking, request)
+        return reply
+
+    def _wait(self, questions: deque[tuple[int, Question]], request: Question) -> Later:
+        ticket = self._common.ticket()
+        questions.append((ticket, request))
+        return Later(ticket)
+
+    def cancel(self, ticket: int) -> None:
+        for questions in (self._asking, self._walking):
+            for asking in questions:
+                if asking[0] == ticket:
+                    questions.remove(asking)
+                    return
+
+    def _find(self, now_ms: int, request: Question) -> Found:
+        match request:
+            case calls.MatchPrefix():
+                return self.match_prefix(now_ms, request)
+            case calls.Lookup():
+                return self.lookup(now_ms, request)
+            case calls.Exists():
+                return self.exists(now_ms, request)
+
+    def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
+        common = self._common
+        lease_until_ms = now_ms + common.rules.lease_ms
+        matches = []
+        for namespace in request.namespaces:
+            table = self._forest.table(namespace)
+            if table is None:
+                matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
+                continue
+            keys = request.keys
+            matched, holding, records = self._forest.match(table, keys, records=request.placements)
+            if self._forest.unfinished:
+                break
+            for record in holding:
+                record.last_used_ms = now_ms
+                record.lease_until_ms = lease_until_ms
+            being_written = 0
+            for index in range(matched, len(keys)):
+                record_after = table.get(keys[index])
+                if record_after is None or not record_after.writer:
+                    break
+                being_written += 1
+            placements = NO_PLACEMENTS
+            if request.placements and matched:
+                placements = common.placements(records, now_ms)
+            matches.append(calls.PrefixMatch(matched, being_written, placements))
+            common.counters["matched_objects"] += matched
+            common.counters["missed_objects"] += len(keys) - matched
+        return calls.Matched(common.epoch, common.rules.lease_ms, matches)
+
+    def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
+        common = self._common
+        table = self._forest.table(request.namespace)
+        records: list[ObjectRecord | None]
+        records = [None] * len(request.keys) if table is None else table.get_many(request.keys)
+        lease_until_ms = now_ms + common.rules.lease_ms
+        for index, record in enumerate(records):
+            if record is None:
+                continue
+            segment = record.segment
+            if segment is not None and (segment.alive or record.complete):
+                record.last_used_ms = now_ms
+                record.lease_until_ms = lease_until_ms
+            else:
+                records[index] = None
+        placements = common.placements(records, now_ms)
+        return calls.Found(common.epoch, common.rules.lease_ms, placements)
+
+    def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
+        del now_ms
+        table = self._forest.table(request.namespace)
+        if table is None:
+            return calls.Existing(bytes(len(request.keys)))
+        return calls.Existing(table.presence(request.keys))
+
+    def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
+        """Leases of the objects that are still what they were, and deadlines of grants."""
+        common, rules = self._common, self._common.rules
+        keys_held = bytearray(len(request.keys))
+        columns = zip(request.keys, request.epochs, request.counters, strict=True)
+        for index, (key, epoch, counter) in enumerate(columns):
+            record = self._forest.get(request.namespace, key)
+            if (
+                record is not None
+                and all(s.alive or not s.segment_id for s, _ in record.extents())
+                and record.segment is not None
+                and (record.epoch, record.counter) == (epoch, counter)
+            ):
+                record.last_used_ms = now_ms
+                record.lease_until_ms = now_ms + rules.lease_ms
+                keys_held[index] = 1
+        tokens_held = bytearray(len(request.tokens))
+        common.changing |= bool(request.tokens)
+        for index, token in enumerate(request.tokens):
+            put = self._granting.granted(now_ms, request.epoch, token)
+            if put is not None and all(segment.alive for segment, _ in put.extents):
+                self._granting.renew(now_ms, put)
+                tokens_held[index] = 1
+        return calls.Renewed(
+            rules.lease_ms, rules.put_deadline_ms, bytes(keys_held), bytes(tokens_held)
+        )
+
+    # --- jobs ---------------------------------------------------------------------------------
+
+    def _gathers(self, now_ms: int) -> bool:
+        """Whether it is worth waiting for what nodes have to tell."""
+        age_ms = now_ms - self._common.started_ms
+        under_way = self._returning.under_way
+        segments = self._common.pool.segments.values()
+        joining = age_ms < JOINING_MS and not any(s.offer.fresh for s in segments)
+        self._finished = self._returning.finished
+        self._gathering = age_ms < self._common.rules.gather_ms and (
+            age_ms < JOINING_MS or under_way
+        )
+        return self._gathering and (joining or under_way)
+
+    def answers(self) -> bool:
+        """Whether questions need not wait any more, or an inventory has come since that was
+        asked."""
+        return bool(self._asking) and (
+            not self._gathering or self._finished != self._returning.finished
+        )
+
+    def answer(self, now_ms: int) -> None:
+        """A few of those that need not wait any more."""
+        if not self._asking or self._gathers(now_ms):
+            return
+        keys = 0
+        while self._asking and keys < ANSWERED_PER_STEP:
+            ticket, request = self._asking.popleft()
+            keys += len(request.keys)
+            reply = self._find(now_ms, request)
+            if self._forest.unfinished:
+                self._forest.unfinished = False
+                self._walking.append((ticket, request))
+            else:
+                self._common.effect(Answer(ticket, reply))
+
+    def walks(self) -> bool:
+        return bool(self._walking)
+
+    def walk_on(self, now_ms: int) -> None:
+        """A slice of the way up a long chain, for the first that asks."""
+        ticket, request = self._walking[0]
+        self._forest.resumes = True
+        reply = self._find(now_ms, request)
+        self._forest.resumes = False
+        if self._forest.unfinished:
+            self._forest.unfinished = False
+            return
+        self._walking.popleft()
+        self._common.effect(Answer(ticket, reply))
+
+
+def _misses(request: Question, reply: Found) -> bool:
+    match reply:
+        case calls.Matched(matches=matches):
+            return any(match.matched < len(request.keys) for match in matches)
+        case calls.Found(placements=placements):
+            return 0 in placements.replicas
+        case calls.Existing(presence=presence):
+            return 0 in presence

@@ -1,0 +1,175 @@
+"""What the parts of the master's state share.
+
+Each part owns the fields of its own subject. What several of them change is here: memory and
+forest, the nodes, puts under way, orders to wipe, and what is to be done outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from kvstore import calls
+from kvstore.calls import Placements, Version
+from kvstore.limits import Key, Namespace
+from kvstore.master.state import liveness
+from kvstore.master.state.effects import Effect, Later
+from kvstore.master.state.eviction import EvictionPolicy
+from kvstore.master.state.graves import Grave, Graveyard
+from kvstore.master.state.inventory import Tombstones
+from kvstore.master.state.membership import Membership
+from kvstore.master.state.pool import Pool
+from kvstore.master.state.puts import Pending
+from kvstore.master.state.records import Extent, ObjectRecord, Remains
+from kvstore.master.state.rules import MasterRules
+
+AnyReply = TypeVar("AnyReply", bound=calls.Reply)
+
+_MISS = ObjectRecord(Namespace(""), Key(b""))
+"""In place of what is not there; never changed."""
+
+
+class Common:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        version: str,
+        cluster: str,
+        rules: MasterRules,
+        policy: Callable[[], EvictionPolicy],
+        started_ms: int,
+    ) -> None:
+        self.epoch = epoch
+        self.version = version
+        self.cluster = cluster
+        self.rules = rules
+        self.started_ms = started_ms
+        self.effects: list[Effect] = []
+        self.changing = False
+        """Set by a step before its first change: see ``MasterState``."""
+        self.pool = Pool()
+        self.forest = self.pool.forest
+        self.counters = self.pool.counters
+        self.membership = Membership(
+            epoch=epoch,
+            rules=rules.liveness,
+            beat_ms=rules.beat_ms,
+            lease_ms=rules.lease_ms,
+            unfenced_ms=rules.put_deadline_ms + rules.quarantine_ms,
+            new_policy=policy,
+            cluster=cluster,
+        )
+        self.pending = Pending()
+        self.graves = Graveyard()
+        self.tombstones = Tombstones()
+        self._next_ticket = 0
+
+    # --- what is done outside -----------------------------------------------------------------
+
+    def changes(self) -> None:
+        self.changing = True
+
+    def effect(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket
+
+    # --- wiping -------------------------------------------------------------------------------
+
+    def when_wiped(
+        self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Grave] = ()
+    ) -> AnyReply | Later:
+        """Answer with ``reply`` once the headers of what is gone are wiped, and ``earlier`` orders
+        are done, too. The bytes of what is gone are free one lease later."""
+        ticket = self.ticket()
+        free_at_ms = now_ms + self.rules.lease_ms
+        effects, waits = self.graves.bury(gone, free_at_ms, ticket, reply, earlier)
+        self.effects += effects
+        return Later(ticket) if waits else reply
+
+    def wipe(self, given_up: Sequence[Remains]) -> None:
+        """These versions will never be stored: wipe what their writers may have left, and remember
+        those of which a part lies on memory that is away."""
+        self.effects += self.graves.clean(given_up)
+        for remains in given_up:
+            if remains.of_replica:
+                continue
+            if not all(segment.alive for segment, _ in remains.extents):
+                self.tombstones.add_version(Version(remains.epoch, remains.counter))
+
+    def unwiped(self, segment_ids: Iterable[int]) -> list[Grave]:
+        """What must be wiped before writers are told where to write on these segments."""
+        segments = self.pool.segments
+        unclean = self.graves.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
+        return [grave for grave in unclean if grave.offsets]  # marks concern no writer
+
+    # --- versions -----------------------------------------------------------------------------
+
+    @property
+    def present(self) -> Version:
+        """No version is newer until the next put begins."""
+        return Version(self.epoch, self.pending.last_token)
+
+    @property
+    def newest_stored(self) -> Version:
+        """No version up to this one will be stored any more. A put that is under way was granted
+        before others that have ended, and may still replace what those have stored."""
+        first = self.pending.first_token()
+        return self.present if first is None else Version(self.epoch, first - 1)
+
+    # --- objects ------------------------------------------------------------------------------
+
+    def adopt(self, now_ms: int, record: ObjectRecord, above: ObjectRecord | None) -> None:
+        """Give a record that is not complete its place in the forest.
+
+        Raises:
+            InvalidArgumentError: the objects would form a ring.
+            BusyError: the chain is too long for one step; the next one goes on.
+        """
+        try:
+            if record.lost:
+                self.pool.strip(record)
+            if record.segment is None:
+                self.pool.link(record, above, now_ms + self.rules.lease_ms)
+        finally:
+            if above is not None and not above.children:
+                self.pool.settle(above)  # made for nothing
+
+    def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
+        """No version up to now comes back with memory that is away, except for ``but``. A key that
+        is None means all of the namespace, "" all namespaces."""
+        self.tombstones.add(namespace, key, self.present, but=but)
+
+    def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
+        """Columns of where these are, all complete or None; replicas of suspect nodes come last."""
+        rows = [_MISS if record is None else record for record in records]
+        found = [record for record in rows if record is not _MISS]
+        if any([record.more for record in found]):  # noqa: C419  # a third of the time
+            extents = [self._extents_to_read(record, now_ms) for record in found]
+            flat = [extent for of_record in extents for extent in of_record]
+            segments = [segment.segment_id for segment, _ in flat]
+            offsets = [offset for _, offset in flat]
+            counts = iter(map(len, extents))
+            replicas = [0 if record is None else next(counts) for record in records]
+        else:
+            segments = [r.segment.segment_id for r in found if r.segment is not None]
+            offsets = [record.offset for record in found]
+            replicas = [0 if record is _MISS else 1 for record in rows]
+        return Placements(
+            sizes=[record.size for record in rows],
+            epochs=[record.epoch for record in rows],
+            counters=[record.counter for record in rows],
+            replicas=replicas,
+            segments=segments,
+            offsets=offsets,
+        )
+
+    def _extents_to_read(self, record: ObjectRecord, now_ms: int) -> list[Extent]:
+        alive = [extent for extent in record.extents() if extent[0].alive]
+        alive.sort(key=lambda e: self.membership.state_of(e[0].node, now_ms) != liveness.ALIVE)
+        return alive

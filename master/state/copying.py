@@ -1,0 +1,382 @@
+"""Copies from node to node: of what a draining node holds, and of objects that lack replicas.
+
+A node asks what it is to copy (``start_moves``), copies it as any client would, and ends the put.
+A moved object gets a new version where it goes; a copy for repair is one more replica of the same
+version. ``draining`` and ``repairing`` say which objects are next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore import calls
+from kvstore.calls import Placements, PutOutcome
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import REPLICAS_MAX
+from kvstore.master.state import draining, liveness, repairing
+from kvstore.master.state.common import Common
+from kvstore.master.state.effects import Later, Notice
+from kvstore.master.state.granting import Granting
+from kvstore.master.state.liveness import Node
+from kvstore.master.state.pool import Shortage
+from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.records import NEVER_MS, Extent, ObjectRecord, Segment
+from kvstore.master.state.repairing import SPARE_SHIFT, Repairs
+from kvstore.master.state.waiting import WaitingPuts
+
+REPAIR_STEPS = 512
+"""Objects that one request for copies looks at: 1 to 2 ms."""
+
+REPAIR_ANCESTORS = 16
+"""Blocks above an object that are looked at for missing replicas before it is copied itself: a
+chain with a hole is of no use. A pass finds the rest."""
+
+TARGETS_MS = 1_000
+"""How long it counts which nodes have room for copies, until a copy is begun."""
+
+NODES_CHANGED_MS = 1_000
+"""After a node came or went, so long passes before it is looked which replicas are missing."""
+
+
+class Copying:
+    """See the module."""
+
+    def __init__(
+        self, common: Common, granting: Granting, waiting: WaitingPuts, repairs: Repairs
+    ) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._pool = common.pool
+        self._granting = granting
+        self._waiting = waiting
+        self._repairs = repairs
+        self._targets: tuple[int, list[Segment]] = NEVER_MS, []
+        """When it was looked where copies may go, and what was found: the emptiest first."""
+        self._told_short = 0
+        """Objects with missing replicas, as the log was last told."""
+        self._told_repaired = 0
+
+    def start_moves(self, now_ms: int, request: calls.StartMoves) -> calls.MovesStarted | Later:
+        """What the node that asks is to copy now.
+
+        Raises:
+            InvalidArgumentError: there is no such node, or it is not being drained.
+        """
+        self._forest.begin_step()
+        node = self._common.membership.known(request.node)
+        if request.repair:
+            return self._start_repairs(now_ms, node, request)
+        if not node.draining:
+            raise not_draining(node)
+        return self._start_draining(now_ms, node, request)
+
+    # --- draining -----------------------------------------------------------------------------
+
+    def _start_draining(
+        self, now_ms: int, node: Node, request: calls.StartMoves
+    ) -> calls.MovesStarted | Later:
+        common = self._common
+        segments = set(common.membership.segments[node.name])
+        page = draining.page(
+            self._forest, segments, request.cursor, request.limit, request.bytes_max
+        )
+        common.changing = True
+        puts: list[PendingPut] = []
+        goes_to: dict[ObjectRecord, Segment] = {}
+        left = left_bytes = 0
+        evicted = common.counters["evicted_objects"]
+        for record, was_found in page.records.items():
+            if not record.complete:
+                continue  # a replica elsewhere was evicted for one of those before
+            room = self._room_to_move(now_ms, record, goes_to, request.avoid)
+            if isinstance(room, Shortage):
+                left += was_found
+                left_bytes += record.size * was_found
+                continue
+            client, missing = request.client_number, repairing.missing(record)
+            puts.append(self._granting.copy(now_ms, record, room, client, missing=missing))
+            goes_to[record] = room[0][0]
+        self._granting.give_back([put for put in puts if not self._granting.still_there(put)])
+        puts = [put for put in puts if self._granting.still_there(put)]
+        next_cursor = page.next_cursor
+        if not puts and next_cursor == request.cursor:
+            next_cursor += 1  # there is no room for the beginning of a long chain
+            left += 1  # its tip
+        return self._started(
+            now_ms,
+            puts,
+            common.placements([put.record for put in puts if put.record is not None], now_ms),
+            next_cursor=next_cursor,
+            skipped=page.skipped,
+            left=left,
+            left_bytes=left_bytes,
+            evicted=common.counters["evicted_objects"] - evicted,
+        )
+
+    def _room_to_move(
+        self,
+        now_ms: int,
+        record: ObjectRecord,
+        goes_to: dict[ObjectRecord, Segment],
+        avoid: Sequence[bytes],
+    ) -> list[Extent] | Shortage:
+        """Beside its parent, if that can be; at the cost of what nobody used for longer."""
+        parent = record.parent
+        near = None
+        if parent is not None and parent.complete:
+            near = goes_to.get(parent) or next(s for s, _ in parent.extents() if s.alive)
+        replicas = sum(segment.alive for segment, _ in record.extents())
+        taken = self._granting.take(
+            now_ms, [record.size], replicas, near, "", record.last_used_ms, avoid
+        )
+        return taken if isinstance(taken, Shortage) else taken[0]
+
+    def _started(
+        self,
+        now_ms: int,
+        puts: list[PendingPut],
+        sources: Placements,
+        *,
+        next_cursor: int = 0,
+        skipped: int = 0,
+        left: int = 0,
+        left_bytes: int = 0,
+        evicted: int = 0,
+        keeps_version: bool = False,
+    ) -> calls.MovesStarted | Later:
+        """Answers once what is granted is wiped."""
+        records = [put.record for put in puts if put.record is not None]
+        grants = self._granting.reply(bytes([PutOutcome.WRITE]) * len(puts), puts)
+        reply = calls.MovesStarted(
+            next_cursor=next_cursor,
+            skipped=skipped,
+            left=left,
+            left_bytes=left_bytes,
+            evicted=evicted,
+            namespaces=[record.namespace for record in records],
+            keys=[record.key for record in records],
+            sources=sources,
+            grants=grants,
+            keeps_version=keeps_version,
+        )
+        unwiped = self._common.unwiped(grants.segments)
+        return self._common.when_wiped(now_ms, [], reply, unwiped) if unwiped else reply
+
+    # --- repairing: when ----------------------------------------------------------------------
+
+    def nodes_changed(self, now_ms: int, ready_ms: int) -> None:
+        """Replicas may be missing, or there may be room for some, from ``ready_ms`` on."""
+        self._targets = NEVER_MS, []
+        if self._repairs.enabled and self._pool.has_replicas:
+            self._repairs.changed(max(now_ms + NODES_CHANGED_MS, ready_ms))
+
+    def note_stored(self, now_ms: int, record: ObjectRecord) -> None:
+        """It was stored just now, perhaps on fewer nodes than were asked for."""
+        if not self._repairs.enabled:
+            return
+        lacks = repairing.missing(record)
+        if lacks:
+            has = repairing.wanted(record) - lacks
+            self._repairs.note(record, hopeful=has < self._nodes_for_copies(now_ms))
+
+    def has_work_for(self, node: Node, now_ms: int) -> bool:
+        """Whether the node should ask for objects to copy."""
+        return (
+            self._repairs.waits(node.name)
+            and self._repairs.may_begin(now_ms)
+            and bool(self._room_for_copies(now_ms))
+        )
+
+    def tick(self, now_ms: int) -> None:
+        """Begins a pass over all objects, if one is due."""
+        repairs = self._repairs
+        repairs.plan_next(now_ms)
+        if not repairs.is_due(now_ms):
+            return
+        if repairs.needs_room and self._nodes_for_copies(now_ms) <= repairs.fewest:
+            repairs.due_ms = now_ms + NODES_CHANGED_MS
+        else:
+            repairs.begin_pass()
+
+    def scans(self) -> bool:
+        return self._repairs.scanning
+
+    def scan(self, now_ms: int) -> None:
+        """A slice of the pass; says at its end what it has found."""
+        common, repairs = self._common, self._repairs
+        alive = {segment.node.name for segment in common.membership.alive_segments(now_ms)}
+        if not repairs.scan(self._forest, now_ms, len(alive)):
+            return
+        short, repaired = repairs.found, common.counters["repaired_objects"]
+        self._pool.short_objects = short
+        if (short, repaired) != (self._told_short, self._told_repaired):
+            done = repaired - self._told_repaired
+            self._told_short, self._told_repaired = short, repaired
+            common.effect(Notice("replicas_missing", {"objects": short, "repaired": done}))
+
+    def _room_for_copies(self, now_ms: int) -> list[Segment]:
+        """Where copies may go, the emptiest first. None while a node is suspect, which may be back
+        in a moment with what is missing, or while puts wait for room."""
+        found_ms, found = self._targets
+        if now_ms - found_ms < TARGETS_MS:
+            return found
+        found = []
+        members = self._common.membership
+        if not self._waiting and all(
+            members.state_of(node, now_ms) == liveness.ALIVE for node in members.nodes.values()
+        ):
+            found = [
+                segment
+                for segment in members.alive_segments(now_ms)
+                if segment.usable(now_ms)
+                and segment.allocator.free_bytes > segment.capacity >> SPARE_SHIFT
+            ]
+            found.sort(key=lambda segment: segment.allocator.free_bytes, reverse=True)
+        self._targets = now_ms, found
+        return found
+
+    def _nodes_for_copies(self, now_ms: int) -> int:
+        """The nodes that are alive; 0: none of them has room. An object with as many replicas
+        cannot get another one."""
+        return len(self._common.membership.nodes) if self._room_for_copies(now_ms) else 0
+
+    # --- repairing: what ----------------------------------------------------------------------
+
+    def _start_repairs(
+        self, now_ms: int, node: Node, request: calls.StartMoves
+    ) -> calls.MovesStarted | Later:
+        """Nothing, if the bounds are reached."""
+        repairs = self._repairs
+        pending_max = self._common.rules.pending_puts_max // 2
+        self._targets = NEVER_MS, []  # as it is now
+        avoid = set(request.avoid)
+        usable = [s for s in self._room_for_copies(now_ms) if s.offer.uuid not in avoid]
+        roomy = dict.fromkeys(usable)
+        self._common.changing = True
+        puts: list[PendingPut] = []
+        size = steps = 0
+        while roomy and len(puts) < request.limit and steps < REPAIR_STEPS:
+            record = repairs.next(node.name)
+            if record is None:
+                break
+            for each in self._short_line(record):
+                steps += 1
+                if (
+                    len(puts) >= request.limit
+                    or (puts and size + each.size > request.bytes_max)
+                    or not repairs.may_begin(now_ms, each.size)
+                    or len(self._common.pending) >= pending_max
+                ):
+                    repairs.put_back(record)
+                    roomy = {}
+                    break
+                put = self._copy_once_more(now_ms, node, each, roomy, request.client_number)
+                if put is not None:
+                    puts.append(put)
+                    size += each.size
+        records = [put.record for put in puts if put.record is not None]
+        extents = [_extent_on(node, record) for record in records]
+        sources = Placements(
+            sizes=[record.size for record in records],
+            epochs=[record.epoch for record in records],
+            counters=[record.counter for record in records],
+            replicas=[1] * len(records),
+            segments=[extent[0].segment_id for extent in extents if extent is not None],
+            offsets=[extent[1] for extent in extents if extent is not None],
+        )
+        return self._started(now_ms, puts, sources, keeps_version=True)
+
+    def _short_line(self, record: ObjectRecord) -> list[ObjectRecord]:
+        """It and those of its ancestors that lack replicas, too, from above."""
+        is_there = self._forest.get(record.namespace, record.key) is record
+        if not is_there or not repairing.missing(record):
+            return []
+        line = [record]
+        copies = self._granting.copies
+        above = record.parent
+        for _ in range(REPAIR_ANCESTORS):
+            if above is None:
+                break
+            if repairing.missing(above) and (above.namespace, above.key) not in copies:
+                line.append(above)
+            above = above.parent
+        return line[::-1]
+
+    def _copy_once_more(
+        self,
+        now_ms: int,
+        node: Node,
+        record: ObjectRecord,
+        roomy: dict[Segment, None],
+        client_number: int,
+    ) -> PendingPut | None:
+        """A grant for one more replica of it, if it can be copied from this node now."""
+        if (
+            record.writer
+            or (record.namespace, record.key) in self._granting.copies
+            or _extent_on(node, record) is None
+            or repairing.sign(record, now_ms - self._repairs.after_ms) is None
+        ):
+            self._repairs.left()
+            return None
+        parent = record.parent
+        near = None
+        if parent is not None and parent.more:  # where its parent's further replica is
+            near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
+        extent = self._pool.room_for_copy(record, roomy, near)
+        if extent is None:
+            self._repairs.left()
+            return None
+        put = self._granting.copy(now_ms, record, [extent], client_number, repairs=True)
+        self._pool.note_copied(record)
+        self._repairs.begun(put.size)
+        return put
+
+    # --- repairing: what became of it ---------------------------------------------------------
+
+    def add_replica(self, now_ms: int, put: PendingPut) -> bool:
+        """Whether the copy is a replica of its object now. It is not, if there is none missing any
+        more, or there is one on that node by now."""
+        record, (segment, offset) = put.record, put.extents[0]
+        assert record is not None
+        instead_of = repairing.sign(record, now_ms - self._repairs.after_ms)
+        if instead_of is None or _extent_on(segment.node, record) is not None:
+            return False
+        self._pool.add_replica(record, (segment, offset), instead_of)
+        self._common.counters["repaired_objects"] += 1
+        self._common.counters["repaired_bytes"] += put.size
+        self._repairs.done()
+        if repairing.missing(record):
+            self._repairs.note(record, hopeful=True)
+        return True
+
+    def claim_replica(self, now_ms: int, record: ObjectRecord, extent: Extent) -> bool:
+        """Whether memory that has come back has one more replica of a complete object: one that is
+        missing, or that this master did not know of. Of an object that was copied meanwhile, one
+        that is not missing is one too many."""
+        if _extent_on(extent[0].node, record) is not None:
+            return False
+        uuid = extent[0].offer.uuid
+        gone = [each for each in record.extents() if not each[0].alive]
+        instead_of = next((each for each in gone if each[0].offer.uuid == uuid), None)
+        if instead_of is None:
+            instead_of = repairing.sign(record, now_ms - self._common.rules.lease_ms)
+        if instead_of is None and (
+            repairing.was_copied(record) or len(record.more) + 1 >= REPLICAS_MAX
+        ):
+            return False
+        self._pool.add_replica(record, extent, instead_of)
+        return True
+
+
+def not_draining(node: Node) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"node {node.name} is not being drained", advice=f"kvstore drain {node.name}"
+    )
+
+
+def _extent_on(node: Node, record: ObjectRecord) -> Extent | None:
+    for extent in record.extents():
+        if extent[0].alive and extent[0].node is node:
+            return extent
+    return None

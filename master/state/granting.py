@@ -1,0 +1,274 @@
+"""Memory for writers: chosen, granted under a token with a deadline, and taken back.
+
+The writers are puts, allocations, and copies of objects (for draining or repair).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from kvstore import calls
+from kvstore.calls import Version
+from kvstore.errors import BusyError
+from kvstore.master.state import liveness
+from kvstore.master.state.common import Common
+from kvstore.master.state.effects import Notice
+from kvstore.master.state.pool import Shortage
+from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.records import Extent, Name, ObjectRecord, Segment
+from kvstore.master.state.repairing import Repairs
+from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.waiting import WaitingPuts
+from kvstore.memory.header import extent_bytes
+
+PUTS_PER_TICK = 512
+"""Puts that one tick lets expire, and frees: late does no harm, a long tick does."""
+
+
+class Granting:
+    """See the module."""
+
+    def __init__(
+        self, common: Common, waiting: WaitingPuts, sweeping: Sweeping, repairs: Repairs
+    ) -> None:
+        self._common = common
+        self._pending = common.pending
+        self._waiting = waiting
+        self._sweeping = sweeping
+        self._repairs = repairs
+        self.copies: dict[Name, list[PendingPut]] = {}
+        """Under way, by the object whose bytes are copied; others only look."""
+
+    # --- granting -----------------------------------------------------------------------------
+
+    def take(
+        self,
+        now_ms: int,
+        sizes: list[int],
+        replicas: int,
+        near: Segment | None,
+        host: str,
+        used_before_ms: int | None = None,
+        avoid: Sequence[bytes] = (),
+        here_only: bool = False,
+    ) -> list[list[Extent]] | Shortage:
+        """Extents for so many bytes each, as ``Pool.allocate``, which says what the rest is.
+
+        Args:
+            avoid: segments (uuid) that the writer cannot reach.
+            here_only: only on segments of ``host``.
+
+        Raises:
+            BusyError: too many puts are under way.
+        """
+        common = self._common
+        if len(self._pending) + len(sizes) > common.rules.pending_puts_max:
+            raise BusyError(
+                f"{len(self._pending)} puts are under way, at most "
+                f"{common.rules.pending_puts_max} are allowed",
+                advice="Finish or revoke some first.",
+                pending_puts=len(self._pending),
+            )
+        alive = common.membership.alive_segments(now_ms)
+        usable = [segment for segment in alive if segment.usable(now_ms)]
+        if avoid:
+            usable = [segment for segment in usable if segment.offer.uuid not in avoid]
+        if here_only:
+            usable = [segment for segment in usable if segment.node.host == host]
+        pool = common.pool
+        taken = pool.allocate(
+            sizes,
+            replicas=replicas,
+            usable=usable,
+            near=near,
+            host=host,
+            now_ms=now_ms,
+            used_before_ms=used_before_ms,
+        )
+        if pool.evicted:
+            for remains in pool.evicted:
+                for segment, _ in remains.extents:
+                    segment.pressed = True
+            common.effects += common.graves.clean(pool.evicted)
+            pool.evicted.clear()
+        for segment in usable:
+            self._sweeping.taken_from(segment)
+        if host and not isinstance(taken, Shortage):
+            for segment, _ in taken[0]:  # most often all go to the same
+                liveness.used(segment.node, host, now_ms)
+        return taken
+
+    def allocation(
+        self, now_ms: int, extents: list[Extent], size: int, client_number: int
+    ) -> PendingPut:
+        """A grant without a key, which ``commit`` gives it."""
+        token = self._pending.take_tokens(1) + 1
+        deadline_ms = now_ms + self._common.rules.put_deadline_ms
+        put = PendingPut(token, None, extents, size, deadline_ms, client_number=client_number)
+        self._pending.add(put)
+        self._note_allocation(put)
+        return put
+
+    def copy(
+        self,
+        now_ms: int,
+        record: ObjectRecord,
+        extents: list[Extent],
+        client_number: int,
+        *,
+        repairs: bool = False,
+        missing: int = 0,
+    ) -> PendingPut:
+        """A grant to copy this object, which is complete; see ``PendingPut``."""
+        token = self._pending.take_tokens(1) + 1
+        deadline_ms = now_ms + self._common.rules.put_deadline_ms
+        put = PendingPut(
+            token, record, extents, record.size, deadline_ms,
+            client_number=client_number, overwrite=not repairs,
+            moves=Version(record.epoch, record.counter), repairs=repairs, missing=missing,
+        )  # fmt: skip
+        self._pending.add(put)
+        self.copies.setdefault((record.namespace, record.key), []).append(put)
+        return put
+
+    def reply(self, outcomes: bytes, puts: list[PendingPut]) -> calls.Grants:
+        return calls.Grants(
+            epoch=self._common.epoch,
+            deadline_ms=self._common.rules.put_deadline_ms,
+            outcomes=outcomes,
+            replicas=len(puts[0].extents) if puts else 0,
+            tokens=[put.token for put in puts],
+            segments=[segment.segment_id for put in puts for segment, _ in put.extents],
+            offsets=[offset for put in puts for _, offset in put.extents],
+        )
+
+    def granted(self, now_ms: int, epoch: int, token: int) -> PendingPut | None:
+        """The put of a token that is still good."""
+        put = self._pending.get(token) if epoch == self._common.epoch else None
+        return put if put is not None and now_ms <= put.deadline_ms else None
+
+    def renew(self, now_ms: int, put: PendingPut) -> None:
+        self._pending.renew(put, now_ms + self._common.rules.put_deadline_ms)
+        self._note_allocation(put)
+
+    def _note_allocation(self, put: PendingPut) -> None:
+        if put.record is None:
+            for segment, _ in put.extents:
+                until_ms = put.deadline_ms + self._common.rules.quarantine_ms
+                segment.allocated_until_ms = until_ms
+
+    # --- ending -------------------------------------------------------------------------------
+
+    def end(self, put: PendingPut) -> None:
+        """Its token is not good any more; the caller sees to its extents. May be said twice."""
+        self._pending.pop(put.token)
+        if put.moves is not None:
+            self._copy_ended(put)
+
+    def abandon(self, put: PendingPut, now_ms: int) -> None:
+        """A put that cannot end any more; its writer may not have noticed yet."""
+        self.end(put)
+        remains = put.remains(self._common.epoch)
+        self.quarantine(put, max(now_ms, put.deadline_ms))
+        self._common.wipe([remains._replace(writers=put.writers())])
+        self.unclaim(put)
+
+    def quarantine(self, put: PendingPut, writes_until_ms: int) -> None:
+        """Its extents are free once its writer has surely stopped."""
+        until_ms = writes_until_ms + self._common.rules.quarantine_ms
+        self._pending.quarantine(put.token, put.remains(self._common.epoch), until_ms)
+
+    def give_back(self, puts: Sequence[PendingPut]) -> None:
+        """Copies that came to nothing, and whose writers are done."""
+        for put in puts:
+            self.end(put)
+            self._common.pool.free(put.extents, put.length)
+        self._common.wipe([put.remains(self._common.epoch) for put in puts])
+
+    def unclaim(self, put: PendingPut) -> None:
+        """Its object is not being written any more; it is forgotten if it never was complete."""
+        record = put.record
+        if record is not None and record.writer == put.token:
+            record.writer = 0
+            if record.segment is None:
+                self._common.pool.settle(record)
+        self._waiting.room_made()
+
+    def wipe_again(self, token: int) -> None:
+        """The writer of an abandoned put has ended. What it wrote through shared memory since the
+        first wiping is not left for the next master to find."""
+        remains = self._pending.quarantined(token)
+        if remains is not None:
+            self._common.effects += self._common.graves.clean([remains])
+
+    def expire(self, now_ms: int) -> None:
+        """What is due: puts whose deadline has passed, and quarantine that is over."""
+        common = self._common
+        expired = list(islice(self._pending.pop_expired(now_ms), PUTS_PER_TICK))
+        for put in expired:
+            self.abandon(put, now_ms)
+        if expired:
+            common.counters["expired_puts"] += len(expired)
+            size = sum(put.size for put in expired)
+            common.effect(Notice("puts_expired", {"puts": len(expired), "bytes": size}))
+        over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
+        for remains in over:
+            common.pool.free(remains.extents, extent_bytes(remains.size))
+            self._waiting.room_made()
+        common.effects += common.graves.clean(over)
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def copied(self, namespace: str) -> list[Name]:
+        """The objects that are being copied; "": of all namespaces."""
+        return [name for name in self.copies if not namespace or name[0] == namespace]
+
+    def end_copies(self, now_ms: int, name: Name) -> None:
+        """Its bytes must not arrive any more: what has arrived is wiped, and removals wait."""
+        for put in self.copies.get(name, ())[:]:
+            self.abandon(put, now_ms)
+
+    def still_there(self, put: PendingPut) -> bool:
+        """Whether the object whose bytes were to be copied is the one that is there."""
+        record = put.record
+        assert record is not None
+        return (
+            self._common.forest.get(record.namespace, record.key) is record
+            and record.complete
+            and (record.epoch, record.counter) == put.moves
+        )
+
+    def _copy_ended(self, put: PendingPut) -> None:
+        record = put.record
+        assert record is not None
+        name = record.namespace, record.key
+        puts = self.copies.get(name, [])
+        if put not in puts:
+            return
+        puts.remove(put)
+        if not puts:
+            del self.copies[name]
+        if put.repairs:
+            self._repairs.ended(put.size)
+
+    # --- checking -----------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        self._pending.check_invariants()
+        copies = [put for put in self._pending if put.moves is not None]
+        known = [put for puts in self.copies.values() for put in puts]
+        assert sorted(p.token for p in copies) == sorted(p.token for p in known), "a lost copy"
+        assert all(self.copies.values())
+        repairs = [put for put in copies if put.repairs]
+        assert self._repairs.copies == len(repairs)
+        assert self._repairs.copied_bytes == sum(put.size for put in repairs)
+        assert all(len(put.extents) == 1 and not put.missing for put in repairs)
+        writers = {
+            put.token: put.record
+            for put in self._pending
+            if put.record is not None and put.moves is None
+        }
+        for record in self._common.forest.records():
+            assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
+        assert not writers, "a put whose record does not know it"

@@ -1,0 +1,69 @@
+"""Marks: how memory that was away during a removal is told from memory that was there (ADR 11).
+
+Before a removal is acknowledged, all memory that is there keeps a mark newer than any that memory
+which may be away can have. A later master trusts the newest mark it meets: memory with an older one
+was away when something was removed, and its claims are refused.
+"""
+
+from __future__ import annotations
+
+from kvstore import calls
+from kvstore.calls import Version
+from kvstore.master.state.common import Common
+from kvstore.master.state.records import Segment
+
+
+class Marks:
+    """See the module."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._newest = calls.NO_MARK
+        """That any memory keeps."""
+        self._found = calls.NO_MARK
+        """The newest of a master before this one."""
+        self._outdated: set[bytes] = set()
+        """Memory (uuid) that was believed until it was found to be outdated."""
+        self._in_doubt = True
+        """Whether some memory may have gone away, or stayed away, since the last mark was made."""
+
+    def segment_died(self) -> None:
+        self._in_doubt = True
+
+    def renew(self) -> None:
+        """Called for each removal: has a new mark kept where memory may be away that has the
+        last one."""
+        if not self._in_doubt:
+            return
+        common = self._common
+        self._in_doubt = False
+        number = self._newest.counter + 1 if self._newest.epoch == common.epoch else 1
+        self._newest = Version(common.epoch, number)
+        for segment in common.pool.segments.values():
+            if segment.whole:
+                common.effects += common.graves.keep_mark(segment, self._newest)
+
+    def bring_up_to_date(self, segment: Segment) -> None:
+        """Whatever was removed by now, this segment does not hold it."""
+        self._outdated.discard(segment.offer.uuid)
+        if segment.offer.mark < self._newest:
+            self._common.effects += self._common.graves.keep_mark(segment, self._newest)
+
+    def is_outdated(self, segment: Segment) -> bool:
+        """Whether it was away when something was removed that this master does not know of."""
+        return segment.offer.uuid in self._outdated or segment.offer.mark < self._found
+
+    def node_joined(self, session: int, mark: Version) -> None:
+        """A node that joins has kept a mark of a master before us. Whoever joined before with an
+        older one must join again, and is not believed then."""
+        common = self._common
+        if mark.epoch >= common.epoch or mark <= self._found:
+            return
+        self._found = mark
+        self._newest = max(self._newest, mark)
+        for node in list(common.membership.nodes.values()):
+            segments = common.membership.segments[node.name]
+            older = [s for s in segments if s.offer.mark < mark and not s.offer.fresh]
+            if older and node.session != session:
+                self._outdated.update(segment.offer.uuid for segment in older)
+                common.membership.declare_dead(node, "outdated")

@@ -1,0 +1,195 @@
+"""What nodes say and what is said of them, and what follows for their segments.
+
+``Membership`` decides who is there; this tells the other parts which segments have come and gone.
+"""
+
+from __future__ import annotations
+
+from kvstore import calls
+from kvstore.calls import DrainStep
+from kvstore.errors import ProtocolError, UnavailableError
+from kvstore.master.state import liveness
+from kvstore.master.state.common import Common
+from kvstore.master.state.copying import Copying, not_draining
+from kvstore.master.state.effects import Outrun, Send
+from kvstore.master.state.marks import Marks
+from kvstore.master.state.records import Segment
+from kvstore.master.state.returning import Returning
+from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.waiting import WaitingPuts
+
+WATCH_MS = 1_000
+"""How often the master looks whether nodes do what they were asked."""
+
+
+class Nodes:
+    """See the module."""
+
+    def __init__(
+        self,
+        common: Common,
+        marks: Marks,
+        returning: Returning,
+        copying: Copying,
+        sweeping: Sweeping,
+        waiting: WaitingPuts,
+    ) -> None:
+        self._common = common
+        self._membership = common.membership
+        self._marks = marks
+        self._returning = returning
+        self._copying = copying
+        self._sweeping = sweeping
+        self._waiting = waiting
+        self._watched_ms = common.started_ms
+        """When it was last looked which nodes do not do what they should."""
+
+    # --- streams ------------------------------------------------------------------------------
+
+    def joined(self, now_ms: int, session: int, join: calls.NodeJoin) -> calls.MasterAccepted:
+        """First message on a node's stream; errors as ``Membership.join``, and then no session.
+
+        A node that knows of a later master is not let in: what is newer than our epoch would count
+        as outdated, and would be wiped. It joins our next term, which begins above that.
+        """
+        common = self._common
+        self._membership.check(join)
+        if join.highest_epoch > common.epoch:
+            common.effect(Outrun(join.highest_epoch))
+            raise outrun_by(f"node {join.name}", join.highest_epoch, common.epoch)
+        accepted = self._membership.join(now_ms, session, join, common.changes)
+        if not join.resume_epoch:
+            self._marks.node_joined(session, max(offer.mark for offer in join.segments))
+        self._follow(now_ms)
+        for segment_id in accepted.segment_ids:
+            common.effects += common.graves.send_again(common.pool.segments[segment_id])
+        self._waiting.room_made()
+        return accepted
+
+    def said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
+        """Any later message. What comes on a session that is over is ignored."""
+        common = self._common
+        node = self._membership.of(session)
+        if node is None:
+            return
+        if self._membership.state_of(node, now_ms) != liveness.ALIVE:
+            self._waiting.room_made()  # if that was silence, it can be chosen again
+        self._membership.heard(now_ms, node)
+        common.changing = True
+        match message:
+            case calls.NodeBeat(number):
+                repair = self._copying.has_work_for(node, now_ms)
+                common.effect(Send(session, calls.MasterBeat(number, repair)))
+            case calls.NodeWiped(order):
+                segment = common.graves.segment_of(order)
+                if segment is not None and segment.node is node:
+                    common.effects += common.graves.wiped(order)
+                    self._waiting.room_made()
+            case calls.NodeClaims():
+                self._returning.node_claims(now_ms, node, message)
+            case calls.NodeLeave():
+                self._membership.leave(node)
+                self._follow(now_ms, left=True)
+            case calls.NodeJoin():
+                raise ProtocolError("a node joins once per stream")
+
+    def stream_broken(self, session: int) -> None:
+        self._common.changing = True
+        self._membership.stream_broken(session)
+        self._follow(0)  # nobody dies of that
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.Reported:
+        common = self._common
+        common.changing = True
+        for segment_id in request.segment_ids:
+            segment = common.pool.segments.get(segment_id)
+            if segment is not None:
+                self._membership.reported(now_ms, segment.node, request)
+                common.counters["reported_failures"] += 1
+        self._membership.bury_dead(now_ms)
+        self._follow(now_ms)
+        nodes = self._membership.nodes.values()
+        states = [self._membership.state_of(node, now_ms) for node in nodes]
+        return calls.Reported(states.count(liveness.SUSPECT))
+
+    def drain(self, now_ms: int, request: calls.Drain) -> calls.Drained:
+        """Raises InvalidArgumentError: there is no such node, or it leaves without a drain."""
+        common, members = self._common, self._membership
+        if request.step is DrainStep.LEAVE and request.node not in members.nodes:
+            return calls.Drained(common.epoch, 0, 0)  # it has left
+        node = members.known(request.node)
+        common.changing = True
+        if request.step is DrainStep.LEAVE:
+            if not node.draining:
+                raise not_draining(node)
+            members.dismiss(node)
+        else:
+            members.drain(node, draining=request.step is DrainStep.BEGIN)
+            self._waiting.room_made()  # where it may be chosen again
+        segments = set(members.segments.get(node.name, ()))
+        self._follow(now_ms)
+        used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
+        pending = sum(any(s in segments for s, _ in put.extents) for put in common.pending)
+        return calls.Drained(common.epoch, used, pending)
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def tick(self, now_ms: int) -> None:
+        """Whoever is silent for too long, or beats and does nothing else, is dead."""
+        self._membership.bury_dead(now_ms)
+        if now_ms - self._watched_ms >= WATCH_MS:
+            self._watched_ms = now_ms
+            self._fence_idle(now_ms)
+        self._follow(now_ms)
+
+    def _fence_idle(self, now_ms: int) -> None:
+        """Removals do not wait for ever for a node that beats and does nothing else."""
+        patience_ms = self._common.rules.node_patience_ms
+        late = {segment.node: "untold" for segment in self._returning.late(now_ms)}
+        for segment in self._common.graves.unanswered(now_ms, patience_ms):
+            late.setdefault(segment.node, "unwiped")
+        for node, why in late.items():
+            self._membership.declare_dead(node, why)
+
+    # --- segments -----------------------------------------------------------------------------
+
+    def _follow(self, now_ms: int, *, left: bool = False) -> None:
+        """Takes note of what has changed in the membership. ``left``: a node has said so, and
+        serves nobody any more."""
+        members = self._membership
+        self._common.effects += members.effects
+        for segment in members.lost:
+            self._segment_lost(now_ms, segment, left=left)
+        for segment in members.mounted:
+            self._common.pool.mount(segment)
+            self._returning.segment_mounted(segment)
+        if members.lost or members.mounted:
+            ready_ms = max((s.usable_at_ms for s in members.mounted if s.whole), default=0)
+            self._copying.nodes_changed(now_ms, ready_ms)
+        for changes in (members.effects, members.lost, members.mounted):
+            changes.clear()
+
+    def _segment_lost(self, now_ms: int, segment: Segment, *, left: bool) -> None:
+        common = self._common
+        self._marks.segment_died()
+        common.pool.unmount(segment)
+        if not left:
+            segment.died_ms = now_ms
+        self._sweeping.segment_died(segment)
+        self._returning.segment_died(segment)
+        common.effects += common.graves.segment_died(segment)
+        if not left:
+            readers_ms = now_ms + common.rules.lease_ms
+            common.graves.mourn(segment, common.newest_stored, readers_ms)
+
+
+def outrun_by(who: str, epoch: int, own: int) -> UnavailableError:
+    """What somebody is told who has joined a later master: see ``Outrun``."""
+    return UnavailableError(
+        f"{who} has joined a master of epoch {epoch} before; this one has epoch {own}, and begins "
+        "a new term above that",
+        advice="Join again. The clock of a master's host was set back.",
+        epoch=epoch,
+    )

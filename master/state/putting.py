@@ -1,0 +1,395 @@
+"""Puts in two phases, and allocations, which get their key when they are whole.
+
+put_start ──► grants (or waits for room) ──► the client writes ──► put_end ──► objects
+allocate  ──► a grant                    ──► the client writes ──► commit  ──► an object
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore import calls
+from kvstore.calls import PutOutcome
+from kvstore.errors import BusyError, InvalidArgumentError, ValueTooLargeError
+from kvstore.limits import REPLICAS_MAX, Key, Namespace
+from kvstore.master.state.common import Common
+from kvstore.master.state.copying import Copying
+from kvstore.master.state.effects import Later
+from kvstore.master.state.granting import Granting
+from kvstore.master.state.graves import Grave
+from kvstore.master.state.pool import Shortage
+from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.records import Extent, ObjectRecord, Remains
+from kvstore.master.state.removing import Removing
+from kvstore.master.state.waiting import WaitingPuts, Wanting
+from kvstore.memory.header import extent_bytes
+
+MAKING_ROOM_MS = 1_000
+"""A put that could be granted if more were evicted waits so long, even if it did not ask to."""
+
+
+class Putting:
+    """See the module."""
+
+    def __init__(
+        self,
+        common: Common,
+        granting: Granting,
+        waiting: WaitingPuts,
+        removing: Removing,
+        copying: Copying,
+    ) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._pool = common.pool
+        self._pending = common.pending
+        self._graves = common.graves
+        self._granting = granting
+        self._waiting = waiting
+        self._removing = removing
+        self._copying = copying
+
+    # --- the first phase ----------------------------------------------------------------------
+
+    def put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | Later:
+        self._forest.begin_step()
+        if len(request.sizes) != len(request.keys):
+            raise InvalidArgumentError("put_start needs one size per key")
+        if not 1 <= request.replicas <= REPLICAS_MAX:
+            raise InvalidArgumentError(
+                f"replicas is 1 to {REPLICAS_MAX}, not {request.replicas}",
+                replicas=request.replicas,
+            )
+        if request.parent is not None and request.parent in request.keys:
+            raise InvalidArgumentError("a key cannot be its own parent")
+        self._check_sizes(request.sizes)
+        return self._grant_or_wait(now_ms, request)
+
+    def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
+        self._forest.begin_step()
+        self._check_sizes([request.size])
+        return self._grant_or_wait(now_ms, request)
+
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        capacity_max = self._pool.capacity_max
+        if capacity_max and sizes and extent_bytes(max(sizes)) > capacity_max:
+            raise ValueTooLargeError(
+                f"a value of {max(sizes)} bytes does not fit into any segment, "
+                f"the largest has room for {capacity_max}",
+                advice="Split it into smaller values, or start a node with more --memory.",
+                size_bytes=max(sizes),
+                segment_bytes_max=capacity_max,
+            )
+
+    def _grant_or_wait(self, now_ms: int, request: Wanting) -> calls.Grants | Later:
+        result = self._try_grant(now_ms, request)
+        if isinstance(result, calls.Grants):
+            unwiped = self._common.unwiped(result.segments)
+            return self._common.when_wiped(now_ms, [], result, unwiped) if unwiped else result
+        wait_ms = min(request.wait_ms, self._common.rules.put_wait_max_ms)
+        if result.goes_on:
+            wait_ms = max(wait_ms, MAKING_ROOM_MS)
+            self._waiting.room_made()
+        if wait_ms <= 0 or not self._could_take(request):
+            raise self._waiting.no_space(now_ms, request, result)
+        return self._waiting.add(now_ms, request, wait_ms)
+
+    def _could_take(self, request: Wanting) -> bool:
+        """Whether any node but those that the client cannot reach may have room for it some time;
+        where there is none at all, one may come."""
+        segments = self._pool.segments.values()
+        return not segments or any(
+            segment.offer.uuid not in request.avoid
+            and (not request.here_only or segment.node.host == request.host)
+            for segment in segments
+        )
+
+    def serve_waiting(self, now_ms: int) -> None:
+        self._waiting.serve(now_ms, self._try_grant)
+
+    def _try_grant(self, now_ms: int, request: Wanting) -> calls.Grants | Shortage:
+        if isinstance(request, calls.Allocate):
+            return self._try_allocation(now_ms, request)
+        keys = list(request.keys)
+        table = self._forest.table(request.namespace)
+        lease_until_ms = now_ms + self._common.rules.lease_ms
+        outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
+        granted: list[int] = []
+        known = [None] * len(keys) if table is None else table.get_many(keys)
+        for index, found in enumerate(known):
+            if found is None:
+                granted.append(index)
+                continue
+            outcome = _outcome(found, request.overwrite)
+            outcomes[index] = outcome
+            if outcome is PutOutcome.WRITE:
+                granted.append(index)
+            elif outcome is PutOutcome.FOUND:
+                found.last_used_ms = now_ms
+                found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
+        if not granted:
+            return self._granting.reply(bytes(outcomes), [])
+        near = None
+        first = granted[0]
+        parent_key = keys[first - 1] if request.chain and first else request.parent
+        parent = None if parent_key is None or table is None else table.get(parent_key)
+        if parent is not None and parent.complete:
+            parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)
+            near = next(segment for segment, _ in parent.extents() if segment.alive)
+        sizes = [request.sizes[index] for index in granted]
+        self._common.changing = True
+        taken = self._granting.take(
+            now_ms, sizes, request.replicas, near, request.host, None, request.avoid,
+            request.here_only,
+        )  # fmt: skip
+        if isinstance(taken, Shortage):
+            return taken
+        puts = self._place(now_ms, request, keys, granted, sizes, taken)
+        if isinstance(puts, Shortage):
+            return puts
+        return self._granting.reply(bytes(outcomes), puts)
+
+    def _place(
+        self,
+        now_ms: int,
+        request: calls.PutStart,
+        keys: list[Key],
+        granted: list[int],
+        sizes: list[int],
+        taken: list[list[Extent]],
+    ) -> list[PendingPut] | Shortage:
+        """Records with their place in the forest, and puts, for what was ``granted`` (indices of
+        ``keys``). If the forest refuses one of them, all is as before.
+
+        Raises:
+            InvalidArgumentError: the objects would form a ring.
+        """
+        puts: list[PendingPut] = []
+        record: ObjectRecord | None = None
+        table = self._forest.ensure_table(request.namespace)
+        deadline_ms = now_ms + self._common.rules.put_deadline_ms
+        token = self._pending.take_tokens(len(granted))
+        chain, root, overwrite = request.chain, request.parent, request.overwrite
+        for extents, index, size in zip(taken, granted, sizes, strict=True):
+            parent_key = keys[index - 1] if chain and index else root
+            if parent_key is None:
+                above = None
+            elif record is not None and record.key is parent_key:
+                above = record
+            else:
+                above = table.get(parent_key) or table.add(parent_key)
+            found = table.get(keys[index])  # making room may have forgotten what was known of it
+            record = table.add(keys[index]) if found is None else found
+            token += 1
+            put = PendingPut(
+                token, record, extents, size, deadline_ms,
+                client_number=request.client_number, overwrite=overwrite,
+                missing=request.replicas - len(extents),
+            )  # fmt: skip
+            record.writer = token
+            self._pending.add(put)
+            puts.append(put)
+            if found is None and above is None:
+                continue  # a new root
+            try:
+                self._common.adopt(now_ms, record, above)
+            except (InvalidArgumentError, BusyError) as error:
+                for given, of_size in zip(taken, sizes, strict=True):
+                    self._pool.free(given, extent_bytes(of_size))
+                for made in reversed(puts):
+                    self._pending.pop(made.token)
+                    self._granting.unclaim(made)
+                if isinstance(error, BusyError):
+                    return Shortage(0, goes_on=True)  # how long the chain is shows in further steps
+                raise
+        return puts
+
+    def _try_allocation(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Shortage:
+        self._common.changing = True
+        taken = self._granting.take(
+            now_ms, [request.size], 1, None, request.host, None, request.avoid, request.here_only
+        )
+        if isinstance(taken, Shortage):
+            return taken
+        size, client = request.size, request.client_number
+        put = self._granting.allocation(now_ms, taken[0], size, client)
+        return self._granting.reply(bytes([PutOutcome.WRITE]), [put])
+
+    # --- the second phase ---------------------------------------------------------------------
+
+    def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
+        """Also of copies, which store nothing if their object is not the one any more."""
+        common = self._common
+        self._forest.begin_step()
+        outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
+        was_stored = int(PutOutcome.STORED)
+        replaced: list[Remains] = []
+        outdated: list[PendingPut] = []
+        ended: list[tuple[PendingPut, list[Extent]]] = []
+        mourned: list[Grave] = []
+        pending = self._pending
+        common.changing = True
+        for index, token in enumerate(request.tokens if request.epoch == common.epoch else ()):
+            put = pending.get(token)
+            if put is None:
+                self._granting.wipe_again(token)
+                continue
+            if now_ms > put.deadline_ms or put.record is None:
+                continue
+            self._granting.end(put)
+            alive = put.extents
+            if len(alive) > 1 or not alive[0][0].alive:
+                alive = [extent for extent in put.extents if extent[0].alive]
+            if not alive:
+                self._granting.abandon(put, now_ms)
+                continue
+            if put.moves is not None and (
+                not self._granting.still_there(put)
+                or any(put.record is other.record for other, _ in ended)
+            ):
+                outdated.append(put)
+                continue
+            if put.repairs:
+                if self._copying.add_replica(now_ms, put):
+                    outcomes[index] = was_stored
+                else:
+                    outdated.append(put)
+                continue
+            ended.append((put, alive))
+            if put.overwrite:
+                mourned += self._graves.mourned(put.record)
+            outcomes[index] = was_stored
+        self._granting.give_back(outdated)
+        for put, alive in ended:
+            used_ms = 0 if put.record is None else put.record.last_used_ms
+            replaced += self._store(put, put.record, alive, put.size, now_ms)
+            if put.moves is not None and put.record is not None:
+                put.record.last_used_ms = used_ms  # moving it is no use of it
+                common.counters["moved_objects"] += 1
+                common.counters["moved_bytes"] += put.size
+        stored = [put.size for put, _ in ended if put.moves is None]
+        self._count_stored(len(stored), sum(stored))
+        for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
+            if put.record is not None:
+                if not put.record.children:
+                    self._pool.settle(put.record)
+                if put.record.more:
+                    self._copying.note_stored(now_ms, put.record)
+        if ended:
+            self._waiting.room_made()  # they can be evicted
+        reply = calls.PutEnded(bytes(outcomes))
+        overwriting = [put for put, _ in ended if put.overwrite]
+        if overwriting or replaced:
+            return self._removing.replace(now_ms, replaced, overwriting, reply, mourned)
+        return reply
+
+    def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
+        common = self._common
+        given_up: list[Remains] = []
+        common.changing = True
+        for token in request.tokens:
+            put = self._granting.granted(now_ms, request.epoch, token)
+            if put is None:
+                if request.settled and request.epoch == common.epoch:
+                    self._granting.wipe_again(token)
+                continue
+            self._granting.end(put)
+            remains = put.remains(common.epoch)
+            if request.settled:
+                self._pool.free(put.extents, put.length)
+            else:
+                self._granting.quarantine(put, put.deadline_ms)
+                remains = remains._replace(writers=put.writers(request.connections))
+            given_up.append(remains)
+            self._granting.unclaim(put)
+        common.wipe(given_up)
+        common.counters["revoked_puts"] += len(given_up)
+        return calls.Revoked(len(given_up))
+
+    def commit(self, now_ms: int, request: calls.Commit) -> calls.Committed | Later:
+        """An allocation becomes an object; what it does not need of its memory is free at once."""
+        common = self._common
+        self._forest.begin_step()
+        put = self._granting.granted(now_ms, request.epoch, request.token)
+        if put is None or put.record is not None or request.size > put.size:
+            return calls.Committed(PutOutcome.REFUSED)
+        namespace, key, parent = request.namespace, request.key, request.parent
+        if parent == key:
+            raise InvalidArgumentError("a key cannot be its own parent")
+        common.changing = True
+        outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
+        alive = [extent for extent in put.extents if extent[0].alive]
+        if outcome is not PutOutcome.WRITE or not alive:
+            self._granting.end(put)
+            # Its owner may still look at what it computed, so it is not free at once.
+            self._granting.quarantine(put, put.deadline_ms)
+            common.wipe([put.remains(common.epoch)])
+            return calls.Committed(outcome if alive else PutOutcome.REFUSED)
+        record = self._ensure(now_ms, namespace, key, parent)
+        mourned = self._graves.mourned(record) if request.overwrite else []
+        self._granting.end(put)
+        kept = extent_bytes(request.size)
+        if kept < put.length:
+            tails = [(segment, offset + kept) for segment, offset in alive]
+            self._pool.free(tails, put.length - kept)
+        replaced = self._store(put, record, alive, request.size, now_ms)
+        self._count_stored(1, request.size)
+        # Its owner has it mapped, and believes in his allocation until this reply is there.
+        lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
+        record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
+        if not record.children:
+            self._pool.settle(record)
+            self._waiting.room_made()  # it can be evicted
+        reply = calls.Committed(PutOutcome.STORED)
+        put.record = record
+        overwriting = [put] if request.overwrite else []
+        if overwriting or replaced:
+            return self._removing.replace(now_ms, replaced, overwriting, reply, mourned)
+        return reply
+
+    def _ensure(
+        self, now_ms: int, namespace: Namespace, key: Key, parent: Key | None
+    ) -> ObjectRecord:
+        """Its record, below its parent's."""
+        above = None if parent is None else self._forest.ensure(namespace, parent)
+        record = self._forest.ensure(namespace, key)
+        self._forest.resumes = True
+        try:
+            self._common.adopt(now_ms, record, above)
+        finally:
+            self._forest.resumes = False
+        return record
+
+    def _store(
+        self,
+        put: PendingPut,
+        record: ObjectRecord | None,
+        extents: list[Extent],
+        size: int,
+        now_ms: int,
+    ) -> list[Remains]:
+        """The put's record has these bytes now; returns what they replaced, still allocated.
+        ``Pool.settle`` it afterwards."""
+        assert record is not None
+        replaced: list[Remains] = []
+        if record.segment is not None:
+            replaced.append(Remains.of(record))
+            self._pool.strip(record)
+        if record.writer == put.token:
+            record.writer = 0
+        lacks = put.missing + len(put.extents) - len(extents)
+        self._pool.store(record, extents, size, (self._common.epoch, put.token), now_ms, lacks)
+        return replaced
+
+    def _count_stored(self, objects: int, size: int) -> None:
+        self._common.counters["stored_objects"] += objects
+        self._common.counters["stored_bytes"] += size
+
+
+def _outcome(record: ObjectRecord | None, overwrite: bool) -> PutOutcome:
+    """Of a put, by what is known of the object."""
+    if record is None:
+        return PutOutcome.WRITE
+    if not overwrite and record.complete:
+        return PutOutcome.FOUND
+    return PutOutcome.BEING_WRITTEN if record.writer else PutOutcome.WRITE

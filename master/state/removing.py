@@ -1,0 +1,201 @@
+"""Removals: of objects, of namespaces, of replicas with wrong bytes, and of what a put replaces.
+
+What is removed is out of every answer at once. The removal is acknowledged when nothing older of it
+is left in any memory: when its headers are wiped, what was copied of it has been stopped, and
+memory that is away or has not told yet what it holds cannot bring it back (ADR 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from kvstore import calls
+from kvstore.calls import Version
+from kvstore.errors import UnavailableError
+from kvstore.master.state.common import AnyReply, Common
+from kvstore.master.state.effects import Later, Notice
+from kvstore.master.state.granting import Granting
+from kvstore.master.state.graves import Grave
+from kvstore.master.state.marks import Marks
+from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, with_bytes
+from kvstore.master.state.waiting import WaitingPuts
+
+CLEARED_PER_STEP = 512
+"""Objects that one ``clear`` removes, which is repeated until none is left."""
+
+HIDE_STEPS = 4_096
+"""Records without bytes that a removal forgets at once, for as many objects as it removes; the
+background work forgets the rest."""
+
+
+class Removing:
+    """See the module."""
+
+    def __init__(
+        self, common: Common, marks: Marks, granting: Granting, waiting: WaitingPuts
+    ) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._pool = common.pool
+        self._graves = common.graves
+        self._marks = marks
+        self._granting = granting
+        self._waiting = waiting
+        self._frees = False
+        """Whether more removed bytes may be free now than one step frees."""
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
+        """Raises UnavailableError: no node could remember it."""
+        self._check_remembered()
+        removed = bytearray(len(request.keys))
+        gone: list[Remains] = []
+        mourned: list[Grave] = []
+        steps_max = self._forest.steps + HIDE_STEPS
+        self._common.changing = True
+        for index, key in enumerate(request.keys):
+            record = self._forest.get(request.namespace, key)
+            self._granting.end_copies(now_ms, (request.namespace, key))
+            mourned += self._graves.mourned(record)
+            if record is not None and record.segment is not None:
+                removed[index] = record.complete
+                gone.append(Remains.of(record))
+                self._pool.hide(record, steps_max)
+            self._common.forbid(request.namespace, key)
+        self._common.counters["removed_objects"] += len(gone)
+        earlier = self._earlier([(request.namespace, key) for key in request.keys])
+        reply = calls.Removed(bytes(removed))
+        return self._common.when_wiped(now_ms, gone, reply, [*earlier, *mourned])
+
+    def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
+        """Raises UnavailableError: no node could remember it."""
+        self._check_remembered()
+        namespace = request.namespace
+        if namespace:
+            table = self._forest.table(namespace)
+            tables = [] if table is None else [table]
+        else:
+            tables = self._forest.namespaces.values()
+        chosen = list(islice(with_bytes(tables), max(1, min(request.limit, CLEARED_PER_STEP))))
+        gone: list[Remains] = []
+        steps_max = self._forest.steps + HIDE_STEPS
+        self._common.changing = True
+        copied = self._granting.copied(namespace)
+        for name in copied[:CLEARED_PER_STEP]:
+            self._granting.end_copies(now_ms, name)
+        for record in chosen:
+            if record.segment is not None:  # a lost one may have gone along with another
+                gone.append(Remains.of(record))
+                self._pool.hide(record, steps_max)
+        self._common.counters["removed_objects"] += len(gone)
+        remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
+        remaining += max(0, len(copied) - CLEARED_PER_STEP)
+        self._common.forbid(namespace, None)
+        earlier = [*self._graves.of_namespace(namespace), *self._elsewhere()]
+        earlier += self._graves.mourned(None)
+        reply = calls.Cleared(len(gone), remaining)
+        return self._common.when_wiped(now_ms, gone, reply, earlier)
+
+    def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
+        """An object with a replica left that nobody has complained of keeps it, and offers it
+        first; any other one is removed. Who reports does not wait for the wiping."""
+        bad: dict[ObjectRecord, set[Segment]] = {}
+        rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
+        for key, epoch, counter, uuid in rows:
+            record = self._forest.get(request.namespace, key)
+            if record is None or (record.epoch, record.counter) != (epoch, counter):
+                continue
+            for segment, _ in record.extents():
+                if segment.alive and segment.offer.uuid == uuid:
+                    bad.setdefault(record, set()).add(segment)
+        gone: list[Remains] = []
+        steps_max = self._forest.steps + HIDE_STEPS
+        counters = self._common.counters
+        self._common.changing = True
+        for record, segments in bad.items():
+            if record.segment is None:
+                continue  # went along with one before
+            self._granting.end_copies(now_ms, (record.namespace, record.key))
+            counters["corrupt_replicas"] += len(segments)
+            self._common.effect(_notice(record, segments))
+            if all(segment in segments for segment, _ in record.extents() if segment.alive):
+                gone.append(Remains.of(record))
+                self._pool.hide(record, steps_max)
+            else:
+                self._pool.demote(record, segments)
+        counters["corrupt_objects"] += len(gone)
+        reply = calls.Dropped(len(gone))
+        self._common.when_wiped(now_ms, gone, reply)
+        return reply
+
+    def replace(
+        self,
+        now_ms: int,
+        replaced: list[Remains],
+        puts: Sequence[PendingPut],
+        reply: AnyReply,
+        mourned: Sequence[Grave],
+    ) -> AnyReply | Later:
+        """Answer with ``reply`` once nothing older of what these puts have written is left.
+
+        Args:
+            replaced: the bytes that were there.
+            mourned: of ``Graveyard.mourned``, asked before the puts ended.
+        """
+        names: list[Name] = []
+        for put in puts:
+            if put.record is None:
+                continue
+            namespace, key = name = put.record.namespace, put.record.key
+            names.append(name)
+            if put.moves is None:
+                self._granting.end_copies(now_ms, name)
+            version = Version(self._common.epoch, put.token)
+            self._common.forbid(namespace, key, but=version)
+        earlier = [*self._earlier(names), *mourned]
+        return self._common.when_wiped(now_ms, replaced, reply, earlier)
+
+    # --- what removals wait for ---------------------------------------------------------------
+
+    def _earlier(self, names: Sequence[Name]) -> list[Grave]:
+        """What else may hold these objects: earlier versions, removals of them (this one may be the
+        same, sent again), memory that has not yet told what it holds."""
+        return [*self._graves.of_objects(names), *self._elsewhere()]
+
+    def _elsewhere(self) -> list[Grave]:
+        """What a removal must wait for, because other memory may hold what is removed: that which
+        has not told yet what it holds; and that others know that the rest is outdated."""
+        self._marks.renew()
+        return [*self._graves.held(), *self._graves.unmarked()]
+
+    def _check_remembered(self) -> None:
+        """Raises UnavailableError: no memory is there that would remember the removal if we died,
+        and memory that is away, or has not joined yet, may hold what is to be removed."""
+        if not self._pool.segments:
+            raise UnavailableError(
+                "no node is connected that could record the removal, and a node that "
+                "joins may hold the object",
+                advice="Try again when a node has joined.",
+            )
+
+    # --- jobs ---------------------------------------------------------------------------------
+
+    def frees(self) -> bool:
+        return self._frees
+
+    def free(self, now_ms: int) -> None:
+        """Hand back the bytes of one order whose last lease has ended."""
+        self._common.effects += self._graves.end_mourning(now_ms)
+        effects, self._frees = self._graves.end_next(now_ms)
+        self._common.effects += effects
+        if self._frees:
+            self._waiting.room_made()
+
+
+def _notice(record: ObjectRecord, segments: set[Segment]) -> Notice:
+    nodes = ",".join(segment.node.name for segment in segments)
+    key_hex = record.key.hex()
+    return Notice("corrupt_object", {"namespace": record.namespace, "key": key_hex, "nodes": nodes})

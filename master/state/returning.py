@@ -1,0 +1,216 @@
+"""Segments that come back with objects: their inventories, claim by claim (``inventory``)."""
+
+from __future__ import annotations
+
+from kvstore import calls
+from kvstore.calls import Version
+from kvstore.errors import BusyError, InvalidArgumentError, ProtocolError
+from kvstore.limits import EPOCH_MAX
+from kvstore.master.state import repairing
+from kvstore.master.state.common import Common
+from kvstore.master.state.copying import Copying
+from kvstore.master.state.effects import Notice, Outrun, Send
+from kvstore.master.state.inventory import Claim, Inventory
+from kvstore.master.state.liveness import Node
+from kvstore.master.state.marks import Marks
+from kvstore.master.state.membership import GONE_MAX
+from kvstore.master.state.records import ObjectRecord, Remains, Segment
+from kvstore.master.state.waiting import WaitingPuts
+
+CLAIMS_PER_STEP = 256
+"""Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
+
+
+class Returning:
+    """See the module."""
+
+    def __init__(
+        self, common: Common, marks: Marks, copying: Copying, waiting: WaitingPuts
+    ) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._pool = common.pool
+        self._marks = marks
+        self._copying = copying
+        self._waiting = waiting
+        self._inventories: dict[Segment, Inventory] = {}
+        """Under way."""
+        self._absent_since: dict[bytes, int] = {}
+        """Memory (uuid) that was unmounted, and how many tombstones there were then."""
+        self.finished = 0
+        """Counts inventories that were taken in whole."""
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._inventories)
+
+    # --- segments -----------------------------------------------------------------------------
+
+    def segment_mounted(self, segment: Segment) -> None:
+        """It is empty, or tells what it holds before any of it is given out."""
+        absent_since = self._absent_since.pop(segment.offer.uuid, 0)
+        if segment.whole:
+            self._marks.bring_up_to_date(segment)
+            return
+        inventory = Inventory(segment, segment.node.heard_ms, absent_since)
+        inventory.outdated = self._marks.is_outdated(segment)
+        self._inventories[segment] = inventory
+        self._common.graves.hold(segment)
+
+    def segment_died(self, segment: Segment) -> None:
+        """What is removed from now on it may bring back."""
+        absent_since = self._common.tombstones.made
+        inventory = self._inventories.pop(segment, None)
+        if inventory is not None:
+            absent_since = inventory.absent_since
+            self._common.effects += self._common.graves.let_go(segment)
+        self._absent_since.pop(segment.offer.uuid, None)
+        self._absent_since[segment.offer.uuid] = absent_since
+        if len(self._absent_since) > GONE_MAX:
+            del self._absent_since[next(iter(self._absent_since))]
+
+    def late(self, now_ms: int) -> list[Segment]:
+        """Those that have told nothing for too long."""
+        patience_ms = self._common.rules.node_patience_ms
+        inventories = self._inventories.items()
+        return [segment for segment, each in inventories if each.late(now_ms, patience_ms)]
+
+    # --- claims -------------------------------------------------------------------------------
+
+    def node_claims(self, now_ms: int, node: Node, claims: calls.NodeClaims) -> None:
+        """Raises ProtocolError: no such segment, or more than was asked for."""
+        segments = self._common.membership.segments[node.name]
+        index = claims.segment
+        if index >= len(segments):
+            raise ProtocolError(f"a node of {len(segments)} segments claims for another")
+        if segments[index] in self._inventories:
+            self._inventories[segments[index]].add(now_ms, claims)
+        elif node.session is not None:  # known by now: it did not hear so, and begins again
+            self._common.effect(Send(node.session, calls.MasterClaimed(index)))
+
+    def has_claims(self) -> bool:
+        return any(inventory.has_work for inventory in self._inventories.values())
+
+    def take_claims(self, now_ms: int) -> None:
+        """One slice of an inventory."""
+        for segment, inventory in self._inventories.items():
+            if not inventory.has_work:
+                continue
+            if not inventory.all_claimed:
+                self._take_slice(now_ms, segment, inventory)
+            elif inventory.free_gaps():
+                self._finish(now_ms, segment, inventory)
+            return
+
+    def _finish(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
+        common = self._common
+        segment.whole = True
+        self._waiting.room_made()
+        del self._inventories[segment]
+        self.finished += 1
+        self._marks.bring_up_to_date(segment)
+        self._copying.nodes_changed(now_ms, segment.usable_at_ms)
+        common.effects += common.graves.let_go(segment)
+        fields = {"claimed": inventory.claimed, "refused": inventory.refused}
+        common.effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
+
+    def _take_slice(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
+        common = self._common
+        claims, is_answered = inventory.next(CLAIMS_PER_STEP)
+        newest = max((claim.version.epoch for claim in claims), default=0)
+        if common.epoch < newest < EPOCH_MAX:  # of a node that cannot say so when it joins
+            common.effect(Outrun(newest))
+            return
+        refused: list[Remains] = []
+        stored: list[ObjectRecord] = []
+        self._forest.resumes = True
+        for claim in claims:
+            try:
+                record = self._claim(now_ms, inventory, claim)
+            except BusyError:  # its chain is long: on with it in the next slice
+                inventory.put_back(len(claims) - len(stored) - len(refused))
+                is_answered = False
+                break
+            if record is None:
+                of = [(segment, claim.offset)]
+                refused.append(Remains(claim.name, claim.size, *claim.version, of))
+            else:
+                stored.append(record)
+        self._forest.resumes = False
+        for record in stored:  # now that most children have found their parents
+            if not record.children:
+                self._pool.settle(record)
+                self._waiting.room_made()  # it can be evicted
+        inventory.claimed += len(stored)
+        inventory.refused += len(refused)
+        common.counters["claimed_objects"] += len(stored)
+        if refused:
+            common.counters["refused_claims"] += len(refused)
+            common.effects += common.graves.clean(refused)
+        if is_answered and segment.node.session is not None:
+            index = common.membership.segments[segment.node.name].index(segment)
+            common.effect(Send(segment.node.session, calls.MasterClaimed(index)))
+
+    def _claim(self, now_ms: int, inventory: Inventory, claim: Claim) -> ObjectRecord | None:
+        """The record of that object, which is complete, if the claim is believed."""
+        common = self._common
+        (namespace, key), parent, size, version, offset = claim
+        extent = inventory.segment, offset
+        used_ms = inventory.next_use_ms()
+        record = self._forest.get(namespace, key)
+        known = None
+        if record is not None and record.complete:
+            known = Version(record.epoch, record.counter)
+            if known == version and record.size == size and extent in record.extents():
+                return record  # it was told before
+            if known > version or (known == version and record.size != size):
+                return None
+        if (
+            version > common.present
+            or (version.epoch == common.epoch and common.pending.get(version.counter) is not None)
+            or parent == key
+            or inventory.outdated
+            or common.tombstones.forbids(claim.name, version, inventory.absent_since)
+            or not inventory.fits(offset, size)
+        ):
+            return None
+        if record is not None and known == version:
+            if not self._copying.claim_replica(now_ms, record, extent):
+                return None
+        elif record is not None and known is not None:
+            replaced = [Remains.of(record)]
+            self._pool.strip(record)
+            self._pool.store(record, [extent], size, version, used_ms)
+            common.when_wiped(now_ms, replaced, calls.Removed(b""))
+        else:
+            record = self._forest.ensure(namespace, key)
+            lacks = 0
+            if record.lost and version == (record.epoch, record.counter):
+                used_ms = record.last_used_ms
+                lacks = repairing.wanted(record) - 1
+            above = None if parent is None else self._forest.ensure(namespace, parent)
+            try:
+                common.adopt(now_ms, record, above)
+            except InvalidArgumentError:  # they form a ring
+                self._pool.settle(record)
+                return None
+            except BusyError:
+                self._pool.settle(record)
+                raise
+            self._pool.store(record, [extent], size, version, used_ms, lacks)
+        inventory.take(offset, size)
+        # The master before may have leased it until then.
+        record.lease_until_ms = max(record.lease_until_ms, inventory.segment.usable_at_ms)
+        return record
+
+    # --- checking -----------------------------------------------------------------------------
+
+    def gaps(self) -> list[tuple[Segment, int, int]]:
+        """What no claim has taken yet, and is not free, as (segment, offset, length)."""
+        inventories = self._inventories.items()
+        return [(segment, *gap) for segment, each in inventories for gap in each.gaps()]
+
+    def check_invariants(self) -> None:
+        mounted = [s for segments in self._common.membership.segments.values() for s in segments]
+        assert {s for s in mounted if not s.whole} == self._inventories.keys()
+        assert {grave.segment for grave in self._common.graves.held()} == self._inventories.keys()

@@ -1,0 +1,34 @@
+"""The numbers of the master's promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.master.state.liveness import LivenessRules
+from kvstore.master.state.repairing import RepairRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterRules:
+    """The numbers of the master's promises; ``kvstore.config.MasterConfig`` says why these."""
+
+    lease_ms: int = 10_000
+    put_deadline_ms: int = 30_000
+    quarantine_ms: int = 20_000
+    put_wait_max_ms: int = 30_000
+    gather_ms: int = 0
+    """After the start: what would be a miss waits so long for nodes to tell what they hold."""
+    node_patience_ms: int = 30_000
+    """A node that is alive, but for so long has told nothing of its inventory, or has not wiped
+    what it was ordered to, must join anew: removals wait for both."""
+    pending_puts_max: int = 65_536
+    waiting_puts_max: int = 256
+    beat_ms: int = 500
+    liveness: LivenessRules = field(
+        default_factory=lambda: LivenessRules(suspect_ms=2_000, dead_ms=6_000)
+    )
+    repair: RepairRules = field(default_factory=RepairRules)
+
+    def __post_init__(self) -> None:
+        if self.quarantine_ms < self.liveness.dead_ms:
+            raise ValueError("quarantine_ms must not be less than dead_ms")

@@ -1,0 +1,86 @@
+"""What need not be done at once, in slices of a few milliseconds: room is made on full segments
+before it is needed, what dead segments held is forgotten, and leaves that no root leads to any more
+are marked, so that they are evicted first."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvstore.master.state.common import Common
+from kvstore.master.state.records import Remains, Segment
+
+SWEEP_STEPS = 2_000
+"""Records that one slice of background work looks at: 1 to 3 ms."""
+
+EVICTIONS_AHEAD = 64
+"""In one slice of background work: 1 to 2 ms."""
+
+
+class Sweeping:
+    """See the module."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._pool = common.pool
+        self._pressed: dict[Segment, None] = {}
+        """Full segments with less free than should be."""
+        self._sweeps: deque[tuple[Segment, int | None]] = deque()
+        """A segment and how far its candidates were seen; None: it is dead."""
+        self._swept_breaks = common.forest.breaks
+
+    def __len__(self) -> int:
+        """Segments that are still to be swept."""
+        return len(self._sweeps)
+
+    def segment_died(self, segment: Segment) -> None:
+        """What it held is forgotten, by and by."""
+        self._sweeps.append((segment, None))
+
+    def taken_from(self, segment: Segment) -> None:
+        """Something was allocated there: make room ahead of need, if it is full."""
+        if segment.pressed:
+            free = segment.allocator.free_bytes + segment.wiping_bytes
+            if free < segment.reserve_bytes // 2:
+                self._pressed[segment] = None
+
+    # --- jobs ---------------------------------------------------------------------------------
+
+    def evicts(self) -> bool:
+        return bool(self._pressed)
+
+    def evict_ahead(self, now_ms: int) -> None:
+        segment = next(iter(self._pressed))
+        evicted: list[Remains] = []
+        goes_on = False
+        if segment.alive and segment.usable(now_ms) and not segment.node.draining:
+            evicted, goes_on = self._pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
+        if not goes_on:
+            del self._pressed[segment]
+        self._common.effects += self._common.graves.clean_ahead(evicted)
+
+    def settles(self) -> bool:
+        return bool(self._pool.unsettled)
+
+    def settle(self, now_ms: int) -> None:
+        del now_ms
+        self._pool.settle_more(SWEEP_STEPS)
+
+    def sweeps(self) -> bool:
+        return bool(self._sweeps) or self._swept_breaks != self._pool.forest.breaks
+
+    def sweep(self, now_ms: int) -> None:
+        del now_ms
+        if not self._sweeps:
+            self._swept_breaks = self._pool.forest.breaks
+            self._sweeps.extend((segment, 0) for segment in self._pool.segments.values())
+            return
+        segment, ticket = self._sweeps[0]
+        if ticket is None:
+            if not self._pool.sweep_dead(segment, SWEEP_STEPS):
+                self._sweeps.popleft()
+            return
+        further = self._pool.sweep_detached(segment, ticket, SWEEP_STEPS)
+        if further is None:
+            self._sweeps.popleft()
+        else:
+            self._sweeps[0] = (segment, further)

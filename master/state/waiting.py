@@ -1,0 +1,141 @@
+"""The puts that wait for room, in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kvstore import calls
+from kvstore.errors import BusyError, KVStoreError, NoSpaceError
+from kvstore.master.state import shortage
+from kvstore.master.state.common import Common
+from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.pool import EVICTIONS_PER_STEP, Shortage
+from kvstore.master.state.puts import WaitingPut
+
+SERVED_PER_STEP = 512
+"""Keys of waiting puts that one step serves, or one put; a put counts for some keys more."""
+
+PUT_COUNTS_FOR = 16
+
+Wanting = calls.PutStart | calls.Allocate
+
+
+class WaitingPuts:
+    """Who frees or mounts memory, or makes any of it eligible, calls ``room_made``: the puts that
+    wait are then tried again, in a step of their own."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._queue: deque[WaitingPut] = deque()
+        self._room_made = False
+        """Since they were last tried."""
+        self._tried_ms = common.started_ms
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[WaitingPut]:
+        return iter(self._queue)
+
+    def room_made(self) -> None:
+        self._room_made = True
+
+    def due(self) -> bool:
+        """Whether ``serve`` should be called soon."""
+        return self._room_made and bool(self._queue)
+
+    def add(self, now_ms: int, request: Wanting, wait_ms: int) -> Later:
+        """Raises BusyError: too many wait."""
+        common = self._common
+        if len(self._queue) >= common.rules.waiting_puts_max:
+            raise BusyError(
+                f"{len(self._queue)} puts are waiting for space, the limit",
+                advice="Add memory (kvstore-node --memory), or put less at a time.",
+                waiting_puts=len(self._queue),
+            )
+        if not self._queue:
+            self._tried_ms = now_ms
+        ticket = common.ticket()
+        self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms))
+        common.counters["waited_puts"] += 1
+        return Later(ticket)
+
+    def cancel(self, ticket: int) -> None:
+        for waiting in self._queue:
+            if waiting.ticket == ticket:
+                self._queue.remove(waiting)
+                self._room_made = True  # the next in the queue may want less
+                return
+
+    def serve(self, now_ms: int, grant: Callable[[int, Wanting], calls.Grants | Shortage]) -> None:
+        """Grants what can be granted, in their order, until one must go on waiting; refuses those
+        whose time is up. Goes on in the next step (``due``) before it takes long."""
+        common = self._common
+        self._room_made = False
+        self._tried_ms = now_ms
+        served = 0
+        missing: Shortage | None = None
+        evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
+        while self._queue and missing is None and not self._room_made:
+            request = self._queue[0].request
+            result: calls.Grants | Shortage | KVStoreError
+            common.forest.resumes = True
+            try:
+                result = grant(now_ms, request)
+            except KVStoreError as error:
+                result = error
+            common.forest.resumes = False
+            if isinstance(result, Shortage):
+                missing = result
+                self._room_made = result.goes_on
+                break
+            self._answer(now_ms, self._queue.popleft().ticket, result)
+            served += PUT_COUNTS_FOR + _keys_of(request)
+            self._room_made = (
+                served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max
+            )
+        self._refuse_late(now_ms, missing)
+
+    def _answer(self, now_ms: int, ticket: int, result: calls.Grants | KVStoreError) -> None:
+        common = self._common
+        if isinstance(result, calls.Grants) and (unwiped := common.unwiped(result.segments)):
+            effects, _ = common.graves.bury([], now_ms, ticket, result, unwiped)
+            common.effects += effects
+        else:
+            common.effect(Answer(ticket, result))
+
+    def _refuse_late(self, now_ms: int, missing: Shortage | None) -> None:
+        """``missing``: what the first in the queue lacks, if it was tried."""
+        for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
+            if put is not self._queue[0] or missing is None:  # its turn did not come
+                missing = Shortage(shortage.asked_bytes(put.request))
+            self._queue.remove(put)
+            self._room_made = True  # the next in the queue may want less
+            self._common.counters["refused_no_space"] += 1
+            error = self.no_space(now_ms, put.request, missing)
+            self._common.effect(Answer(put.ticket, error))
+
+    def no_space(self, now_ms: int, request: Wanting, found: Shortage) -> NoSpaceError:
+        """The error of a put for which ``found`` is what is missing."""
+        common = self._common
+        segments = common.pool.segments.values()
+        writing = len(common.pending)
+        return shortage.explained(segments, common.membership, now_ms, request, found, writing)
+
+    def next_ms(self) -> list[int]:
+        """When one of them is refused, or memory may have become eligible by itself."""
+        if not self._queue:
+            return []
+        changes = [*self._common.membership.trusted_again_ms()]
+        for segment in self._common.pool.segments.values():
+            changes += (segment.candidates.next_lease_end_ms() or 0, segment.usable_at_ms)
+        refused_ms = min(put.deadline_ms for put in self._queue)
+        return [refused_ms, *[time for time in changes if time > self._tried_ms]]
+
+    def check_invariants(self) -> None:
+        assert len(self._queue) <= self._common.rules.waiting_puts_max
+
+
+def _keys_of(request: Wanting) -> int:
+    return len(request.keys) if isinstance(request, calls.PutStart) else 1
