@@ -1,40 +1,48 @@
-"""``AsyncClient``: the verbs of ``Client`` for an event loop.
+"""``AsyncClient``: the verbs of ``Client`` for an event loop, which they never block.
 
-It awaits the same flows. Calls to the master share one multiplexed connection in the loop; a few
-threads move bytes, so that the loop never waits for a copy. ``Client`` documents each verb.
+Each call is one of ``Client`` in a thread; the loop waits for its end. A thread for a call costs
+less than a second client that sends, waits and joins in another way (ADR 19).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
-from kvstore.children import start_master
 from kvstore.client import forks
-from kvstore.client.aio_stub import AsyncMasterStub
-from kvstore.client.asking import Match, ObjectStat
 from kvstore.client.leases import Lease
-from kvstore.client.moving import Moved
-from kvstore.client.operations import AnyKey, DType, View, seconds
-from kvstore.client.session import ClientStats, Session, read_config
-from kvstore.client.steps import Ask, Flow, Pause, Transfer
-from kvstore.client.stub import MasterStub
-from kvstore.client.values import Buffer, Kind, Storable, Value, writable
+from kvstore.client.operations import View, seconds
+from kvstore.client.session import ClientStats
+from kvstore.client.sync import Client
+from kvstore.client.values import Buffer
 from kvstore.clocks import uptime
-from kvstore.config import ClientConfig, parse_size
-from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
-from kvstore.transport.stopping import Stop
+from kvstore.config import ClientConfig
+from kvstore.errors import ClosedError, DeadlineExceededError
+from kvstore.stopping import Stop
 
+P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
-MOVES_AT_ONCE = 4
-"""Threads that move bytes: this many parallel copies use up the memory bandwidth."""
+CALLS_AT_ONCE = 64
+"""Threads of one client, made when they are needed; more calls wait for one of them."""
+
+
+def _awaited(
+    method: Callable[Concatenate[Client, P], ResultT],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, ResultT]]:
+    """The same call, awaited."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
+        return await self._carry_out(method, *args, **named)
+
+    return call
 
 
 class AsyncClient:
@@ -43,9 +51,15 @@ class AsyncClient:
         async with AsyncClient("127.0.0.1:50001") as client:
             await client.put("greeting", tensor)
 
-    A cancelled call ends when its transfer has been cut short, which takes milliseconds (if the
-    transfer engine moves registered memory: when that transfer has ended). After that the client
-    touches no byte of the caller's memory. The grant of a cancelled put lapses at its deadline.
+    Its methods are those of ``Client``, where they are documented. At most ``CALLS_AT_ONCE`` of
+    them are under way at once; the others wait, which counts towards their ``timeout_ms``. What a
+    call stores or fills must not change until it ends.
+
+    A cancelled call ends at once if it waits for the master, and otherwise when its transfer has
+    been cut short, which takes milliseconds (if the transfer engine moves registered memory: when
+    that transfer has ended). After that the client touches no byte of the caller's memory. What a
+    cancelled ``get_into`` was to fill is undefined; the grant of a cancelled put lapses at its
+    deadline.
 
     After a fork the child can use the client in an event loop of its own; see ``Client``.
     """
@@ -59,261 +73,67 @@ class AsyncClient:
         **settings: object,
     ) -> None:
         """As ``Client``. Blocks only with ``memory``, until the contributed node has joined."""
-        self.config = read_config(master, memory, config, settings)
-        self._timeout_s = self.config.timeout_ms / 1000
-        self._session = Session(self.config, self._ask_within, self._connect_renewing)
-        self._connect()
-        self._operations = self._session.operations
-        self._closed = False
-        forks.watch(self)
-        try:
-            self._session.contribute(self._renewing.join)
-        except BaseException:
-            self._close_threads()
-            raise
+        self._begin(Client(master, memory=memory, config=config, **settings))
 
-    def _connect(self) -> None:
-        master, lane, cluster = self.config.master, self.config.lane, self.config.cluster
-        host, name = self._session.host, self._session.name
-        self._stub = AsyncMasterStub(master, host=host, name=name, lane=lane, cluster=cluster)
-        # Leases are renewed by a thread: a loop may be busy.
-        self._renewing = MasterStub(
-            master, host=host, name=name, lane=lane, cluster=cluster, spin_us=0
-        )
-        self._threads = ThreadPoolExecutor(MOVES_AT_ONCE, "kvstore-aio")
+    def _begin(self, client: Client) -> None:
+        self._client = client
+        self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, "kvstore-aio")
+        forks.watch(self)
 
     def _begin_anew(self) -> None:
-        """Called automatically in the child of a fork; see ``Client``."""
-        self._stub.abandon()
-        self._renewing.abandon()
-        self._session.begin_anew()
+        """Called automatically in the child of a fork, as of ``_client``."""
         forks.keep(self._threads)
-        self._connect()
+        self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, "kvstore-aio")
 
     def _give_up(self) -> None:
-        """Refuse all calls, without closing anything."""
-        self._closed = True
+        self._client._give_up()
 
     @classmethod
     async def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
         """As ``Client.embedded``."""
-        child = await asyncio.to_thread(start_master, memory=parse_size(memory))
-        try:
-            client = cls(f"127.0.0.1:{child.said['port']}", **settings)
-        except BaseException:
-            await asyncio.to_thread(child.stop)
-            raise
-        client._session.children.append(child)
+        client = cls.__new__(cls)
+        client._begin(await asyncio.to_thread(Client.embedded, memory, **settings))
         return client
 
-    # --- putting ------------------------------------------------------------------------------
+    @property
+    def config(self) -> ClientConfig:
+        return self._client.config
 
-    async def put(
-        self,
-        key: AnyKey,
-        value: Storable,
-        *,
-        namespace: str | None = None,
-        parent: AnyKey | None = None,
-        replicas: int | None = None,
-        overwrite: bool = False,
-        wait_ms: int | None = None,
-        timeout_ms: int | None = None,
-    ) -> PutOutcome:
-        """As ``Client.put``. ``value`` must not change until this returns."""
-        return await self._run(
-            self._operations.put(
-                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms
-            ),
-            timeout_ms,
-        )
+    put = _awaited(Client.put)
+    put_many = _awaited(Client.put_many)
+    put_chain = _awaited(Client.put_chain)
+    allocate = _awaited(Client.allocate)
 
-    async def put_many(
-        self,
-        items: Iterable[tuple[AnyKey, Storable]],
-        *,
-        namespace: str | None = None,
-        parent: AnyKey | None = None,
-        replicas: int | None = None,
-        overwrite: bool = False,
-        wait_ms: int | None = None,
-        timeout_ms: int | None = None,
-    ) -> list[PutOutcome]:
-        """As ``Client.put_many``."""
-        return await self._run(
-            self._operations.put_many(
-                items, namespace, parent, False, replicas, overwrite, wait_ms, timeout_ms
-            ),
-            timeout_ms,
-        )
+    get = _awaited(Client.get)
+    get_many = _awaited(Client.get_many)
+    get_into = _awaited(Client.get_into)
 
-    async def put_chain(
-        self,
-        keys: Sequence[AnyKey],
-        values: Sequence[Storable],
-        *,
-        namespace: str | None = None,
-        parent: AnyKey | None = None,
-        replicas: int | None = None,
-        wait_ms: int | None = None,
-        timeout_ms: int | None = None,
-    ) -> list[PutOutcome]:
-        """As ``Client.put_chain``."""
-        return await self._run(
-            self._operations.put_chain(
-                keys, values, namespace, parent, replicas, wait_ms, timeout_ms
-            ),
-            timeout_ms,
-        )
+    match_prefix = _awaited(Client.match_prefix)
+    match_prefixes = _awaited(Client.match_prefixes)
+    matches = _awaited(Client.matches)
+    exists = _awaited(Client.exists)
+    exists_many = _awaited(Client.exists_many)
+    stat = _awaited(Client.stat)
+    status = _awaited(Client.status)
 
-    async def allocate(
-        self,
-        shape: int | Sequence[int],
-        dtype: DType = "uint8",
-        *,
-        kind: Literal["torch", "numpy"] = "torch",
-        wait_ms: int | None = None,
-        timeout_ms: int | None = None,
-    ) -> Value:
-        """As ``Client.allocate``."""
-        return await self._run(
-            self._operations.allocate(shape, dtype, kind, wait_ms, timeout_ms), timeout_ms
-        )
+    remove = _awaited(Client.remove)
+    remove_many = _awaited(Client.remove_many)
 
-    # --- getting ------------------------------------------------------------------------------
-
-    async def get(
-        self,
-        key: AnyKey,
-        *,
-        namespace: str | None = None,
-        copy: bool = True,
-        kind: Kind | None = None,
-        timeout_ms: int | None = None,
-    ) -> View | None:
-        """As ``Client.get``."""
-        found = await self._run(
-            self._operations.get_many([key], namespace, copy, kind, timeout_ms), timeout_ms
-        )
-        return found[0]
-
-    async def get_many(
-        self,
-        keys: Sequence[AnyKey],
-        *,
-        namespace: str | None = None,
-        copy: bool = True,
-        kind: Kind | None = None,
-        timeout_ms: int | None = None,
-    ) -> list[View | None]:
-        """As ``Client.get_many``."""
-        return await self._run(
-            self._operations.get_many(keys, namespace, copy, kind, timeout_ms), timeout_ms
-        )
-
-    async def get_into(
-        self,
-        keys: Sequence[AnyKey] | AnyKey,
-        buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
-        *,
-        namespace: str | None = None,
-        timeout_ms: int | None = None,
-    ) -> list[bool]:
-        """As ``Client.get_into``. After a cancellation the buffers' contents are undefined."""
-        return await self._run(
-            self._operations.get_into(keys, buffers, namespace, timeout_ms), timeout_ms
-        )
-
-    async def register(self, buffer: Buffer) -> None:
-        """As ``Client.register``."""
-        await asyncio.to_thread(self._session.movers.register, writable(buffer)[0][0])
-
-    async def unregister(self, buffer: Buffer) -> None:
-        """As ``Client.unregister``."""
-        await asyncio.to_thread(self._session.movers.unregister, writable(buffer)[0][0])
-
-    def lease(self, view: View) -> Lease | None:
-        """As ``Client.lease``."""
-        return self._session.views.of(view)
-
-    # --- asking -------------------------------------------------------------------------------
-
-    async def match_prefix(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
-    ) -> int:
-        """As ``Client.match_prefix``."""
-        found = await self._run(self._operations.match_prefix(keys, [namespace]), timeout_ms)
-        return found[0].matched
-
-    async def match_prefixes(
-        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
-    ) -> list[int]:
-        """As ``Client.match_prefixes``."""
-        return [
-            match.matched
-            for match in await self.matches(keys, namespaces=namespaces, timeout_ms=timeout_ms)
-        ]
-
-    async def matches(
-        self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
-    ) -> list[Match]:
-        """As ``Client.matches``."""
-        return await self._run(self._operations.match_prefix(keys, namespaces), timeout_ms)
-
-    async def exists(
-        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
-    ) -> bool:
-        """As ``Client.exists``."""
-        return (await self._run(self._operations.exists([key], namespace), timeout_ms))[0]
-
-    async def exists_many(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
-    ) -> list[bool]:
-        """As ``Client.exists_many``."""
-        return await self._run(self._operations.exists(keys, namespace), timeout_ms)
-
-    async def stat(
-        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
-    ) -> ObjectStat | None:
-        """As ``Client.stat``."""
-        return await self._run(self._operations.stat(key, namespace), timeout_ms)
-
-    async def status(self, *, timeout_ms: int | None = None) -> calls.ClusterStatus:
-        """As ``Client.status``."""
-        return await self._run(self._operations.status(), timeout_ms)
+    drain = _awaited(Client.drain)
+    move_some = _awaited(Client.move_some)
 
     async def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> AsyncIterator[calls.ObjectRow]:
         """As ``Client.list_objects``."""
-        cursor = 0
-        while True:
-            page = await self._run(
-                self._operations.list_page(namespace, prefix, cursor), timeout_ms
+        cursor: int | None = 0
+        while cursor is not None:
+            page = await self._carry_out(
+                Client._list_page, namespace, prefix, cursor, timeout_ms=timeout_ms
             )
             for row in page.objects:
                 yield row
-            cursor = page.next_cursor
-            if not cursor:
-                return
-
-    def stats(self) -> ClientStats:
-        """As ``Client.stats``."""
-        return self._session.stats(self._stub.epoch)
-
-    # --- removing -----------------------------------------------------------------------------
-
-    async def remove(
-        self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
-    ) -> bool:
-        """As ``Client.remove``."""
-        return (await self._run(self._operations.remove([key], namespace), timeout_ms))[0]
-
-    async def remove_many(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
-    ) -> list[bool]:
-        """As ``Client.remove_many``."""
-        return await self._run(self._operations.remove(keys, namespace), timeout_ms)
+            cursor = page.next_cursor or None
 
     async def clear(
         self,
@@ -325,41 +145,36 @@ class AsyncClient:
         """As ``Client.clear``."""
         removed = 0
         while True:
-            cleared = await self._run(self._operations.clear_some(namespace), timeout_ms)
+            cleared = await self._carry_out(Client._clear_some, namespace, timeout_ms=timeout_ms)
             removed += cleared.removed
             if progress is not None:
                 progress(removed, cleared.remaining)
             if not cleared.removed:
                 return removed
 
-    # --- draining -----------------------------------------------------------------------------
+    async def register(self, buffer: Buffer) -> None:
+        """As ``Client.register``."""
+        await asyncio.to_thread(self._client.register, buffer)
 
-    async def drain(
-        self, node: str, *, undo: bool = False, leave: bool = False, timeout_ms: int | None = None
-    ) -> calls.Drained:
-        """As ``Client.drain``."""
-        return await self._run(self._operations.drain(node, undo, leave), timeout_ms)
+    async def unregister(self, buffer: Buffer) -> None:
+        """As ``Client.unregister``."""
+        await asyncio.to_thread(self._client.unregister, buffer)
 
-    async def move_some(
-        self,
-        node: str,
-        cursor: int = 0,
-        *,
-        repair: bool = False,
-        timeout_ms: int | None = None,
-    ) -> Moved:
-        """As ``Client.move_some``."""
-        return await self._run(self._operations.move_some(node, cursor, repair), timeout_ms)
+    def lease(self, view: View) -> Lease | None:
+        """As ``Client.lease``."""
+        return self._client.lease(view)
 
-    # --- life ---------------------------------------------------------------------------------
+    def stats(self) -> ClientStats:
+        """As ``Client.stats``."""
+        return self._client.stats()
 
     async def close(self) -> None:
         """As ``Client.close``."""
-        if self._closed:
-            return
-        self._closed = True
-        await self._stub.close()
-        await asyncio.to_thread(self._close_threads)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._client.close()
+        self._threads.shutdown(wait=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -373,87 +188,55 @@ class AsyncClient:
         await self.close()
 
     def __repr__(self) -> str:
-        return f"<AsyncClient of {self.config.master}{', closed' if self._closed else ''}>"
+        return f"<Async{repr(self._client)[1:]}"
 
-    def _close_threads(self) -> None:
-        self._session.views.stop_renewing()
-        self._renewing.close()
-        self._session.views.close()
-        self._threads.shutdown(wait=True)
-        self._session.close()
+    async def _carry_out(
+        self,
+        method: Callable[Concatenate[Client, P], ResultT],
+        /,
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> ResultT:
+        """Makes the call in a thread. However it ends, the caller's memory is not touched
+        afterwards."""
+        timeout_ms: Any = named.get("timeout_ms")
+        timeout_s = self._client._timeout_s if timeout_ms is None else seconds(timeout_ms)
+        stop = Stop(uptime() + timeout_s)
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
 
-    # --- driving flows ------------------------------------------------------------------------
+        def tell(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended.set)
 
-    async def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
-        """Carries out the flow's steps until it returns or the time is over."""
-        if self._closed:
-            raise ClosedError("the client is closed")
-        timeout_s = self._timeout_s if timeout_ms is None else seconds(timeout_ms)
-        deadline = uptime() + timeout_s
+        def carry_out() -> ResultT:
+            with stop.here():
+                return method(self._client, *args, **named)
+
         try:
-            step = next(flow)
-            while True:
-                outcome: object
-                try:
-                    if isinstance(step, Ask):
-                        outcome = await self._stub.call(step.request, deadline)
-                    elif isinstance(step, Pause):
-                        outcome = None
-                        await self._pause(step.seconds, deadline, timeout_s)
-                    else:
-                        outcome = await self._move(step, deadline)
-                except KVStoreError as error:
-                    step = flow.throw(error)
-                else:
-                    step = flow.send(outcome)
-        except StopIteration as done:
-            result: ResultT = done.value
-            return result
-
-    async def _move(
-        self, transfers: Sequence[Transfer], deadline: float
-    ) -> list[KVStoreError | None]:
-        """Carries out transfers. However it ends, the caller's memory is not touched afterwards."""
-        stop = Stop()
-        try:
-            moving = self._threads.submit(self._session.movers.move, transfers, deadline, stop)
+            call = self._threads.submit(carry_out)
         except RuntimeError:  # shut down
             raise ClosedError("the client is closed") from None
+        call.add_done_callback(tell)
+        out_of_time = loop.call_later(timeout_s, call.cancel)  # unless it has begun
         try:
-            return await asyncio.wrap_future(moving)
+            await ended.wait()
+            if call.cancelled():
+                raise DeadlineExceededError(
+                    f"the call timed out after {timeout_s:.1f} s: {CALLS_AT_ONCE} calls of this "
+                    f"client were under way"
+                )
+            return call.result()
         except asyncio.CancelledError:
-            stop.set()
-            if not moving.cancel():
-                await _ended(moving)
+            if not call.cancel() and not stop.set():
+                while not call.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await ended.wait()
             raise
         except GeneratorExit:  # the loop was closed around us: nothing can be awaited any more
-            stop.set()
-            if not moving.cancel():
-                wait([moving])
+            if not call.cancel() and not stop.set():
+                wait([call])
             raise
-
-    async def _pause(self, seconds: float, deadline: float, timeout_s: float) -> None:
-        if deadline - uptime() <= seconds:
-            raise DeadlineExceededError(f"the call timed out after {timeout_s:.1f} s")
-        await asyncio.sleep(seconds)
-
-    def _connect_renewing(self) -> None:
-        self._renewing.join(uptime() + self._timeout_s)
-
-    def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
-        return self._renewing.call(request, uptime() + seconds)
-
-
-async def _ended(moving: Future[list[KVStoreError | None]]) -> None:
-    """Waits for the end of transfers that were cut short, however often the task is cancelled."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-
-    def tell(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
-
-    moving.add_done_callback(tell)
-    while not moving.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await ended.wait()
+        finally:
+            out_of_time.cancel()
+            del call  # its error refers to this frame

@@ -8,14 +8,33 @@ channel connects within its first call.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import grpc
 
-from kvstore.client.stub_flow import new_channel
 from kvstore.errors import ClosedError
+from kvstore.limits import FRAME_BYTES_MAX
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    # gRPC's own backoff grows to two minutes, in which a master that is back is not seen.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # Masters are inside; a proxy for the web would only hide them.
+    ("grpc.enable_http_proxy", 0),
+    # Channels of two clients in one process share nothing, so neither closes the other's.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
 
 
 class Lent:
@@ -45,7 +64,9 @@ class Channels:
                 raise ClosedError("the client is closed")
             lent = self._by_address.get(address)
             if lent is None:
-                lent = self._by_address[address] = Lent(new_channel(address))
+                lent = self._by_address[address] = Lent(
+                    grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                )
             lent.calls += 1
         try:
             yield lent

@@ -20,11 +20,11 @@ from kvstore.errors import (
     NodeUnreachableError,
     SegmentGoneError,
 )
+from kvstore.stopping import Stop, current
 from kvstore.transport.base import Transport
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.pieces import segment_gone
 from kvstore.transport.shm import ShmTransport
-from kvstore.transport.stopping import Stop
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import STALL_S
 
@@ -80,22 +80,16 @@ class Movers:
         self._closing = threading.Event()
         self._sweeping: threading.Thread | None = None
 
-    def move(
-        self, transfers: Sequence[Transfer], deadline: float, stop: Stop | None = None
-    ) -> list[KVStoreError | None]:
+    def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
         """Carries out all transfers, those of different nodes in parallel; one result each.
 
-        However it ends, the caller's memory is not touched afterwards.
-
-        Args:
-            stop: cuts them short.
+        However it ends, the caller's memory is not touched afterwards. The ``current`` stop of this
+        thread cuts them short.
         """
         if len(transfers) == 1:
-            if stop is None:
-                return [self._move_one(transfers[0], deadline)]
-            return [self._move_stoppable(transfers[0], deadline, stop)]
+            return [self._move_one(transfers[0], deadline)]
         pool = self._threads()
-        stop = stop or Stop()
+        stop = current() or Stop()
         under_way: list[Future[KVStoreError | None]] = []
         try:
             for transfer in transfers:  # what has begun when one cannot is in the list

@@ -1,6 +1,6 @@
 """Every verb of the client as a flow: arguments checked, values encoded, results decoded.
 
-``Client`` and ``AsyncClient`` drive these; what each does is documented at ``Client``.
+``Client`` drives these, and documents what each does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The common base of ``Client`` and ``AsyncClient``, which differ only in how they wait."""
+"""What a client owns: its placements, transports, views and the processes that it has started."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_config(
     config: ClientConfig | None,
     settings: Mapping[str, object],
 ) -> ClientConfig:
-    """As the clients' constructors say. Raises ConfigError."""
+    """As ``Client``'s constructor says. Raises ConfigError."""
     if config is not None:
         return config
     return load(ClientConfig, {"master": master, "memory": memory, **settings})
@@ -52,13 +52,10 @@ def read_config(
 class Session:
     """The state of one client: placements, transports, views and leases."""
 
-    def __init__(
-        self, config: ClientConfig, ask: Ask, connect: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, config: ClientConfig, ask: Ask) -> None:
         """
         Args:
             ask: makes the calls of the thread that renews leases.
-            connect: the preparation that the first ``ask`` would otherwise have to do.
         """
         self.config = config
         self.host = host_id()
@@ -71,7 +68,7 @@ class Session:
             stall_s=config.progress_timeout_ms / 1000,
         )
         margin_s = config.lease_margin_ms / 1000
-        self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch, connect=connect)
+        self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch)
         self.context = Context(
             clock=uptime,
             host=self.host,

@@ -3,9 +3,9 @@
 A flow is a pure generator: what a client does, step by step, without doing it. It yields *steps*
 (ask the master this, move these bytes, pause) and is sent their results; its return value is the
 caller's. It reads the time from the clock that it was given and touches no socket, so the same
-flows (``getting``, ``putting``, ``asking``) run in ``Client`` (threads), in ``AsyncClient`` (a
-loop) and in a simulated cluster with virtual time. The error of a step is thrown into the flow
-where it waits; those of transfers are its result, one or None for each.
+flows (``getting``, ``putting``, ``asking``) run in ``Client`` and in a simulated cluster with
+virtual time. The error of a step is thrown into the flow where it waits; those of transfers are its
+result, one or None for each.
 """
 
 from __future__ import annotations

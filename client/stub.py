@@ -46,6 +46,7 @@ from kvstore.etcd.finding import find_leader
 from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.native import fast
 from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED, Fast
+from kvstore.stopping import current
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.spinning import SpinGauge
@@ -275,10 +276,17 @@ class MasterStub:
         with self._channels.lend(address) as lent:
             try:
                 send = lent.channel.unary_unary(call.path)
-                return send(payload, timeout=left_s, metadata=self._link.metadata(call))
+                stop, metadata = current(), self._link.metadata(call)
+                if stop is None:
+                    return send(payload, timeout=left_s, metadata=metadata)
+                calling = send.future(payload, timeout=left_s, metadata=metadata)
+                with stop.wakes(calling.cancel):
+                    return calling.result()
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
                 lent.in_doubt = detail_of(error) is None
+            except grpc.FutureCancelledError as error:  # stopped, or the channel was closed
+                failure = CarrierBrokenError(str(error), sent=True)
             except ValueError as error:  # a channel that was closed meanwhile
                 failure = CarrierBrokenError(str(error), sent=False)
         # Not from within the handler: as context, gRPC's error would keep its connection open for
@@ -313,8 +321,15 @@ class MasterStub:
         # Threads that poll take turns at the interpreter's lock: one of them may, several lose.
         alone = len(self._connections) - len(self._idle) <= 1
         until = min(deadline, uptime() + silence_s) if silence_s < math.inf else deadline
+        stop = current()
         try:
-            _, kind, _, data = connection.exchange(call.wire_name, payload, until, spin=alone)
+            if stop is None:
+                _, kind, _, data = connection.exchange(call.wire_name, payload, until, spin=alone)
+            else:
+                with stop.wakes(connection.interrupt):
+                    _, kind, _, data = connection.exchange(
+                        call.wire_name, payload, until, spin=alone
+                    )
         except TimeoutError:
             self._drop(connection)
             if until < deadline:

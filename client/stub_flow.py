@@ -1,8 +1,7 @@
 """Decides when a call is sent, sent again, or given up. Pure: it uses no socket.
 
 ``call_flow`` is a generator: it yields the next ``Step``, and is sent its outcome or thrown its
-error. ``kvstore.client.stub`` drives it with blocking calls, ``aio_stub`` with awaited ones, tests
-with a list. Its rules:
+error. ``kvstore.client.stub`` drives it, and tests drive it with a list. Its rules:
 
 * Calls of clients need a join. A call whose carrier breaks joins anew, and learns from the epoch
   whether the master is still the same.
@@ -17,7 +16,6 @@ with a list. Its rules:
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable, Generator
 from typing import Any, Final, NamedTuple, cast
@@ -42,7 +40,6 @@ from kvstore.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.wire.messages import JOIN_METADATA, Call
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
 
@@ -85,23 +82,6 @@ ATTEMPT_S: Final = 0.01
 """With less time left no further attempt is made."""
 
 NO_ANSWER: Final = "no answer in time"
-
-CHANNEL_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
-    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
-    # gRPC's own backoff grows to two minutes, in which a master that is back is not seen.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # Masters are inside; a proxy for the web would only hide them.
-    ("grpc.enable_http_proxy", 0),
-    # Channels of two clients in one process share nothing, so neither closes the other's.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
 
 
 class CarrierBrokenError(Exception):
@@ -457,12 +437,6 @@ def _unreachable(
         attempts=attempts,
         waited_ms=round(waited_s * 1000),
     )
-
-
-def new_channel(address: str) -> grpc.Channel:
-    """For both stubs: ``grpc.aio`` serves one event loop per process without noise, and that one
-    may be the user's own."""
-    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def late(link: Link, name: str) -> DeadlineExceededError:

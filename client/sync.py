@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
@@ -22,8 +22,10 @@ from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
+from kvstore.stopping import Stop, current
 
 ResultT = TypeVar("ResultT")
+P = ParamSpec("P")
 
 
 class Client:
@@ -401,13 +403,16 @@ class Client:
 
         Asked for page by page; objects that come or go meanwhile may be missed or seen twice.
         """
-        cursor = 0
-        while True:
-            page = self._run(self._operations.list_page(namespace, prefix, cursor), timeout_ms)
+        cursor: int | None = 0
+        while cursor is not None:
+            page = self._list_page(namespace, prefix, cursor, timeout_ms=timeout_ms)
             yield from page.objects
-            cursor = page.next_cursor
-            if not cursor:
-                return
+            cursor = page.next_cursor or None
+
+    def _list_page(
+        self, namespace: str, prefix: bytes, cursor: int, *, timeout_ms: int | None
+    ) -> calls.Listed:
+        return self._run(self._operations.list_page(namespace, prefix, cursor), timeout_ms)
 
     def stats(self) -> ClientStats:
         """What this client has done. Makes no call."""
@@ -443,12 +448,15 @@ class Client:
         """
         removed = 0
         while True:
-            cleared = self._run(self._operations.clear_some(namespace), timeout_ms)
+            cleared = self._clear_some(namespace, timeout_ms=timeout_ms)
             removed += cleared.removed
             if progress is not None:
                 progress(removed, cleared.remaining)
             if not cleared.removed:
                 return removed
+
+    def _clear_some(self, namespace: str | None, *, timeout_ms: int | None) -> calls.Cleared:
+        return self._run(self._operations.clear_some(namespace), timeout_ms)
 
     # --- draining -----------------------------------------------------------------------------
 
@@ -525,7 +533,11 @@ class Client:
             raise ClosedError("the client is closed")
         timeout_s = self._timeout_s if timeout_ms is None else seconds(timeout_ms)
         deadline = uptime() + timeout_s
-        call, move = self._stub.call, self._session.movers.move
+        call, pause, move = self._stub.call, self._pause, self._session.movers.move
+        stop = current()
+        if stop is not None:
+            deadline = min(deadline, stop.deadline)
+            call, pause = _waiting(stop, call), _waiting(stop, pause)
         try:
             step = next(flow)
             while True:
@@ -535,7 +547,7 @@ class Client:
                         outcome = call(step.request, deadline)
                     elif isinstance(step, Pause):
                         outcome = None
-                        self._pause(step.seconds, deadline, timeout_s)
+                        pause(step.seconds, deadline, timeout_s)
                     else:
                         outcome = move(step, deadline)  # type: ignore[arg-type]
                 except KVStoreError as error:
@@ -555,3 +567,13 @@ class Client:
 
     def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
         return self._stub.call(request, uptime() + seconds)
+
+
+def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """``wait`` for a call that can be stopped: it touches no memory of the caller."""
+
+    def waits(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        with stop.waiting():
+            return wait(*args, **kwargs)
+
+    return waits

@@ -202,16 +202,13 @@ class Views:
         *,
         lease_margin_s: float,
         watch: Callable[[SegmentInfo], Mounted] | None = None,
-        connect: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Args:
             watch: of ``Movers``, to go on with objects whose segments were mounted anew.
-            connect: what ``ask`` would have to do first the first time; may raise KVStoreError.
         """
         self._ask = ask
         self._watch = watch
-        self._connect = connect
         self._margin_s = lease_margin_s
         self._watches = Watches()
         self._begin()
@@ -347,8 +344,6 @@ class Views:
                 lease.mounted_again(self._watch(segment), until)
 
     def _renew_forever(self) -> None:
-        with contextlib.suppress(KVStoreError):  # the first renewal sees it, too
-            self._connect()
         while not self._closing.is_set():
             try:
                 self._wait()

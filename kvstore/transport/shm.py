@@ -25,6 +25,7 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.stopping import current
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import (
     batch_ended,
@@ -34,7 +35,6 @@ from kvstore.transport.pieces import (
     invalid_range,
     segment_gone,
 )
-from kvstore.transport.stopping import current
 
 log = logging.getLogger("kvstore.transport")
 

@@ -18,9 +18,9 @@ from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.stopping import Stop, current
 from kvstore.transport.base import Move
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
-from kvstore.transport.stopping import Stop, current
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 from kvstore.transport.tcp_protocol import RANGES_MAX
 

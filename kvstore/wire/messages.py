@@ -1,6 +1,6 @@
 """Calls and their protobuf form: the only place that knows both.
 
-``CALLS`` has one row per call. Both carriers and both stubs work from this table, so a new call is
+``CALLS`` has one row per call. Both carriers and the stub work from this table, so a new call is
 a class in ``kvstore.calls``, an rpc in ``proto``, and a row here; how it is encoded and decoded
 follows from the class (``kvstore.wire.codec``). Decoders check everything that a stranger may send.
 """

@@ -1,4 +1,4 @@
-"""Both ends of the carriers for tests: a scripted service in a real server, and stubs of one shape.
+"""Both ends of the carriers for tests: a scripted service in a real server, and a stub.
 
 The server runs in a thread with a loop of its own, so that a test can stop it, start it again on
 the same ports, and look inside between calls.
@@ -14,11 +14,10 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
-from kvstore.client.aio_stub import AsyncMasterStub
 from kvstore.client.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.errors import InvalidArgumentError
@@ -26,6 +25,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.lane import LaneSettings
 from kvstore.master.spin import new_event_loop
+from kvstore.stopping import Stop
 from kvstore.wire.frames import Frame, FrameReader, hello
 
 T = TypeVar("T")
@@ -275,7 +275,7 @@ class Server:
         """``release`` as soon as a call waits; join the thread that is returned."""
         return self.when_waiting(lambda: self.release(reply))
 
-    def when_waiting(self, action: Callable[[], None]) -> threading.Thread:
+    def when_waiting(self, action: Callable[[], object]) -> threading.Thread:
         """``action()`` in a thread, as soon as a call waits; join it."""
 
         def do() -> None:
@@ -301,22 +301,9 @@ class Server:
         await self.carriers.stop(0.0)
 
 
-class Caller(Protocol):
-    """A stub, sync or async, as tests use it."""
+class Caller:
+    """A stub, as tests use it."""
 
-    @property
-    def epoch(self) -> int: ...
-
-    def call(self, request: Request, timeout_s: float = 10.0) -> Reply: ...
-
-    def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
-        """All at once; each result is a reply or the error raised."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class SyncCaller:
     def __init__(self, address: str, **options: Any) -> None:
         self.stub = MasterStub(address, host="host", name="test", **options)
 
@@ -328,6 +315,8 @@ class SyncCaller:
         return self.stub.call(request, uptime() + timeout_s)
 
     def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
+        """All at once; each result is a reply or the error raised."""
+
         def one(request: Request) -> Any:
             try:
                 return self.call(request, timeout_s)
@@ -341,49 +330,12 @@ class SyncCaller:
         self.stub.close()
 
 
-class AsyncCaller:
-    """Drives the asynchronous stub in a loop of its own, in a thread of its own."""
-
-    def __init__(self, address: str, **options: Any) -> None:
-        options.pop("spin_us", None)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="caller")
-        self._thread.start()
-
-        async def make() -> AsyncMasterStub:
-            return AsyncMasterStub(address, host="host", name="test", **options)
-
-        self.stub = self._wait(make(), 5.0)
-
-    def _wait(self, work: Any, timeout_s: float) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s + 10)
-
-    @property
-    def epoch(self) -> int:
-        return int(self.stub.epoch)
+class StoppableCaller(Caller):
+    """Its calls can be stopped, as those of ``AsyncClient``."""
 
     def call(self, request: Request, timeout_s: float = 10.0) -> Reply:
-        reply: Reply = self._wait(self.stub.call(request, uptime() + timeout_s), timeout_s)
-        return reply
-
-    def all(self, requests: Sequence[Request], timeout_s: float = 10.0) -> list[Any]:
-        async def gather() -> list[Any]:
-            deadline = uptime() + timeout_s
-            calling = (self.stub.call(request, deadline) for request in requests)
-            return await asyncio.gather(*calling, return_exceptions=True)
-
-        results: list[Any] = self._wait(gather(), timeout_s)
-        return results
-
-    def close_stub(self) -> None:
-        self._wait(self.stub.close(), 5.0)
-
-    def close(self) -> None:
-        if not self._loop.is_closed():
-            self.close_stub()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
-            self._loop.close()
+        with Stop().here():
+            return super().call(request, timeout_s)
 
 
 class RawLane:

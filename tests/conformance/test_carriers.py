@@ -1,4 +1,4 @@
-"""What holds for every carrier and both stubs, and what strangers cannot do to the server."""
+"""What holds for every carrier, and what strangers cannot do to the server."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from kvstore.errors import (
 from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, Key, Namespace
 from kvstore.master.carriers import Carriers
 from kvstore.master.lane import LaneSettings
+from kvstore.stopping import Stop
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, frame
 from kvstore.wire.messages import encode_request
 from kvstore.wire.status import decode_error
 from tests.conformance.carrier_peers import (
     KEYS,
     SAMPLES,
-    AsyncCaller,
     Caller,
     N,
     RawLane,
     ScriptedService,
     Server,
-    SyncCaller,
+    StoppableCaller,
 )
 
 CARRIERS = ("lane-unix", "lane-tcp", "grpc")
-CALLERS: dict[str, Any] = {"sync": SyncCaller, "async": AsyncCaller}
+CALLERS = {"plain": Caller, "stoppable": StoppableCaller}
 EXISTS, EXISTING = SAMPLES[calls.Exists]
 PUT_START, GRANTS = SAMPLES[calls.PutStart]
 
@@ -80,7 +80,7 @@ def lane_server() -> Iterator[Server]:
         yield server
 
 
-# --- every carrier, every stub -----------------------------------------------------------------
+# --- every carrier, calls that can be stopped and others ---------------------------------------
 
 
 def test_every_call_is_answered(server: Server, caller: Caller) -> None:
@@ -281,15 +281,14 @@ def test_a_master_that_is_not_there(caller: Caller, server: Server) -> None:
 def test_a_closed_stub_raises(caller: Caller) -> None:
     caller.call(EXISTS)
     caller.close()
-    if isinstance(caller, SyncCaller):
-        with pytest.raises(ClosedError):
-            caller.call(EXISTS)
-        caller.close()
+    with pytest.raises(ClosedError):
+        caller.call(EXISTS)
+    caller.close()
 
 
 def test_joins_are_told(server: Server) -> None:
     epochs: list[int] = []
-    caller = SyncCaller(server.address, on_join=lambda joined: epochs.append(joined.epoch))
+    caller = Caller(server.address, on_join=lambda joined: epochs.append(joined.epoch))
     with contextlib.closing(caller):
         assert caller.stub.join(uptime() + 10).epoch == 7
         caller.call(EXISTS)
@@ -302,35 +301,37 @@ def test_joins_are_told(server: Server) -> None:
 def test_closing_ends_calls_under_way(server: Server) -> None:
     service = server.service
     service.answers[calls.PutStart] = service.wait
-    caller = SyncCaller(server.address)
+    caller = Caller(server.address)
     closing = server.when_waiting(caller.close)
     with pytest.raises(ClosedError):
         caller.call(PUT_START)
     closing.join()
 
 
-def test_closing_an_async_stub_ends_calls_under_way(server: Server) -> None:
+def test_a_stopped_call_ends_and_is_cancelled_at_the_master(server: Server) -> None:
     service = server.service
     service.answers[calls.PutStart] = service.wait
-    caller = AsyncCaller(server.address)
-    closing = server.when_waiting(caller.close_stub)
-    with contextlib.closing(caller), pytest.raises(ClosedError):
-        caller.call(PUT_START)
-    closing.join()
-
-
-def test_a_cancelled_call_is_cancelled_at_the_master(server: Server) -> None:
-    service = server.service
-    service.answers[calls.PutStart] = service.wait
-    caller = AsyncCaller(server.address)
-    with contextlib.closing(caller):
-        calling = asyncio.run_coroutine_threadsafe(
-            caller.stub.call(PUT_START, uptime() + 10), caller._loop
-        )
-        service.until(lambda: bool(service.waiting))
-        calling.cancel()
+    with contextlib.closing(Caller(server.address)) as caller:
+        stop = Stop()
+        stopping = server.when_waiting(stop.set)
+        with stop.here(), pytest.raises(ClosedError):
+            caller.call(PUT_START)
+        stopping.join()
         service.until(service.waiting[0].done)
+        assert service.count(calls.PutStart) == 1, "sent again"
         assert caller.call(EXISTS) == EXISTING
+
+
+def test_a_stop_ends_no_other_call(server: Server) -> None:
+    with contextlib.closing(Caller(server.address)) as caller:
+        stop = Stop()
+        with stop.here():
+            assert caller.call(EXISTS) == EXISTING
+        stop.set()
+        assert caller.call(EXISTS) == EXISTING
+        with stop.here(), pytest.raises(ClosedError):
+            caller.call(EXISTS)
+        assert server.service.count(calls.Exists) == 2
 
 
 # --- a lane that cannot be reached -------------------------------------------------------------
@@ -372,7 +373,7 @@ def test_a_full_lane_is_no_obstacle(kind: str) -> None:
 
 
 def test_a_stub_without_lane_uses_none(lane_server: Server) -> None:
-    with contextlib.closing(SyncCaller(lane_server.address, lane=False)) as caller:
+    with contextlib.closing(Caller(lane_server.address, lane=False)) as caller:
         assert caller.call(EXISTS) == EXISTING
     assert lane_server.carriers.lane_stats.accepted == 0
 
@@ -380,7 +381,7 @@ def test_a_stub_without_lane_uses_none(lane_server: Server) -> None:
 def test_the_second_of_two_masters_is_found(lane_server: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    with contextlib.closing(SyncCaller(f"127.0.0.1:{port},{lane_server.address}")) as caller:
+    with contextlib.closing(Caller(f"127.0.0.1:{port},{lane_server.address}")) as caller:
         assert caller.call(EXISTS) == EXISTING
         assert caller.call(calls.Status()) == SAMPLES[calls.Status][1]
 
@@ -403,7 +404,7 @@ def test_a_stopped_master_costs_no_more_than_the_deadline(carrier: str) -> None:
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout is not None
         try:
-            caller = SyncCaller(process.stdout.readline().strip())
+            caller = Caller(process.stdout.readline().strip())
             with contextlib.closing(caller):
                 assert caller.call(EXISTS) == EXISTING
                 os.kill(process.pid, signal.SIGSTOP)
@@ -427,7 +428,7 @@ def refused(server: Server) -> int:
 
 
 def still_serves(server: Server) -> None:
-    with contextlib.closing(SyncCaller(server.address)) as caller:
+    with contextlib.closing(Caller(server.address)) as caller:
         assert caller.call(EXISTS) == EXISTING
 
 
@@ -681,7 +682,7 @@ def test_a_stranger_who_answers_is_no_master() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=answer)
         thread.start()
-        caller = SyncCaller(f"127.0.0.1:{sock.getsockname()[1]}")
+        caller = Caller(f"127.0.0.1:{sock.getsockname()[1]}")
         with contextlib.closing(caller), pytest.raises(KVStoreError):
             caller.call(EXISTS, timeout_s=0.5)
         sock.shutdown(socket.SHUT_RDWR)

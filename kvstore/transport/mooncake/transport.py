@@ -34,12 +34,12 @@ from kvstore.errors import (
     TransferEngineError,
 )
 from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.stopping import current
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings, address_of
 from kvstore.transport.mooncake.station import Buffer, Registered, Station, registration
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
-from kvstore.transport.stopping import current
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvstore import AsyncClient
 from kvstore.calls import SegmentInfo
 from kvstore.client import movers as module
 from kvstore.client.movers import Movers
@@ -22,8 +20,8 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.stopping import Stop, current
 from kvstore.transport.base import Move
-from kvstore.transport.stopping import Stop, current
 from tests.unit.client.world import segment
 
 
@@ -219,34 +217,12 @@ def test_a_call_is_cut_short(movers: Movers, tcp: FakeTransport, numbers: list[i
 
     cutting = threading.Thread(target=cut)
     cutting.start()
-    errors = movers.move([transfer(number) for number in numbers], 5.0, stop)
+    with stop.here():
+        errors = movers.move([transfer(number) for number in numbers], 5.0)
     cutting.join()
     assert isinstance(errors[0], ClosedError)
     assert tcp.ended.is_set()
     assert movers.move([transfer(3)], 5.0) == [None]
-
-
-@pytest.mark.parametrize("numbers", [[2], [2, 3]])
-def test_a_cancelled_call_ends_when_nothing_of_it_is_moved_any_more(
-    movers: Movers, tcp: FakeTransport, numbers: list[int]
-) -> None:
-    async def cancel() -> None:
-        client = AsyncClient()
-        client._session.movers = movers
-        moving = asyncio.create_task(
-            client._move([transfer(number) for number in numbers], uptime() + 10)
-        )
-        assert await asyncio.to_thread(tcp.begun.wait, 10)
-        moving.cancel()
-        await asyncio.sleep(0)
-        moving.cancel()  # an impatient caller
-        with pytest.raises(asyncio.CancelledError):
-            await moving
-        assert tcp.ended.is_set()
-        await client.close()
-
-    tcp.stuck = {2}
-    asyncio.run(cancel())
 
 
 def test_a_segment_that_nobody_reaches(movers: Movers) -> None:

@@ -1,4 +1,4 @@
-"""Transfers that are cut short from outside."""
+"""Calls that are cut short from outside."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, KVStoreError, NodeUnreachableError
+from kvstore.stopping import CallStoppedError, Stop, current
 from kvstore.transport.base import Move
-from kvstore.transport.stopping import Stop, current
 from kvstore.transport.tcp import TcpTransport
 from tests.unit.client.world import segment
 
@@ -41,6 +41,31 @@ def test_what_wakes_is_called_within_its_block_only() -> None:
     assert set(called) == {2}
     with pytest.raises(ClosedError), stop.wakes(lambda: called.append(3)):
         pytest.fail("it was set before")
+
+
+def test_who_stops_a_call_that_waits_has_the_memory_back_at_once() -> None:
+    stop = Stop()
+
+    def wait() -> None:
+        with stop.waiting():
+            assert stop.set()
+            raise KVStoreError("an answer of which nothing may be made")
+
+    with pytest.raises(CallStoppedError):
+        wait()
+    assert stop.set(), "it does not begin again"
+    with pytest.raises(CallStoppedError), stop.waiting():
+        pytest.fail("it was set before")
+
+
+def test_who_stops_a_call_that_works_has_to_wait() -> None:
+    stop = Stop()
+    with stop.waiting():
+        pass
+    assert not stop.set()
+    with pytest.raises(CallStoppedError), stop.waiting():
+        pytest.fail("it was set before")
+    assert not stop.set()
 
 
 @pytest.mark.parametrize("connections_max", [1, 8])

@@ -1,0 +1,109 @@
+"""Cutting a call short from outside: its caller was cancelled, or another part of it failed.
+
+    with stop.here():                 # the thread that carries out the call
+        transport.read(...)
+    stop.set()                        # any other thread: the read fails soon
+
+What moves bytes asks for ``current()`` and looks at ``is_set`` where it loops; where it waits it
+adds what wakes it. Then no caller's memory is touched any more once it has returned.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvstore.errors import ClosedError
+
+
+class CallStoppedError(Exception):
+    """A stopped call came back from a wait. It ends here: its caller has control again."""
+
+
+class Stop:
+    """Of one call. Any thread."""
+
+    def __init__(self, deadline: float = math.inf) -> None:
+        """``deadline``: a ``uptime()`` value, by which the call must have ended."""
+        self.deadline = deadline
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._is_waiting = False
+        self._cuts: list[Callable[[], object]] = []
+
+    def set(self) -> bool:
+        """Lets the waits and transfers of this call fail. Idempotent.
+
+        Returns:
+            Whether the caller's memory is safe from now on: the call was ``waiting``, and touches
+            none any more. Otherwise it is safe once the call's thread has ended the call.
+        """
+        with self._lock:
+            self.is_set = True
+            for cut in self._cuts:
+                cut()
+            return self._is_waiting
+
+    def check(self) -> None:
+        """Raises ClosedError: it is set."""
+        if self.is_set:
+            raise ClosedError("the call was cancelled", settled=1)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For the call's thread while it touches no memory of the caller, such as while the master
+        has its request.
+
+        Raises:
+            CallStoppedError: it is set, at the beginning or at the end.
+        """
+        with self._lock:
+            if self.is_set:
+                raise CallStoppedError
+            self._is_waiting = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self.is_set:
+                    raise CallStoppedError
+                self._is_waiting = False
+
+    @contextmanager
+    def wakes(self, cut: Callable[[], object]) -> Iterator[None]:
+        """Has ``cut`` called when it is set within this block, and never after it.
+
+        Raises:
+            ClosedError: it is set already.
+        """
+        with self._lock:
+            self.check()
+            self._cuts.append(cut)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._cuts.remove(cut)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Makes it the ``current`` one of this thread."""
+        before, _HERE.stop = current(), self
+        try:
+            yield
+        finally:
+            _HERE.stop = before
+
+
+class _Here(threading.local):
+    stop: Stop | None = None
+
+
+_HERE = _Here()
+
+
+def current() -> Stop | None:
+    """What may cut short what this thread does; None: nothing will."""
+    return _HERE.stop

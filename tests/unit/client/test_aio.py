@@ -1,0 +1,200 @@
+"""What ``AsyncClient`` adds to ``Client``: turns, deadlines in the line, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvstore import AsyncClient, Client
+from kvstore.client import aio
+from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError
+from kvstore.stopping import CallStoppedError, current
+
+
+@asynccontextmanager
+async def unconnected() -> AsyncIterator[AsyncClient]:
+    """A client that calls nobody; closed, its threads have ended."""
+    before = set(threading.enumerate())
+    async with AsyncClient(timeout_ms=10_000) as client:
+        yield client
+    assert not {each for each in threading.enumerate() if "aio" in each.name} - before
+
+
+class Transfer:
+    """A call that is in the caller's memory until it is cut short."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.ended = threading.Event()
+
+    def __call__(self, client: Client, *, timeout_ms: int | None = None) -> None:
+        stop = current()
+        assert stop is not None
+        cut = threading.Event()
+        with stop.wakes(cut.set):
+            self.begun.set()
+            assert cut.wait(10)
+        time.sleep(0.05)  # still in the caller's memory
+        self.ended.set()
+        stop.check()
+
+
+class Question:
+    """A call that waits for an answer, and would write it into the caller's memory."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.answered = threading.Event()
+        self.written = False
+        self.stopped = threading.Event()
+
+    def __call__(self, client: Client, *, timeout_ms: int | None = None) -> None:
+        stop = current()
+        assert stop is not None
+        try:
+            with stop.waiting():
+                self.begun.set()
+                assert self.answered.wait(10)
+            self.written = True
+        except CallStoppedError:
+            self.stopped.set()
+            raise
+
+
+async def begun(call: Transfer | Question) -> None:
+    assert await asyncio.to_thread(call.begun.wait, 10)
+
+
+def test_a_cancelled_transfer_ends_when_the_memory_is_the_callers_again() -> None:
+    async def scenario() -> None:
+        async with unconnected() as client:
+            transfer = Transfer()
+            calling = asyncio.create_task(client._carry_out(transfer))
+            await begun(transfer)
+            calling.cancel()
+            await asyncio.sleep(0)
+            calling.cancel()  # an impatient caller
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+            assert transfer.ended.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_question_ends_at_once_and_its_answer_is_dropped() -> None:
+    async def scenario() -> None:
+        async with unconnected() as client:
+            question = Question()
+            calling = asyncio.create_task(client._carry_out(question))
+            await begun(question)
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling  # would last: nothing has answered
+            question.answered.set()
+            assert await asyncio.to_thread(question.stopped.wait, 10)
+            assert not question.written
+
+    asyncio.run(scenario())
+
+
+def test_calls_beyond_the_threads_wait_until_their_deadlines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aio, "CALLS_AT_ONCE", 2)
+
+    async def scenario() -> None:
+        async with unconnected() as client:
+            questions = [Question(), Question()]
+            calling = [asyncio.create_task(client._carry_out(each)) for each in questions]
+            for question in questions:
+                await begun(question)
+            third, fourth = Question(), Question()
+            with pytest.raises(DeadlineExceededError, match="2 calls"):
+                await client._carry_out(third, timeout_ms=20)
+            waiting = asyncio.create_task(client._carry_out(fourth))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            for question in questions:
+                question.answered.set()
+            await asyncio.gather(*calling)
+            assert all(question.written for question in questions)
+            assert not third.begun.is_set()
+            assert not fourth.begun.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_waited_has_what_is_left_of_its_time() -> None:
+    def deadline(client: Client, *, timeout_ms: int) -> float:
+        stop = current()
+        assert stop is not None
+        return stop.deadline
+
+    async def scenario() -> None:
+        async with unconnected() as client:
+            short = await client._carry_out(deadline, timeout_ms=1_000)
+            assert 50 < await client._carry_out(deadline, timeout_ms=61_000) - short < 70
+            with pytest.raises(InvalidArgumentError):
+                await client._carry_out(deadline, timeout_ms=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_loop_that_is_closed_around_a_call_leaves_the_memory_alone() -> None:
+    client = AsyncClient()
+    transfer = Transfer()
+    loop = asyncio.new_event_loop()
+    calling = client._carry_out(transfer)
+    task = loop.create_task(calling)
+    while not transfer.begun.is_set():
+        loop.run_until_complete(asyncio.sleep(0.001))
+    loop.close()
+    del task
+    calling.close()
+    assert transfer.ended.is_set()
+    asyncio.run(client.close())
+
+
+def test_the_error_of_a_call_holds_no_cycle() -> None:
+    class Held:
+        pass
+
+    def fail(client: Client) -> None:
+        raise ValueError("a bug")
+
+    async def fails(client: AsyncClient, held: list[weakref.ref[Held]]) -> None:
+        mine = Held()
+        held.append(weakref.ref(mine))
+        await client._carry_out(fail)
+
+    async def scenario() -> None:
+        async with unconnected() as client:
+            held: list[weakref.ref[Held]] = []
+            gc.disable()
+            try:
+                with pytest.raises(ValueError, match="a bug"):
+                    await fails(client, held)
+                assert held[0]() is None
+            finally:
+                gc.enable()
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_client_refuses_calls() -> None:
+    async def scenario() -> None:
+        async with unconnected() as client:
+            await client.close()
+            with pytest.raises(ClosedError):
+                await client.get("k")
+
+    asyncio.run(scenario())
