@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
 from kvstore.client import forks
-from kvstore.client.leases import Lease
+from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import View, seconds
 from kvstore.client.session import ClientStats
 from kvstore.client.sync import Client

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from kvstore.background import start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client import forks
-from kvstore.client.leases import Mounted
-from kvstore.client.steps import Transfer
+from kvstore.client.flows.steps import Transfer
+from kvstore.client.lent.leases import Mounted
 from kvstore.errors import (
     ClosedError,
     DeadlineExceededError,

@@ -13,16 +13,17 @@ import numpy as np
 
 from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, SegmentInfo
-from kvstore.client import asking, getting, moving, putting
-from kvstore.client.asking import Match, ObjectStat
-from kvstore.client.getting import Bad, Target
-from kvstore.client.leases import Granted, Lease, Named, Place
+from kvstore.client.flows import asking, getting, moving, putting
+from kvstore.client.flows.asking import Match, ObjectStat
+from kvstore.client.flows.getting import Bad, Target
+from kvstore.client.flows.moving import Moved
+from kvstore.client.flows.objects import headers, is_whole
+from kvstore.client.flows.placements import Placed, Replica
+from kvstore.client.flows.putting import Items, PutOptions
+from kvstore.client.flows.steps import Context, Flow, ask
+from kvstore.client.lent.leases import Granted, Lease, Named, Place
+from kvstore.client.lent.views import Views, Watched
 from kvstore.client.movers import Movers
-from kvstore.client.moving import Moved
-from kvstore.client.objects import headers, is_whole
-from kvstore.client.placements import Placed, Replica
-from kvstore.client.putting import Items, PutOptions
-from kvstore.client.steps import Context, Flow, ask
 from kvstore.client.values import (
     Buffer,
     Bytes1D,
@@ -36,7 +37,6 @@ from kvstore.client.values import (
     read_descriptor,
     writable,
 )
-from kvstore.client.views import Views, Watched
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     InvalidArgumentError,

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from kvstore.children import Child, start_node
 from kvstore.client import forks
+from kvstore.client.flows.placements import PlacementCache, SegmentTable
+from kvstore.client.flows.steps import Context
+from kvstore.client.lent.views import Ask, Views
 from kvstore.client.movers import Movers
 from kvstore.client.operations import Operations
-from kvstore.client.placements import PlacementCache, SegmentTable
-from kvstore.client.steps import Context
-from kvstore.client.views import Ask, Views
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load
 from kvstore.host import address_towards, host_id

@@ -11,13 +11,13 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client import forks
-from kvstore.client.asking import Match, ObjectStat
-from kvstore.client.leases import Lease
-from kvstore.client.moving import Moved
+from kvstore.client.calling.stub import MasterStub
+from kvstore.client.flows.asking import Match, ObjectStat
+from kvstore.client.flows.moving import Moved
+from kvstore.client.flows.steps import Ask, Flow, Pause
+from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, View, seconds
 from kvstore.client.session import ClientStats, Session, read_config
-from kvstore.client.steps import Ask, Flow, Pause
-from kvstore.client.stub import MasterStub
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, parse_size

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-from kvstore.client.asking import Match
+from kvstore.client.flows.asking import Match
 from kvstore.client.sync import Client
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import fingerprint

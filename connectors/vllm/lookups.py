@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 from kvstore.background import start_thread
 from kvstore.breaker import Breaker
-from kvstore.client.asking import Match
+from kvstore.client.flows.asking import Match
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX

@@ -25,7 +25,7 @@ from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, PUT_KEYS_MAX, Key, Na
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 
 if TYPE_CHECKING:
-    from kvstore.client.stub import MasterStub
+    from kvstore.client.calling.stub import MasterStub
 
 SLACK_BLOCKS: Final = 32 * CHAIN_BLOCKS
 """Room beyond a step's objects, so that the measured puts need no eviction."""

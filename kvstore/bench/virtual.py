@@ -29,7 +29,7 @@ from kvstore.errors import StartupError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 
 if TYPE_CHECKING:
-    from kvstore.client.stub import MasterStub
+    from kvstore.client.calling.stub import MasterStub
 
 NAMESPACE: Final = Namespace("kvstore-bench")
 OBJECT_BYTES: Final = 4096
@@ -182,7 +182,7 @@ def load(address: str, kind: str, *numbers: int) -> Iterator[subprocess.Popen[st
 
 @contextlib.contextmanager
 def stub_of(address: str) -> Iterator[MasterStub]:
-    from kvstore.client.stub import MasterStub
+    from kvstore.client.calling.stub import MasterStub
 
     stub = MasterStub(address, host=HOST, name="bench")
     try:

@@ -27,8 +27,8 @@ from xxhash import xxh3_64
 from kvstore.calls import SegmentInfo
 from kvstore.children import start_master, start_node
 from kvstore.cli.show import size_text
-from kvstore.client.getting import locate
-from kvstore.client.steps import Transfer
+from kvstore.client.flows.getting import locate
+from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.errors import InternalError
@@ -39,7 +39,7 @@ from kvstore.transport.mooncake.engine import Engine, EngineSettings
 
 if TYPE_CHECKING:
     from kvstore import Client
-    from kvstore.client.placements import Replica
+    from kvstore.client.flows.placements import Replica
     from kvstore.client.values import Bytes1D as Bytes
 
 WORK: Final = ((1 << 20, 1), (1 << 20, 16), (1 << 20, 64), (4 << 20, 16), (64 << 10, 64))

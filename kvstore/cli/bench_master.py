@@ -25,7 +25,7 @@ from kvstore.bench.ours import own_master
 from kvstore.cli.show import size_text
 
 if TYPE_CHECKING:
-    from kvstore.client.stub import MasterStub
+    from kvstore.client.calling.stub import MasterStub
 
 PROBE_SECONDS = 10.0
 SETTLE_SECONDS = 1.0

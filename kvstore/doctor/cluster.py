@@ -17,7 +17,7 @@ from kvstore import calls
 from kvstore._version import __version__
 from kvstore.addresses import ETCD_SCHEME, EtcdPlace, join_address, parse_etcd, split_address
 from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments
-from kvstore.client.stub import MasterStub
+from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, MasterConfig
 from kvstore.doctor.findings import Finding, ok, problem, warning

@@ -219,7 +219,7 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(exchange_doc, "exchange(fd, request, call_id, spin, deadline, length_max)\n"
                            "See kvstore.native.kinds.Fast.");
 
-/* twin: kvstore.client.stub._LaneConnection.exchange */
+/* twin: kvstore.client.calling.stub._LaneConnection.exchange */
 static PyObject *exchange(PyObject *self, PyObject *args) {
     int fd;
     Py_buffer request;

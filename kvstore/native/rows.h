@@ -85,7 +85,7 @@ static int interrupted(const Batch *batch) {
     return now_ns() >= batch->deadline_ns ? LATE : DONE;
 }
 
-/* twin: kvstore.memory.header.unpack, and kvstore.client.objects.is_of. Reads shared memory once:
+/* twin: kvstore.memory.header.unpack, and kvstore.client.flows.objects.is_of. Reads shared memory once:
  * what is checked is what is kept. */
 static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint64_t *checksum) {
     uint8_t *head = row->found;

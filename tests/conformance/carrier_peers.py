@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
-from kvstore.client.stub import MasterStub
+from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace

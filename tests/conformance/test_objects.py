@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.objects import ObjectReads, ObjectWrites
-from kvstore.client.placements import Placed
-from kvstore.client.steps import Transfer
+from kvstore.client.flows.objects import ObjectReads, ObjectWrites
+from kvstore.client.flows.placements import Placed
+from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
 from kvstore.errors import (
     DeadlineExceededError,

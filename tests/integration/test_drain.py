@@ -17,7 +17,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.calls import PutOutcome
-from kvstore.client.steps import Transfer
+from kvstore.client.flows.steps import Transfer
 from kvstore.errors import KVStoreError
 from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, Node, until
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.client.placements import AVOID_FIRST_S
+from kvstore.client.flows.placements import AVOID_FIRST_S
 from kvstore.clocks import uptime
 from tests.integration.cluster import SHORT, Cluster, until
 from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.client.getting import ATTEMPTS
+from kvstore.client.flows.getting import ATTEMPTS
 from kvstore.memory.header import HEADER_BYTES
 from tests.integration.cluster import Cluster, Node, until
 from tests.integration.conftest import either_client

@@ -1,6 +1,6 @@
 """The simulated client: the production flows, carried out step by step in virtual time.
 
-What is production code here: ``Operations`` and the flows under it, ``call_flow`` (when a call is
+What is production code here: ``Operations`` and the flows under it, ``attempts`` (when a call is
 sent again), the encoders, the caches. What is simulated: sockets, shared memory and the clock.
 """
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from kvstore import calls
 from kvstore.calls import SegmentInfo, Version
-from kvstore.client import stub_flow
-from kvstore.client.leases import Lease, Mounted, Named
+from kvstore.client.calling import retries
+from kvstore.client.calling.retries import CarrierBrokenError, Link, attempts
+from kvstore.client.flows.placements import PlacementCache, SegmentTable
+from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Transfer
+from kvstore.client.lent.leases import Lease, Mounted, Named
 from kvstore.client.operations import Operations
-from kvstore.client.placements import PlacementCache, SegmentTable
-from kvstore.client.steps import Ask, Context, Flow, Pause, Transfer
-from kvstore.client.stub_flow import CarrierBrokenError, Link, call_flow
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     DeadlineExceededError,
@@ -43,9 +43,9 @@ from tests.simulation.views import Held, SimViews
 
 ResultT = TypeVar("ResultT")
 
-TokenRefusedError = stub_flow.TokenRefusedError
+TokenRefusedError = retries.TokenRefusedError
 CARRIER_ERRORS = (
-    KVStoreError, CarrierBrokenError, stub_flow.LaneUnreachableError, TokenRefusedError,
+    KVStoreError, CarrierBrokenError, retries.LaneUnreachableError, TokenRefusedError,
 )  # fmt: skip
 
 
@@ -164,23 +164,23 @@ class Client:
         """As ``MasterStub.call``."""
         call = CALLS[type(request)]
         payload = encode_request(request)
-        flow = call_flow(self._link, call, deadline, self.clock)
+        flow = attempts(self._link, call, deadline, self.clock)
         call_id = 0
         data = b""
         try:
             step = next(flow)
             while True:
                 try:
-                    if isinstance(step, stub_flow.JoinAt):
+                    if isinstance(step, retries.JoinAt):
                         await self._join_at(step, deadline)
                         outcome = None
-                    elif isinstance(step, stub_flow.Pause):
+                    elif isinstance(step, retries.Wait):
                         await self.sleep(step.seconds)
                         outcome = None
                     else:
-                        assert not isinstance(step, stub_flow.Locate), "they are listed"
+                        assert not isinstance(step, retries.Locate), "they are listed"
                         port, address = "lane", self._link.address
-                        if isinstance(step, stub_flow.OnGrpc):
+                        if isinstance(step, retries.OnGrpc):
                             port, address = "grpc", step.address
                         until = min(deadline, self.clock() + self._link.silence_s(request))
                         call_id = next(self._call_ids)
@@ -212,7 +212,7 @@ class Client:
                 self._tokens[place] = copied[index // grants.replicas]
         return reply
 
-    async def _join_at(self, step: stub_flow.JoinAt, deadline: float) -> None:
+    async def _join_at(self, step: retries.JoinAt, deadline: float) -> None:
         if self._link.generation != step.generation:
             return
         patience_s = step.timeout_s if self._link.alone else step.timeout_s / 5
@@ -245,7 +245,7 @@ class Client:
                 silent = CarrierBrokenError("no answer in time", sent=True, silent=True)
                 silent.generation = generation if port == "lane" else None
                 raise silent from None
-            raise stub_flow.late(self._link, call.name) from None
+            raise retries.late(self._link, call.name) from None
         except BrokenStreamError:
             broken = CarrierBrokenError("the connection broke", sent=True)
             broken.generation = generation if port == "lane" else None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client import putting
-from kvstore.client.placements import PlacementCache, SegmentTable
-from kvstore.client.putting import Items, PutOptions
-from kvstore.client.steps import Ask, Context
+from kvstore.client.flows import putting
+from kvstore.client.flows.placements import PlacementCache, SegmentTable
+from kvstore.client.flows.putting import Items, PutOptions
+from kvstore.client.flows.steps import Ask, Context
 from kvstore.client.values import encode_all
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Later, Send

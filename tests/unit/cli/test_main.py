@@ -21,7 +21,7 @@ from kvstore.calls import PutOutcome
 from kvstore.cli import bench as cli_bench
 from kvstore.cli.main import LATE, cli
 from kvstore.cli.options import run
-from kvstore.client.asking import ObjectStat
+from kvstore.client.flows.asking import ObjectStat
 from kvstore.config import ClientConfig
 from kvstore.errors import MasterUnreachableError, NoSpaceError
 from kvstore.limits import Key, Namespace

@@ -9,10 +9,10 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
-from kvstore.client.leases import Unneeded
+from kvstore.client.lent.leases import Unneeded
+from kvstore.client.lent.views import Views
 from kvstore.client.operations import Operations
 from kvstore.client.values import Bytes1D
-from kvstore.client.views import Views
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.errors import DeadlineExceededError, MasterUnreachableError, ReservationLostError

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS
-from kvstore.client.asking import Match, match_prefix, remove
+from kvstore.client.flows.asking import Match, match_prefix, remove
 from kvstore.errors import MasterUnreachableError, UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from tests.unit.client.world import EPOCH, World

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.client import getting
-from kvstore.client.getting import ATTEMPTS, Target
-from kvstore.client.placements import AVOID_FIRST_S
+from kvstore.client.flows import getting
+from kvstore.client.flows.getting import ATTEMPTS, Target
+from kvstore.client.flows.placements import AVOID_FIRST_S
 from kvstore.errors import (
     ClosedError,
     DeadlineExceededError,

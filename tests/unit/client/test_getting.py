@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.client.getting import ATTEMPTS, Target, get
+from kvstore.client.flows.getting import ATTEMPTS, Target, get
 from kvstore.errors import BufferMismatchError, NodeUnreachableError, UnsupportedValueError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES

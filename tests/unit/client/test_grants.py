@@ -8,9 +8,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client import putting
-from kvstore.client.placements import Placed, Replica
-from kvstore.client.putting import PutOptions
+from kvstore.client.flows import putting
+from kvstore.client.flows.placements import Placed, Replica
+from kvstore.client.flows.putting import PutOptions
 from kvstore.errors import (
     DeadlineExceededError,
     MasterUnreachableError,

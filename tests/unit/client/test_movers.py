@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.calls import SegmentInfo
 from kvstore.client import movers as module
+from kvstore.client.flows.steps import Transfer
 from kvstore.client.movers import Movers
-from kvstore.client.steps import Transfer
 from kvstore.clocks import uptime
 from kvstore.errors import (
     ClosedError,

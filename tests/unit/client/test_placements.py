@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.calls import Placements
-from kvstore.client.placements import (
+from kvstore.client.flows.placements import (
     AVOID_FIRST_S,
     AVOID_LONGEST_S,
     AVOID_QUICK_S,

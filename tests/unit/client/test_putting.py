@@ -8,8 +8,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client import putting
-from kvstore.client.putting import ATTEMPTS, Items, PutOptions, put
+from kvstore.client.flows import putting
+from kvstore.client.flows.putting import ATTEMPTS, Items, PutOptions, put
 from kvstore.client.values import Value, encode, encode_all
 from kvstore.errors import (
     DeadlineExceededError,

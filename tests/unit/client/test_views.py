@@ -14,10 +14,10 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
-from kvstore.client import leases as module
-from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named
+from kvstore.client.lent import leases as module
+from kvstore.client.lent.leases import Granted, Lease, LeaseTable, Mounted, Named
+from kvstore.client.lent.views import Views
 from kvstore.client.values import Bytes1D
-from kvstore.client.views import Views
 from kvstore.clocks import uptime
 from kvstore.errors import MasterUnreachableError
 from kvstore.limits import Key

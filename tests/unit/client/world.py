@@ -13,9 +13,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import Placements, PutOutcome, SegmentInfo
-from kvstore.client.placements import PlacementCache, SegmentTable
-from kvstore.client.putting import Items
-from kvstore.client.steps import Ask, Context, Flow, Pause, Transfer
+from kvstore.client.flows.placements import PlacementCache, SegmentTable
+from kvstore.client.flows.putting import Items
+from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Transfer
 from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace

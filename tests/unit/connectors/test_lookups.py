@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.asking import Match
+from kvstore.client.flows.asking import Match
 from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.lookups import FRESH_S, PENDING_MAX, STEP_PATIENCE_S, Lookup, Lookups

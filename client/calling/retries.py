@@ -1,7 +1,7 @@
 """Decides when a call is sent, sent again, or given up. Pure: it uses no socket.
 
-``call_flow`` is a generator: it yields the next ``Step``, and is sent its outcome or thrown its
-error. ``kvstore.client.stub`` drives it, and tests drive it with a list. Its rules:
+``attempts`` is a generator: it yields the next ``Action``, and is sent its outcome or thrown its
+error. ``kvstore.client.calling.stub`` drives it, and tests drive it with a list. Its rules:
 
 * Calls of clients need a join. A call whose carrier breaks joins anew, and learns from the epoch
   whether the master is still the same.
@@ -137,15 +137,15 @@ class OnGrpc(NamedTuple):
     address: str
 
 
-class Pause(NamedTuple):
+class Wait(NamedTuple):
     """Wait. Answer: anything."""
 
     seconds: float
 
 
-Step = Locate | JoinAt | OnLane | OnGrpc | Pause
-Flow = Generator[Step, Any, bytes]
-"""What a flow is sent is the encoded reply after ``OnLane`` and ``OnGrpc``, an address after
+Action = Locate | JoinAt | OnLane | OnGrpc | Wait
+Attempts = Generator[Action, Any, bytes]
+"""It is sent the encoded reply after ``OnLane`` and ``OnGrpc``, an address after
 ``Locate``, else nothing."""
 
 
@@ -164,7 +164,7 @@ def parse_addresses(address: str) -> tuple[str, ...]:
 
 
 class Link:
-    """What a stub knows of its master. One per stub; all its flows use it."""
+    """What a stub knows of its master. One per stub; all its calls use it."""
 
     def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
         self.addresses = parse_addresses(address)
@@ -288,18 +288,18 @@ class Link:
         return ((JOIN_METADATA, self.joined.lane_token),)
 
 
-def call_flow(
+def attempts(
     link: Link,
     call: Call[Any, Any] | None,
     deadline: float,
     clock: Callable[[], float],
     broken: CarrierBrokenError | NotLeaderError | None = None,
-) -> Flow:
+) -> Attempts:
     """Carries one call to its reply; see the module.
 
     Args:
         call: None: only joins, and returns nothing.
-        broken: how an attempt on the lane, made before this flow, has ended.
+        broken: how an attempt on the lane, made before, has ended.
 
     Raises:
         KVStoreError: the master's answer; MasterUnreachableError; DeadlineExceededError.
@@ -389,10 +389,10 @@ def call_flow(
         if left_s < ATTEMPT_S:
             raise _unreachable(link, reasons, failures, now - started)
         if pause_s:
-            yield Pause(min(pause_s, left_s / 2))
+            yield Wait(min(pause_s, left_s / 2))
 
 
-def _locate(link: Link, left_s: float) -> Generator[Step, Any, str]:
+def _locate(link: Link, left_s: float) -> Generator[Action, Any, str]:
     """The address of the leader, which another call may find to be of no use meanwhile.
 
     Raises:

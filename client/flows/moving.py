@@ -19,9 +19,9 @@ from xxhash import xxh3_64
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
-from kvstore.client.objects import ObjectWrites
-from kvstore.client.putting import revoke
-from kvstore.client.steps import Context, Flow, Transfer, ask, describe, unreachable
+from kvstore.client.flows.objects import ObjectWrites
+from kvstore.client.flows.putting import revoke
+from kvstore.client.flows.steps import Context, Flow, Transfer, ask, describe, unreachable
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack

@@ -15,9 +15,9 @@ from xxhash import xxh3_64
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
-from kvstore.client.objects import ObjectWrites
-from kvstore.client.placements import Replica, is_silent
-from kvstore.client.steps import Context, Flow, Pause, Transfer, ask, describe, unreachable
+from kvstore.client.flows.objects import ObjectWrites
+from kvstore.client.flows.placements import Replica, is_silent
+from kvstore.client.flows.steps import Context, Flow, Pause, Transfer, ask, describe, unreachable
 from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,

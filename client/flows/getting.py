@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore import calls
-from kvstore.client.objects import ObjectReads
-from kvstore.client.placements import Placed, Replica
-from kvstore.client.steps import Ask, Context, Flow, ask, describe, unreachable
+from kvstore.client.flows.objects import ObjectReads
+from kvstore.client.flows.placements import Placed, Replica
+from kvstore.client.flows.steps import Ask, Context, Flow, ask, describe, unreachable
 from kvstore.client.values import Bytes1D, check_dtype
 from kvstore.errors import BufferMismatchError, KVStoreError
 from kvstore.limits import Key, Namespace

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
-from kvstore.client.placements import Placed, PlacementCache, SegmentTable
+from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
 from kvstore.errors import (
     DeadlineExceededError,
     InvalidRangeError,
@@ -40,7 +40,7 @@ class Ask(NamedTuple):
 class Transfer:
     """Bytes to move on one segment; the result of a list of these is a list of errors or None.
 
-    The subclasses in ``kvstore.client.objects`` move whole objects.
+    The subclasses in ``kvstore.client.flows.objects`` move whole objects.
     """
 
     __slots__ = ("_moves", "deadline", "segment", "write")

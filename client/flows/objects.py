@@ -15,8 +15,8 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.placements import Placed
-from kvstore.client.steps import Transfer
+from kvstore.client.flows.placements import Placed
+from kvstore.client.flows.steps import Transfer
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import (
     HEADER_BYTES,

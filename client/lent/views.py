@@ -1,9 +1,9 @@
 """Pool memory that the caller uses directly: leased views, and allocations to compute into.
 
 Both are numpy arrays over the mapped segment (or torch tensors over such an array). The lease
-(``kvstore.client.leases``) belongs to the first array over the memory: slices, reshapes and tensors
-of it keep that array alive, and its finalizer ends the lease. One background thread, started with
-the first view, renews leases before they end.
+(``leases.Lease``) belongs to the first array over the memory: slices, reshapes and tensors of it
+keep that array alive, and its finalizer ends the lease. One background thread, started with the
+first view, renews leases before they end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvstore import calls
 from kvstore.background import start_thread
 from kvstore.calls import SegmentInfo
-from kvstore.client.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
+from kvstore.client.lent.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore import calls
-from kvstore.client.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
+from kvstore.client.flows.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
 from kvstore.errors import UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack

@@ -17,7 +17,7 @@ node has reported it. The client then asks once more, by key. The renewal is val
 describes the segment's generation as it is before the request and when the reply arrives: any other
 master would describe an older one. Until then the earlier lease holds.
 
-The clock is an argument of everything here; ``kvstore.client.views`` adds the arrays, their
+The clock is an argument of everything here; ``kvstore.client.lent.views`` adds the arrays, their
 finalizers, the thread and the lock.
 """
 

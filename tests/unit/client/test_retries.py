@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 
 from kvstore import calls
 from kvstore.calls import Joined
-from kvstore.client.stub_flow import (
+from kvstore.client.calling.retries import (
     BACKOFF_FIRST_S,
     BACKOFF_MAX_S,
     LANE_RETRY_S,
     LANE_SILENT_RETRY_S,
     REFUSALS_MAX,
     SILENCE_S,
+    Action,
+    Attempts,
     CarrierBrokenError,
-    Flow,
     JoinAt,
     LaneUnreachableError,
     Link,
     Locate,
     OnGrpc,
     OnLane,
-    Pause,
-    Step,
     TokenRefusedError,
-    call_flow,
+    Wait,
+    attempts,
     late,
     parse_addresses,
 )
@@ -73,13 +73,13 @@ class World:
     def run(
         self,
         call: Any,
-        answer: Callable[[Step], bytes | Exception],
+        answer: Callable[[Action], bytes | Exception],
         *,
         timeout_s: float = 10.0,
         broken: CarrierBrokenError | NotLeaderError | None = None,
     ) -> bytes:
         """Drives a flow; ``answer`` says what comes of each step."""
-        flow: Flow = call_flow(self.link, call, self.now + timeout_s, lambda: self.now, broken)
+        flow: Attempts = attempts(self.link, call, self.now + timeout_s, lambda: self.now, broken)
         try:
             step = next(flow)
             for _ in range(10_000):
@@ -89,14 +89,14 @@ class World:
                 else:
                     step = flow.send(outcome)
         except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]  # bytes, by the type of Flow
+            return done.value  # type: ignore[no-any-return]  # bytes, by the type of Attempts
         raise AssertionError("the flow does not end")
 
     def _do(
-        self, step: Step, answer: Callable[[Step], bytes | Exception]
+        self, step: Action, answer: Callable[[Action], bytes | Exception]
     ) -> bytes | str | Exception:
         self.now += 0.001
-        if isinstance(step, Pause):
+        if isinstance(step, Wait):
             assert step.seconds > 0
             self.now += step.seconds
             return b""
@@ -110,7 +110,7 @@ class World:
         return outcome
 
 
-def script(*outcomes: bytes | Exception) -> Callable[[Step], bytes | Exception]:
+def script(*outcomes: bytes | Exception) -> Callable[[Action], bytes | Exception]:
     rest = list(outcomes)
     return lambda step: rest.pop(0)
 
@@ -177,7 +177,7 @@ def test_a_call_is_sent_again_when_the_master_that_may_have_done_it_is_gone() ->
     world = World()
     world.run(EXISTS, script(b"", b"reply"))
 
-    def answer(step: Step) -> bytes | Exception:
+    def answer(step: Action) -> bytes | Exception:
         if world.epoch == 1:
             world.epoch = 2
             return gone(sent=True)
@@ -210,7 +210,7 @@ def test_every_master_is_tried_in_turn() -> None:
     world = World("a:1,b:2,c:3")
     tried: list[str] = []
 
-    def answer(step: Step) -> bytes | Exception:
+    def answer(step: Action) -> bytes | Exception:
         if isinstance(step, JoinAt):
             tried.append(step.address)
             return gone() if step.address != "c:3" else b""
@@ -299,7 +299,7 @@ def test_a_refused_token_means_a_new_master() -> None:
 def test_a_lane_that_refuses_every_token_is_not_our_masters() -> None:
     world = World()
 
-    def answer(step: Step) -> bytes | Exception:
+    def answer(step: Action) -> bytes | Exception:
         return TokenRefusedError("old") if isinstance(step, OnLane) else b"reply"
 
     assert world.run(EXISTS, answer) == b"reply"
@@ -331,7 +331,7 @@ def joins(world: World, found: Callable[[JoinAt], bytes | Exception]) -> tuple[l
     """Where it joined, and what answers so."""
     tried: list[str] = []
 
-    def answer(step: Step) -> bytes | Exception:
+    def answer(step: Action) -> bytes | Exception:
         if isinstance(step, JoinAt):
             tried.append(step.address)
             return found(step)
@@ -376,7 +376,7 @@ def test_a_leader_that_steps_down_during_a_call_is_left_for_the_next_one() -> No
         world.run(EXISTS, script(b"", b"reply"))
         world.story.clear()
 
-        def answer(step: Step, world: World = world) -> bytes | Exception:
+        def answer(step: Action, world: World = world) -> bytes | Exception:
             if world.link.address == "a:1":
                 return stands_by("b:2")
             world.epoch = 2
@@ -446,7 +446,7 @@ def test_a_leader_that_another_call_gives_up_meanwhile_is_joined_by_its_address(
             self.next_address(leader)  # by the other thread, which found it dead
 
     link = Shared("etcd://e:2379", lane=True)
-    flow = call_flow(link, EXISTS, 10.0, lambda: 0.0)
+    flow = attempts(link, EXISTS, 10.0, lambda: 0.0)
     assert isinstance(next(flow), Locate)
     step = flow.send("m:1")
     assert isinstance(step, JoinAt)
@@ -476,7 +476,7 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
     rest = list(events)
     doubtful = False
 
-    def answer(step: Step) -> bytes | Exception:
+    def answer(step: Action) -> bytes | Exception:
         nonlocal doubtful
         event = rest.pop(0) if rest else "unsent"
         on_lane = isinstance(step, OnLane)
@@ -530,7 +530,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_steps_are_what_drivers_know() -> None:
-    assert set(Step.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Pause}
+    assert set(Action.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Wait}
 
 
 def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_since() -> None:
@@ -561,7 +561,7 @@ def test_what_was_sent_to_a_master_before_is_sent_again_to_the_one_joined_meanwh
     world.link.accept(world.joined(), "a:1")
     tried: list[str] = []
 
-    def answer(step: Step) -> bytes | Exception:
+    def answer(step: Action) -> bytes | Exception:
         tried.append(world.link.address)
         if len(tried) == 1:  # and while it is under way, another call finds the new leader
             world.link.lost(world.link.generation)
