@@ -61,7 +61,7 @@ class Servers(NamedTuple):
     """Its master."""
     storage: str
     """The process that holds the memory; empty if there is none."""
-    pids: tuple[int, ...]
+    pids: dict[str, int]
 
 
 def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> Servers:
@@ -79,7 +79,7 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
     _listens(children, master, port)
     address = f"{HOST}:{port}"
     if not memory_bytes:
-        return Servers(address, "", (master.process.pid,))
+        return Servers(address, "", {"master": master.process.pid})
     data_port = free_port()
     storage = children.start_command(
         f"{name}-memory", str(_program("mooncake_client")),
@@ -88,7 +88,8 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
         f"--global_segment_size={memory_bytes}", f"--threads={THREADS}", "--logtostderr",
     )  # fmt: skip
     _listens(children, storage, data_port)
-    return Servers(address, f"{HOST}:{data_port}", (master.process.pid, storage.process.pid))
+    pids = {"master": master.process.pid, "storage": storage.process.pid}
+    return Servers(address, f"{HOST}:{data_port}", pids)
 
 
 class MooncakeDriver:

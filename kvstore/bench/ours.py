@@ -35,7 +35,7 @@ class Store(NamedTuple):
     """A master and a node."""
 
     address: str
-    pids: tuple[int, ...]
+    pids: dict[str, int]
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def own_store(pool_bytes: int) -> Iterator[Store]:
     with own_master("--lease-ms", str(LEASE_MS)) as (address, pid):
         node = start_node(master=address, memory=pool_bytes)
         try:
-            yield Store(address, (pid, node.pid))
+            yield Store(address, {"master": pid, "storage": node.pid})
         finally:
             node.stop()
 

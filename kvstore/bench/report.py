@@ -8,10 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.bench.machine import in_words
+from kvstore.bench.processor import Shares
 from kvstore.bench.results import Comparison, Measured, Spread
 from kvstore.bench.worker import MOONCAKE, OURS
 
 COLUMNS = ("work", "path", "ours", "Mooncake", "ratio", "rounds", "goal", "")
+PROCESSES = ("client", "master", "storage")
+PROCESSOR = (
+    "Processor time of one call, in the mean: client, master and storage process; polling for an"
+    " answer counts, sleeping does not. Ratio as above, of the sums."
+)
 COMMAND = "make bench"
 
 
@@ -30,6 +36,15 @@ def show(measured: Measured, console: Console) -> None:
     for number, note in enumerate(notes, 1):
         console.print(f"[{number}] {note}", markup=False)
     console.print(summary(measured))
+    if processor := [each for each in measured.comparisons if each.processor_ratio]:
+        console.print()
+        console.print(PROCESSOR)
+        table = Table(box=None, pad_edge=False)
+        for number, column in enumerate(COLUMNS):
+            table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+        for each in processor:
+            table.add_row(*processor_cells(each))
+        console.print(table)
 
 
 def as_markdown(measured: Measured, *, picture: str = "") -> str:
@@ -58,6 +73,20 @@ def as_markdown(measured: Measured, *, picture: str = "") -> str:
     if copied := [each for each in measured.comparisons if each.memcpy_part]:
         lines += ["", *[f"* {_memcpy_line(each)}" for each in copied]]
     lines += ["", *[f"{number}. {note}" for number, note in enumerate(notes, 1)]]
+    if processor := [each for each in measured.comparisons if each.processor_ratio]:
+        met = sum(each.processor_met for each in processor)
+        lines += [
+            "",
+            "## Processor time",
+            "",
+            PROCESSOR,
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+            "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|",
+            *["| " + " | ".join(processor_cells(each)) + " |" for each in processor],
+            "",
+            f"{met} of {len(processor)} goals are met.",
+        ]
     idle = "; ".join(
         f"{name} {Spread.of(values).median:.1f} %"
         for name, values in ((OURS, measured.idle_percent.get(OURS)),
@@ -89,6 +118,29 @@ def cells_of(comparison: Comparison, notes: Sequence[str]) -> tuple[str, ...]:
         f"{row.goal:g}",
         met,
     )
+
+
+def processor_cells(comparison: Comparison) -> tuple[str, ...]:
+    """One line of the second table, in the order of ``COLUMNS``."""
+    row, ratio = comparison.row, comparison.processor_ratio
+    assert ratio is not None
+    return (
+        row.title,
+        row.mode,
+        _shares(comparison.ours_processor),
+        _shares(comparison.theirs_processor),
+        f"{ratio.median:.2f}",
+        f"{ratio.smallest:.2f} to {ratio.largest:.2f}",
+        f"{row.processor_goal:g}",
+        "met" if comparison.processor_met else "not met",
+    )
+
+
+def _shares(rounds: Sequence[Shares]) -> str:
+    """``71 µs = 40 + 30 + 1``: the rounds' median of the sum, and of each process."""
+    total = Spread.of([sum(each.values()) for each in rounds]).median
+    parts = [Spread.of([each[name] for each in rounds]).median for name in PROCESSES]
+    return f"{microseconds(total)} = " + " + ".join(f"{part:,.0f}" for part in parts)
 
 
 def notes_of(measured: Measured) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from kvstore.bench.processor import Shares
 from kvstore.bench.rows import ROWS, Row
 from kvstore.bench.worker import OURS
 
@@ -33,9 +34,15 @@ class Comparison:
     memcpy_us: list[float] = field(default_factory=list)
     """Times of a memcpy of the same bytes, inside the client's process; only if the row has a goal
     for it."""
+    ours_processor: list[Shares] = field(default_factory=list)
+    """Microseconds of processor time of a call in the mean, by process; polling included."""
+    theirs_processor: list[Shares] = field(default_factory=list)
 
-    def add(self, system: str, microseconds: float) -> None:
-        (self.ours_us if system == OURS else self.theirs_us).append(microseconds)
+    def add(self, system: str, microseconds: float, processor: Shares) -> None:
+        """One round of a system."""
+        is_ours = system == OURS
+        (self.ours_us if is_ours else self.theirs_us).append(microseconds)
+        (self.ours_processor if is_ours else self.theirs_processor).append(processor)
 
     @property
     def ratios(self) -> list[float]:
@@ -52,6 +59,18 @@ class Comparison:
     @property
     def ratio(self) -> Spread:
         return Spread.of(self.ratios)
+
+    @property
+    def processor_ratio(self) -> Spread | None:
+        """The peer's processor time over ours, of all processes; None: not measured."""
+        pairs = zip(self.theirs_processor, self.ours_processor, strict=True)
+        ratios = [sum(theirs.values()) / sum(ours.values()) for theirs, ours in pairs]
+        return Spread.of(ratios) if ratios else None
+
+    @property
+    def processor_met(self) -> bool:
+        ratio = self.processor_ratio
+        return ratio is not None and ratio.median >= self.row.processor_goal
 
     @property
     def memcpy_part(self) -> Spread | None:
@@ -108,7 +127,14 @@ class Measured:
             seconds=found["seconds"],
             pool_bytes=found["pool_bytes"],
             comparisons=[
-                Comparison(known[each["id"]], each["ours_us"], each["theirs_us"], each["memcpy_us"])
+                Comparison(
+                    known[each["id"]],
+                    each["ours_us"],
+                    each["theirs_us"],
+                    each["memcpy_us"],
+                    each["ours_processor_us"],
+                    each["theirs_processor_us"],
+                )
                 for each in found["rows"]
                 if each["id"] in known
             ],
@@ -125,6 +151,9 @@ def _row_as_json(comparison: Comparison) -> dict[str, Any]:
         "size_bytes": row.size, "batch": row.batch,
         "ours_us": comparison.ours_us, "theirs_us": comparison.theirs_us,
         "memcpy_us": comparison.memcpy_us,
+        "ours_processor_us": comparison.ours_processor,
+        "theirs_processor_us": comparison.theirs_processor,
+        "processor_goal": row.processor_goal,
         "ratio": comparison.ratio._asdict(), "goal": row.goal,
         "memcpy_part": part._asdict() if part else None, "memcpy_goal": row.memcpy_goal,
         "met": comparison.met,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvstore.bench.driver import EXIST, GET, GET_AGAIN, MATCH, MEMCPY, PUT, READS, Driver
+from kvstore.bench.driver import EXIST, GET, GET_AGAIN, MATCH, MEMCPY, PUT, READS, Driver, Work
+from kvstore.bench.processor import Shares, processor_seconds
 from kvstore.errors import InternalError, InvalidArgumentError, NoSpaceError
 
 if TYPE_CHECKING:
@@ -102,13 +103,24 @@ def time_memcpy(
 class Session:
     """Measures rows with one driver. Its keys are unique: several sessions may share a store."""
 
-    def __init__(self, driver: Driver, pool_bytes: int, *, name: str = "") -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        pool_bytes: int,
+        *,
+        name: str = "",
+        processes: Mapping[str, int] | None = None,
+    ) -> None:
         """
         Args:
             pool_bytes: how much of the store's memory this session may fill.
             name: prefix of all its keys.
+            processes: process ids whose processor time ``measure`` takes.
         """
         self.driver = driver
+        self.processor: Shares = {}
+        """Seconds of all calls of the last measurement, of each of ``processes``."""
+        self._processes = processes or {}
         self._pool = pool_bytes
         self._name = name
         self._rows = 0
@@ -154,9 +166,7 @@ class Session:
             return time_memcpy(self.driver.source, self.driver.target, size * batch, seconds)
         if op in (EXIST, MATCH):
             keys = (self._chain_keys() if op == MATCH else self._asked_keys())[:batch]
-            work = self.driver.work(op, [keys], 0)
-            prepared()
-            return timed(work.call, seconds, CALLS_MAX, work.check)
+            return self._timed(self.driver.work(op, [keys], 0), seconds, CALLS_MAX, prepared)
         if op not in (PUT, *READS):
             raise InvalidArgumentError(f"{op} cannot be measured on this system")
         room = int(self._pool * ROW_PART) // size // batch
@@ -197,17 +207,25 @@ class Session:
                     putting.check(putting.call(done - 1))
                 work = self.driver.work(op, batches, size)
                 self.driver.target[: batch * size] = 1
-                prepared()
-                samples = timed(work.call, seconds, CALLS_MAX, work.check)
+                samples = self._timed(work, seconds, CALLS_MAX, prepared)
                 if op == GET:
                     self._same_bytes(batch * size)
             else:
                 done = count
-                prepared()
-                samples = timed(putting.call, seconds, count, putting.check)
+                samples = self._timed(putting, seconds, count, prepared)
                 done = len(samples)
         finally:
             self.driver.remove([key for some in batches[:done] for key in some])
+        return samples
+
+    def _timed(
+        self, work: Work, seconds: float, limit: int, prepared: Callable[[], None]
+    ) -> list[float]:
+        prepared()
+        before = {name: processor_seconds(pid) for name, pid in self._processes.items()}
+        samples = timed(work.call, seconds, limit, work.check)
+        for name, pid in self._processes.items():
+            self.processor[name] = processor_seconds(pid) - before[name]
         return samples
 
     def _make_room(self, needed: int) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvstore.bench import mooncake
 from kvstore.bench.driver import MEMCPY
 from kvstore.bench.ours import own_store
+from kvstore.bench.processor import processor_seconds
 from kvstore.bench.results import Comparison, Measured
 from kvstore.bench.rows import MODES, SHM, Row, memory_needed
 from kvstore.bench.session import median_us
@@ -101,12 +102,14 @@ def _round(
                 for system, address in addresses.items():
                     settings = Settings(
                         system=system, mode=mode, address=address, pool_bytes=plan.pool_bytes,
-                        memory_bytes=memory_needed(some), warm=True,
+                        memory_bytes=memory_needed(some), warm=True, processes=servers[system],
                     )  # fmt: skip
                     worker = workers[system] = Worker(children, f"{system}-{mode}", settings)
                     stack.callback(worker.close)
                     worker.ready()
-                _note_idle(idle, {name: (*servers[name], workers[name].pid) for name in workers})
+                _note_idle(
+                    idle, {name: [*servers[name].values(), workers[name].pid] for name in workers}
+                )
                 for index, row in enumerate(some):
                     progress(f"{what}: {row.title}, {mode}", 1)
                     _measure(row, comparisons[row.id], workers, plan, (number + index) % 2 == 0)
@@ -118,33 +121,27 @@ def _measure(
     """Measures one row of one round: A, B, B, A, so that a machine that slows down slows both."""
     order = (OURS, MOONCAKE) if ours_first else (MOONCAKE, OURS)
     samples: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
+    processor: dict[str, Counter[str]] = {OURS: Counter(), MOONCAKE: Counter()}
     copies: list[float] = []
     seconds = plan.seconds / 2
     for system in (*order, *reversed(order)):
         worker = workers[system]
         op = row.op if system == OURS else row.their_op
         samples[system] += worker.measure(op, row.size, row.batch, seconds)
+        processor[system].update(worker.processor)
         if system == OURS and row.memcpy_goal:
             copies += worker.measure(MEMCPY, row.size, row.batch, seconds)
     for system, some in samples.items():
-        comparison.add(system, median_us(some))
+        per_call = {name: 1e6 * each / len(some) for name, each in processor[system].items()}
+        comparison.add(system, median_us(some), per_call)
     if copies:
         comparison.memcpy_us.append(median_us(copies))
 
 
-def _note_idle(idle: dict[str, list[float]], pids: dict[str, tuple[int, ...]]) -> None:
+def _note_idle(idle: dict[str, list[float]], pids: dict[str, list[int]]) -> None:
     """Measures the processor time of both systems while they are idle."""
-    before = {system: _processor_seconds(some) for system, some in pids.items()}
+    before = {system: sum(map(processor_seconds, some)) for system, some in pids.items()}
     time.sleep(IDLE_SECONDS)
     for system, some in pids.items():
-        used = _processor_seconds(some) - before[system]
+        used = sum(map(processor_seconds, some)) - before[system]
         idle[system].append(100 * used / IDLE_SECONDS)
-
-
-def _processor_seconds(pids: Sequence[int]) -> float:
-    """Processor time of these processes, in user and system mode, all threads."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")

@@ -13,6 +13,7 @@ import socket
 import sys
 from typing import Any, Final, TypedDict
 
+from kvstore.bench.processor import Shares
 from kvstore.bench.session import Session
 from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
@@ -25,6 +26,7 @@ CLOSE_SECONDS: Final = 20.0
 OURS: Final = "kvstore"
 MOONCAKE: Final = "mooncake"
 SYSTEMS: Final = (OURS, MOONCAKE)
+CLIENT: Final = "client"
 
 
 class Settings(TypedDict):
@@ -39,6 +41,8 @@ class Settings(TypedDict):
     """Size of its memory to put from, and of that to get into."""
     warm: bool
     """Whether it writes the whole pool once before it is ready."""
+    processes: dict[str, int]
+    """The system's processes by name, whose processor time is measured with its own."""
 
 
 class Worker:
@@ -54,6 +58,8 @@ class Worker:
         self._listener.listen(1)
         self._listener.setblocking(False)
         self._socket: socket.socket | None = None
+        self.processor: Shares = {}
+        """As ``Session.processor``."""
         self._child = children.start(name, "kvstore.bench.worker", str(path), json.dumps(settings))
 
     @property
@@ -89,7 +95,9 @@ class Worker:
         Raises:
             ChildError: the process failed, or took too long.
         """
-        found: list[float] = self._answer(self._patience)["samples"]
+        answer = self._answer(self._patience)
+        found: list[float] = answer["samples"]
+        self.processor = answer["processor"]
         return found
 
     def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
@@ -160,7 +168,8 @@ def session(settings: Settings) -> Session:
         driver = MooncakeDriver(settings["mode"], settings["address"], settings["memory_bytes"])
     else:
         raise InvalidArgumentError(f"there is no system {settings['system']}")
-    return Session(driver, settings["pool_bytes"], name=f"{os.getpid()}-")
+    processes = {CLIENT: os.getpid(), **settings["processes"]}
+    return Session(driver, settings["pool_bytes"], name=f"{os.getpid()}-", processes=processes)
 
 
 def environment() -> dict[str, str]:
@@ -195,7 +204,10 @@ def _measure(work: Session, question: dict[str, Any], lines: Any) -> dict[str, A
         lines.readline()
 
     try:
-        return {"samples": work.measure(**question, prepared=prepared)}
+        return {
+            "samples": work.measure(**question, prepared=prepared),
+            "processor": work.processor,
+        }
     except Exception as error:  # noqa: BLE001 - the parent ends everything, and says why
         return {"error": f"{type(error).__name__}: {error}"}
 

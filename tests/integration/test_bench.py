@@ -40,8 +40,9 @@ def children() -> Iterator[Children]:
 
 def worker(children: Children, system: str, mode: str, address: str) -> Worker:
     settings = Settings(
-        system=system, mode=mode, address=address, pool_bytes=POOL, memory_bytes=MEMORY, warm=True
-    )
+        system=system, mode=mode, address=address, pool_bytes=POOL, memory_bytes=MEMORY, warm=True,
+        processes={},
+    )  # fmt: skip
     found = Worker(children, f"{system}-{mode}", settings)
     found.ready()
     return found
@@ -95,6 +96,11 @@ def test_both_side_by_side() -> None:
     for each in measured.comparisons:
         assert len(each.ratios) == 2
         assert min(each.ratios) > 0
+        for shares in (*each.ours_processor, *each.theirs_processor):
+            assert shares.keys() == {"client", "master", "storage"}
+            assert shares["client"] > 0
+        if each.row.op == EXIST:
+            assert all(shares["master"] > 0 for shares in each.ours_processor)
     assert len(said) == 2 * len(rows)
     assert all(len(values) == 4 for values in measured.idle_percent.values())
 
@@ -102,7 +108,7 @@ def test_both_side_by_side() -> None:
 def test_a_client_that_cannot_start_says_why(children: Children) -> None:
     settings = Settings(
         system="nobody's", mode="tcp", address="127.0.0.1:1", pool_bytes=POOL, memory_bytes=MEMORY,
-        warm=False,
+        warm=False, processes={},
     )  # fmt: skip
     client = Worker(children, "stranger", settings)
     with pytest.raises(ChildError, match="there is no system nobody's"):
@@ -122,6 +128,8 @@ def test_an_impossible_row_is_an_error_and_not_the_end(children: Children) -> No
 def test_a_page_and_a_picture_are_drawn_again(tmp_path: Path) -> None:
     row = {
         "id": "get_again/shm/4KiB/1", "ours_us": [10.0], "theirs_us": [90.0], "memcpy_us": [],
+        "ours_processor_us": [{"client": 8.0, "master": 2.0, "storage": 0.0}],
+        "theirs_processor_us": [{"client": 5.0, "master": 5.0, "storage": 5.0}],
     }  # fmt: skip
     found = {
         "machine": {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1"}, "load": [0.1, 0.2],

@@ -15,6 +15,8 @@ from kvstore.bench.worker import MOONCAKE, OURS
 
 [COPIED] = chosen(["put/shm/1MiB/64"])
 [AGAIN] = chosen(["get_again"])
+SHARES = {"client": 8.0, "master": 2.0, "storage": 0.0}
+THEIR_SHARES = {"client": 5.0, "master": 5.0, "storage": 5.0}
 
 
 def measured(*comparisons: Comparison) -> Measured:
@@ -31,7 +33,9 @@ def measured(*comparisons: Comparison) -> Measured:
 
 
 def comparison(row: Row = AGAIN) -> Comparison:
-    return Comparison(row, [10.0, 20.0, 10.0], [80.0, 140.0, 90.0])
+    return Comparison(
+        row, [10.0, 20.0, 10.0], [80.0, 140.0, 90.0], [], [SHARES] * 3, [THEIR_SHARES] * 3
+    )
 
 
 def test_a_ratio_is_of_one_round() -> None:
@@ -53,9 +57,18 @@ def test_a_copy_must_be_near_one_memcpy_too(copy: float, met: bool) -> None:
 
 def test_samples_go_to_whom_they_belong() -> None:
     found = Comparison(Row(op=PUT, mode="shm", goal=1.0))
-    found.add(OURS, 1.0)
-    found.add(MOONCAKE, 2.0)
+    found.add(OURS, 1.0, SHARES)
+    found.add(MOONCAKE, 2.0, THEIR_SHARES)
     assert found.ratios == [2.0]
+    assert found.processor_ratio == Spread(1.5, 1.5, 1.5)
+
+
+def test_the_sum_of_the_processes_decides() -> None:
+    row = Row(op=PUT, mode="shm", size=4096, goal=1.0)
+    assert Comparison(row, [1.0], [1.0], [], [SHARES], [THEIR_SHARES]).processor_met
+    less = {**THEIR_SHARES, "storage": 4.9}
+    assert not Comparison(row, [1.0], [1.0], [], [SHARES], [less]).processor_met
+    assert not Comparison(row, [1.0], [1.0]).processor_met, "not measured"
 
 
 def test_json_there_and_back() -> None:
@@ -88,6 +101,12 @@ def test_the_page_has_a_line_and_its_notes_for_each_row() -> None:
             assert note in page
     assert "0 of 28 goals are met" in page
     assert "80% of memcpy (goal 80%)" in page
+    assert "## Processor time" not in page, "not measured"
+    page = report.as_markdown(measured(comparison()))
+    assert (
+        "| get again, leased, 4 KiB | shm | 10.0 µs = 8 + 2 + 0 | 15.0 µs = 5 + 5 + 5 "
+        "| 1.50 | 1.50 to 1.50 | 1.5 | met |" in page
+    )
     assert "mooncake.png" in page
 
 
@@ -96,3 +115,5 @@ def test_the_terminal_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for cell in ("get again, leased, 4 KiB [1]", "8.00", "7.00 to 9.00", "1 of 1 goals are met"):
         assert cell in out
+    assert "10.0 µs = 8 + 2 + 0" in out
+    assert "15.0 µs = 5 + 5 + 5" in out
