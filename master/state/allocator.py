@@ -2,7 +2,7 @@
 
 Free extents are kept twice: by size, to find the smallest that fits, and by both of their ends
 (boundary tags), to find the neighbours of a freed extent without searching. Extents in use are
-not recorded here: the objects, pending puts and graves that own them are the record, which saves
+not recorded here: the objects, pending puts and wipings that own them are the record, which saves
 a hundred bytes for each of millions of objects. ``MasterState.check_invariants`` adds both up.
 
 Invariant: no two free extents touch or overlap, and all lie within ``[start, end)``.

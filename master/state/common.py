@@ -15,11 +15,11 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Later
 from kvstore.master.state.eviction import EvictionPolicy
-from kvstore.master.state.graves import Grave, Graveyard
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Pool
 from kvstore.master.state.puts import Pending
+from kvstore.master.state.reclaim import Reclaim, Wiping
 from kvstore.master.state.records import Extent, ObjectRecord, Remains
 from kvstore.master.state.rules import MasterRules
 
@@ -63,7 +63,7 @@ class Common:
             cluster=cluster,
         )
         self.pending = Pending()
-        self.graves = Graveyard()
+        self.reclaim = Reclaim()
         self.tombstones = Tombstones()
         self._next_ticket = 0
 
@@ -82,31 +82,31 @@ class Common:
     # --- wiping -------------------------------------------------------------------------------
 
     def when_wiped(
-        self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Grave] = ()
+        self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Wiping] = ()
     ) -> AnyReply | Later:
         """Answer with ``reply`` once the headers of what is gone are wiped, and ``earlier`` orders
         are done, too. The bytes of what is gone are free one lease later."""
         ticket = self.ticket()
         free_at_ms = now_ms + self.rules.lease_ms
-        effects, waits = self.graves.bury(gone, free_at_ms, ticket, reply, earlier)
+        effects, waits = self.reclaim.wipe(gone, free_at_ms, ticket, reply, earlier)
         self.effects += effects
         return Later(ticket) if waits else reply
 
     def wipe(self, given_up: Sequence[Remains]) -> None:
         """These versions will never be stored: wipe what their writers may have left, and remember
         those of which a part lies on memory that is away."""
-        self.effects += self.graves.clean(given_up)
+        self.effects += self.reclaim.clean(given_up)
         for remains in given_up:
             if remains.of_replica:
                 continue
             if not all(segment.alive for segment, _ in remains.extents):
                 self.tombstones.add_version(Version(remains.epoch, remains.counter))
 
-    def unwiped(self, segment_ids: Iterable[int]) -> list[Grave]:
+    def unwiped(self, segment_ids: Iterable[int]) -> list[Wiping]:
         """What must be wiped before writers are told where to write on these segments."""
         segments = self.pool.segments
-        unclean = self.graves.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
-        return [grave for grave in unclean if grave.offsets]  # marks concern no writer
+        unclean = self.reclaim.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
+        return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer
 
     # --- versions -----------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class Granting:
             for remains in pool.evicted:
                 for segment, _ in remains.extents:
                     segment.pressed = True
-            common.effects += common.graves.clean(pool.evicted)
+            common.effects += common.reclaim.clean(pool.evicted)
             pool.evicted.clear()
         for segment in usable:
             self._sweeping.taken_from(segment)
@@ -200,7 +200,7 @@ class Granting:
         first wiping is not left for the next master to find."""
         remains = self._pending.quarantined(token)
         if remains is not None:
-            self._common.effects += self._common.graves.clean([remains])
+            self._common.effects += self._common.reclaim.clean([remains])
 
     def expire(self, now_ms: int) -> None:
         """What is due: puts whose deadline has passed, and quarantine that is over."""
@@ -216,7 +216,7 @@ class Granting:
         for remains in over:
             common.pool.free(remains.extents, extent_bytes(remains.size))
             self._waiting.room_made()
-        common.effects += common.graves.clean(over)
+        common.effects += common.reclaim.clean(over)
 
     # --- copies -------------------------------------------------------------------------------
 

@@ -41,13 +41,13 @@ class Marks:
         self._newest = Version(common.epoch, number)
         for segment in common.pool.segments.values():
             if segment.whole:
-                common.effects += common.graves.keep_mark(segment, self._newest)
+                common.effects += common.reclaim.keep_mark(segment, self._newest)
 
     def bring_up_to_date(self, segment: Segment) -> None:
         """Whatever was removed by now, this segment does not hold it."""
         self._outdated.discard(segment.offer.uuid)
         if segment.offer.mark < self._newest:
-            self._common.effects += self._common.graves.keep_mark(segment, self._newest)
+            self._common.effects += self._common.reclaim.keep_mark(segment, self._newest)
 
     def is_outdated(self, segment: Segment) -> bool:
         """Whether it was away when something was removed that this master does not know of."""

@@ -20,7 +20,7 @@ of sockets, so the same code runs under gRPC, under a property test and in a sim
 What it promises, and where:
 
 * Bytes are conserved and extents disjoint (``Pool``); an extent is not reused before its leases
-  (``Graveyard``), its writer (``Pending``) and its node (wiping) are done with it.
+  (``Reclaim``), its writer (``Pending``) and its node (wiping) are done with it.
 * A match is leased by its tip; only unleased leaves are evicted (``EvictionPolicy``).
 * A token is good once, until its deadline, in its epoch.
 * Everything has a bound: ``MasterRules`` and ``kvstore.limits``.
@@ -80,7 +80,7 @@ class MasterState:
         self.counters = common.counters
         self.membership = common.membership
         self.pending = common.pending
-        self.graves = common.graves
+        self.reclaim = common.reclaim
         self.repairs = Repairs(rules.repair, rules.lease_ms, started_ms)
         self.marks = Marks(common)
         self.sweeping = Sweeping(common)
@@ -175,7 +175,7 @@ class MasterState:
             self.membership.next_change_ms(now_ms),
             self.pending.next_deadline_ms(),
             self.pending.next_release_ms(),
-            self.graves.next_end_ms(),
+            self.reclaim.next_end_ms(),
             self.repairs.due_ms,
             *self.waiting.next_ms(),
         ]
@@ -202,8 +202,8 @@ class MasterState:
     def check_invariants(self) -> None:
         """Everything that must always hold; for tests and the simulator, O(objects)."""
         self.membership.check_invariants()
-        self.graves.check_invariants()
-        ranges = [*self.pending.ranges(), *self.graves.ranges(), *self.returning.gaps()]
+        self.reclaim.check_invariants()
+        ranges = [*self.pending.ranges(), *self.reclaim.ranges(), *self.returning.gaps()]
         self.pool.check_invariants(ranges)
         assert not self.pool.evicted, "evicted, and nobody wipes it"
         self.granting.check_invariants()

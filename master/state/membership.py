@@ -253,7 +253,7 @@ class Membership:
             del self._dismissed[next(iter(self._dismissed))]
         self.declare_dead(node, "left")
 
-    def bury_dead(self, now_ms: int) -> None:
+    def expire_nodes(self, now_ms: int) -> None:
         for node in list(self.nodes.values()):
             if self.state_of(node, now_ms) == liveness.DEAD:
                 self.declare_dead(node, "silent" if node.session is not None else "broken")

@@ -62,7 +62,7 @@ class Nodes:
             self._marks.node_joined(session, max(offer.mark for offer in join.segments))
         self._follow(now_ms)
         for segment_id in accepted.segment_ids:
-            common.effects += common.graves.send_again(common.pool.segments[segment_id])
+            common.effects += common.reclaim.send_again(common.pool.segments[segment_id])
         self._waiting.room_made()
         return accepted
 
@@ -81,9 +81,9 @@ class Nodes:
                 repair = self._copying.has_work_for(node, now_ms)
                 common.effect(Send(session, calls.MasterBeat(number, repair)))
             case calls.NodeWiped(order):
-                segment = common.graves.segment_of(order)
+                segment = common.reclaim.segment_of(order)
                 if segment is not None and segment.node is node:
-                    common.effects += common.graves.wiped(order)
+                    common.effects += common.reclaim.wiped(order)
                     self._waiting.room_made()
             case calls.NodeClaims():
                 self._returning.node_claims(now_ms, node, message)
@@ -108,7 +108,7 @@ class Nodes:
             if segment is not None:
                 self._membership.reported(now_ms, segment.node, request)
                 common.counters["reported_failures"] += 1
-        self._membership.bury_dead(now_ms)
+        self._membership.expire_nodes(now_ms)
         self._follow(now_ms)
         nodes = self._membership.nodes.values()
         states = [self._membership.state_of(node, now_ms) for node in nodes]
@@ -138,7 +138,7 @@ class Nodes:
 
     def tick(self, now_ms: int) -> None:
         """Whoever is silent for too long, or beats and does nothing else, is dead."""
-        self._membership.bury_dead(now_ms)
+        self._membership.expire_nodes(now_ms)
         if now_ms - self._watched_ms >= WATCH_MS:
             self._watched_ms = now_ms
             self._fence_idle(now_ms)
@@ -148,7 +148,7 @@ class Nodes:
         """Removals do not wait for ever for a node that beats and does nothing else."""
         patience_ms = self._common.rules.node_patience_ms
         late = {segment.node: "untold" for segment in self._returning.late(now_ms)}
-        for segment in self._common.graves.unanswered(now_ms, patience_ms):
+        for segment in self._common.reclaim.unanswered(now_ms, patience_ms):
             late.setdefault(segment.node, "unwiped")
         for node, why in late.items():
             self._membership.declare_dead(node, why)
@@ -179,10 +179,10 @@ class Nodes:
             segment.died_ms = now_ms
         self._sweeping.segment_died(segment)
         self._returning.segment_died(segment)
-        common.effects += common.graves.segment_died(segment)
+        common.effects += common.reclaim.segment_died(segment)
         if not left:
             readers_ms = now_ms + common.rules.lease_ms
-            common.graves.mourn(segment, common.newest_stored, readers_ms)
+            common.reclaim.wait_for_readers(segment, common.newest_stored, readers_ms)
 
 
 def outrun_by(who: str, epoch: int, own: int) -> UnavailableError:

@@ -16,9 +16,9 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Later
 from kvstore.master.state.granting import Granting
-from kvstore.master.state.graves import Grave
 from kvstore.master.state.pool import Shortage
 from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import Extent, ObjectRecord, Remains
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.waiting import WaitingPuts, Wanting
@@ -43,7 +43,7 @@ class Putting:
         self._forest = common.forest
         self._pool = common.pool
         self._pending = common.pending
-        self._graves = common.graves
+        self._reclaim = common.reclaim
         self._granting = granting
         self._waiting = waiting
         self._removing = removing
@@ -226,7 +226,7 @@ class Putting:
         replaced: list[Remains] = []
         outdated: list[PendingPut] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
-        mourned: list[Grave] = []
+        still_read: list[Wiping] = []
         pending = self._pending
         common.changing = True
         for index, token in enumerate(request.tokens if request.epoch == common.epoch else ()):
@@ -257,7 +257,7 @@ class Putting:
                 continue
             ended.append((put, alive))
             if put.overwrite:
-                mourned += self._graves.mourned(put.record)
+                still_read += self._reclaim.still_read(put.record)
             outcomes[index] = was_stored
         self._granting.give_back(outdated)
         for put, alive in ended:
@@ -280,7 +280,7 @@ class Putting:
         reply = calls.PutEnded(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
-            return self._removing.replace(now_ms, replaced, overwriting, reply, mourned)
+            return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return reply
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
@@ -326,7 +326,7 @@ class Putting:
             common.wipe([put.remains(common.epoch)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         record = self._ensure(now_ms, namespace, key, parent)
-        mourned = self._graves.mourned(record) if request.overwrite else []
+        still_read = self._reclaim.still_read(record) if request.overwrite else []
         self._granting.end(put)
         kept = extent_bytes(request.size)
         if kept < put.length:
@@ -344,7 +344,7 @@ class Putting:
         put.record = record
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
-            return self._removing.replace(now_ms, replaced, overwriting, reply, mourned)
+            return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return reply
 
     def _ensure(

@@ -16,9 +16,9 @@ from kvstore.errors import UnavailableError
 from kvstore.master.state.common import AnyReply, Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
-from kvstore.master.state.graves import Grave
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, with_bytes
 from kvstore.master.state.waiting import WaitingPuts
 
@@ -39,7 +39,7 @@ class Removing:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
-        self._graves = common.graves
+        self._reclaim = common.reclaim
         self._marks = marks
         self._granting = granting
         self._waiting = waiting
@@ -53,13 +53,13 @@ class Removing:
         self._check_remembered()
         removed = bytearray(len(request.keys))
         gone: list[Remains] = []
-        mourned: list[Grave] = []
+        still_read: list[Wiping] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         for index, key in enumerate(request.keys):
             record = self._forest.get(request.namespace, key)
             self._granting.end_copies(now_ms, (request.namespace, key))
-            mourned += self._graves.mourned(record)
+            still_read += self._reclaim.still_read(record)
             if record is not None and record.segment is not None:
                 removed[index] = record.complete
                 gone.append(Remains.of(record))
@@ -68,7 +68,7 @@ class Removing:
         self._common.counters["removed_objects"] += len(gone)
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
         reply = calls.Removed(bytes(removed))
-        return self._common.when_wiped(now_ms, gone, reply, [*earlier, *mourned])
+        return self._common.when_wiped(now_ms, gone, reply, [*earlier, *still_read])
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
         """Raises UnavailableError: no node could remember it."""
@@ -94,8 +94,8 @@ class Removing:
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
         remaining += max(0, len(copied) - CLEARED_PER_STEP)
         self._common.forbid(namespace, None)
-        earlier = [*self._graves.of_namespace(namespace), *self._elsewhere()]
-        earlier += self._graves.mourned(None)
+        earlier = [*self._reclaim.of_namespace(namespace), *self._elsewhere()]
+        earlier += self._reclaim.still_read(None)
         reply = calls.Cleared(len(gone), remaining)
         return self._common.when_wiped(now_ms, gone, reply, earlier)
 
@@ -137,13 +137,13 @@ class Removing:
         replaced: list[Remains],
         puts: Sequence[PendingPut],
         reply: AnyReply,
-        mourned: Sequence[Grave],
+        still_read: Sequence[Wiping],
     ) -> AnyReply | Later:
         """Answer with ``reply`` once nothing older of what these puts have written is left.
 
         Args:
             replaced: the bytes that were there.
-            mourned: of ``Graveyard.mourned``, asked before the puts ended.
+            still_read: of ``Reclaim.still_read``, asked before the puts ended.
         """
         names: list[Name] = []
         for put in puts:
@@ -155,21 +155,21 @@ class Removing:
                 self._granting.end_copies(now_ms, name)
             version = Version(self._common.epoch, put.token)
             self._common.forbid(namespace, key, but=version)
-        earlier = [*self._earlier(names), *mourned]
+        earlier = [*self._earlier(names), *still_read]
         return self._common.when_wiped(now_ms, replaced, reply, earlier)
 
     # --- what removals wait for ---------------------------------------------------------------
 
-    def _earlier(self, names: Sequence[Name]) -> list[Grave]:
+    def _earlier(self, names: Sequence[Name]) -> list[Wiping]:
         """What else may hold these objects: earlier versions, removals of them (this one may be the
         same, sent again), memory that has not yet told what it holds."""
-        return [*self._graves.of_objects(names), *self._elsewhere()]
+        return [*self._reclaim.of_objects(names), *self._elsewhere()]
 
-    def _elsewhere(self) -> list[Grave]:
+    def _elsewhere(self) -> list[Wiping]:
         """What a removal must wait for, because other memory may hold what is removed: that which
         has not told yet what it holds; and that others know that the rest is outdated."""
         self._marks.renew()
-        return [*self._graves.held(), *self._graves.unmarked()]
+        return [*self._reclaim.held(), *self._reclaim.unmarked()]
 
     def _check_remembered(self) -> None:
         """Raises UnavailableError: no memory is there that would remember the removal if we died,
@@ -188,8 +188,8 @@ class Removing:
 
     def free(self, now_ms: int) -> None:
         """Hand back the bytes of one order whose last lease has ended."""
-        self._common.effects += self._graves.end_mourning(now_ms)
-        effects, self._frees = self._graves.end_next(now_ms)
+        self._common.effects += self._reclaim.end_reading(now_ms)
+        effects, self._frees = self._reclaim.end_next(now_ms)
         self._common.effects += effects
         if self._frees:
             self._waiting.room_made()

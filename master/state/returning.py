@@ -55,7 +55,7 @@ class Returning:
         inventory = Inventory(segment, segment.node.heard_ms, absent_since)
         inventory.outdated = self._marks.is_outdated(segment)
         self._inventories[segment] = inventory
-        self._common.graves.hold(segment)
+        self._common.reclaim.hold(segment)
 
     def segment_died(self, segment: Segment) -> None:
         """What is removed from now on it may bring back."""
@@ -63,7 +63,7 @@ class Returning:
         inventory = self._inventories.pop(segment, None)
         if inventory is not None:
             absent_since = inventory.absent_since
-            self._common.effects += self._common.graves.let_go(segment)
+            self._common.effects += self._common.reclaim.let_go(segment)
         self._absent_since.pop(segment.offer.uuid, None)
         self._absent_since[segment.offer.uuid] = absent_since
         if len(self._absent_since) > GONE_MAX:
@@ -110,7 +110,7 @@ class Returning:
         self.finished += 1
         self._marks.bring_up_to_date(segment)
         self._copying.nodes_changed(now_ms, segment.usable_at_ms)
-        common.effects += common.graves.let_go(segment)
+        common.effects += common.reclaim.let_go(segment)
         fields = {"claimed": inventory.claimed, "refused": inventory.refused}
         common.effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
 
@@ -146,7 +146,7 @@ class Returning:
         common.counters["claimed_objects"] += len(stored)
         if refused:
             common.counters["refused_claims"] += len(refused)
-            common.effects += common.graves.clean(refused)
+            common.effects += common.reclaim.clean(refused)
         if is_answered and segment.node.session is not None:
             index = common.membership.segments[segment.node.name].index(segment)
             common.effect(Send(segment.node.session, calls.MasterClaimed(index)))
@@ -213,4 +213,6 @@ class Returning:
     def check_invariants(self) -> None:
         mounted = [s for segments in self._common.membership.segments.values() for s in segments]
         assert {s for s in mounted if not s.whole} == self._inventories.keys()
-        assert {grave.segment for grave in self._common.graves.held()} == self._inventories.keys()
+        assert {
+            wiping.segment for wiping in self._common.reclaim.held()
+        } == self._inventories.keys()

@@ -56,7 +56,7 @@ class Sweeping:
             evicted, goes_on = self._pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
         if not goes_on:
             del self._pressed[segment]
-        self._common.effects += self._common.graves.clean_ahead(evicted)
+        self._common.effects += self._common.reclaim.clean_ahead(evicted)
 
     def settles(self) -> bool:
         return bool(self._pool.unsettled)

@@ -100,7 +100,7 @@ class WaitingPuts:
     def _answer(self, now_ms: int, ticket: int, result: calls.Grants | KVStoreError) -> None:
         common = self._common
         if isinstance(result, calls.Grants) and (unwiped := common.unwiped(result.segments)):
-            effects, _ = common.graves.bury([], now_ms, ticket, result, unwiped)
+            effects, _ = common.reclaim.wipe([], now_ms, ticket, result, unwiped)
             common.effects += effects
         else:
             common.effect(Answer(ticket, result))

@@ -29,7 +29,7 @@ from kvstore.errors import (
     ValueTooLargeError,
 )
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.master.state import graves, pool, records, removing, sweeping, waiting
+from kvstore.master.state import pool, reclaim, records, removing, sweeping, waiting
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Send
 from kvstore.master.state.liveness import AGREEING_MS, LivenessRules
 from kvstore.master.state.master_state import MasterState
@@ -363,7 +363,7 @@ class MasterMachine(RuleBasedStateMachine):
             node.agreed_ms is not None and self.now_ms - node.agreed_ms <= AGREEING_MS
         ):
             node.reported_ms = self.now_ms
-        self._bury_dead()
+        self._expire_nodes()
         states = [node.state(self.now_ms) for node in self.nodes.values()]
         assert reported.suspects == states.count("suspect")
         self._see()
@@ -375,7 +375,7 @@ class MasterMachine(RuleBasedStateMachine):
         assert node.session is not None
         self.state.nodes.said(self.now_ms, node.session, message)
 
-    def _bury_dead(self) -> None:
+    def _expire_nodes(self) -> None:
         for node in list(self.nodes.values()):
             if node.state(self.now_ms) == "dead":
                 self._node_dies(node)
@@ -726,7 +726,7 @@ class MasterMachine(RuleBasedStateMachine):
                 expected.append(PutOutcome.REFUSED)
                 continue
             expected.append(PutOutcome.STORED)
-            replaced |= self._bury(granted.name)
+            replaced |= self._to_be_wiped(granted.name)
             if granted.overwrite:
                 replaced |= self._unwiped_of(granted.name)
             self.objects[granted.name] = Stored(
@@ -803,7 +803,7 @@ class MasterMachine(RuleBasedStateMachine):
             return
         above = self.objects[name].parent if name in self.objects else parent
         self.links[name] = above
-        replaced = self._bury(name)
+        replaced = self._to_be_wiped(name)
         if overwrite:
             replaced |= self._unwiped_of(name)
         self.objects[name] = Stored(Version(EPOCH, token), size, places, above)
@@ -941,7 +941,7 @@ class MasterMachine(RuleBasedStateMachine):
         removed = []
         for key in batch:
             removed.append((namespace, key) in self.objects)
-            self._bury((namespace, key))
+            self._to_be_wiped((namespace, key))
         if not self.nodes and self.state.returning._absent_since:
             with pytest.raises(UnavailableError):
                 self.state.removing.remove(self.now_ms, calls.Remove(namespace, batch))
@@ -966,14 +966,14 @@ class MasterMachine(RuleBasedStateMachine):
         assert len(gone) <= limit
         assert all(namespace in ("", name[0]) for name in gone)
         for name in gone:
-            self._bury(name)
+            self._to_be_wiped(name)
         items = {
             item for item, unwiped in self.unwiped.items() if namespace in ("", unwiped.name[0])
         }
         self._reply_now_or_later(result, items)
         self._see()
 
-    def _bury(self, name: Name) -> set[tuple[Place, Version]]:
+    def _to_be_wiped(self, name: Name) -> set[tuple[Place, Version]]:
         stored = self.objects.pop(name, None)
         if stored is None:
             return set()
@@ -1002,8 +1002,8 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _waits_for_others(self) -> bool:
         """Whether there may be more to a removal than wiping what the model knows of."""
-        graves = self.state.graves
-        return bool(self.state.returning.under_way or graves._mourned or graves._unclean)
+        reclaim = self.state.reclaim
+        return bool(self.state.returning.under_way or reclaim._still_read or reclaim._unclean)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -1028,7 +1028,7 @@ class MasterMachine(RuleBasedStateMachine):
         self.state.tick(self.now_ms)
         self.ticked_ms = self.now_ms
         self.taboos = self._living_taboos()
-        self._bury_dead()
+        self._expire_nodes()
         for token, granted in list(self.granted.items()):
             if granted.deadline_ms < self.now_ms:
                 self._forget_token(token)
@@ -1239,7 +1239,7 @@ class SlicedMachine(MasterMachine):
         (pool, "MOVES_PER_STEP", 2),
         (sweeping, "SWEEP_STEPS", 2),
         (removing, "HIDE_STEPS", 1),
-        (graves, "WIPES_PER_ORDER", 2),
+        (reclaim, "WIPES_PER_ORDER", 2),
         (waiting, "SERVED_PER_STEP", 1),
         (records, "ONE_SHARD_RECORDS", 2),
     )

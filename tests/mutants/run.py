@@ -1,7 +1,7 @@
 """Plants small faults and says which of them the tests do not notice.
 
     python -m tests.mutants                    # all; a release's worth of patience
-    python -m tests.mutants -k grave --jobs 2
+    python -m tests.mutants -k lease --jobs 2
     python -m tests.mutants --list             # what there is, and whether each still applies
 
 Each fault goes into a copy of the tree, and the tests that the table names for it run there. Tests

@@ -28,7 +28,7 @@ PUTTING: Final = "master/state/putting.py"
 REMOVING: Final = "master/state/removing.py"
 RETURNING: Final = "master/state/returning.py"
 POOL: Final = "master/state/pool.py"
-GRAVES: Final = "master/state/graves.py"
+RECLAIM: Final = "master/state/reclaim.py"
 SCHEDULER: Final = "connectors/vllm/scheduler.py"
 WORKER: Final = "connectors/vllm/worker.py"
 
@@ -57,14 +57,14 @@ MUTANTS: Final = (
     Mutant(
         "waiting-put-granted-before-wiped",
         COMMON,
-        "return [grave for grave in unclean if grave.offsets]  # marks concern no writer",
+        "return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer",
         "return []",
         MASTER,
     ),
     Mutant(
         "evicted-is-not-wiped",
         GRANTING,
-        "            common.effects += common.graves.clean(pool.evicted)\n",
+        "            common.effects += common.reclaim.clean(pool.evicted)\n",
         "",
         MASTER,
     ),
@@ -156,14 +156,14 @@ MUTANTS: Final = (
     Mutant(
         "quarantine-is-not-wiped-at-its-end",
         GRANTING,
-        "        common.effects += common.graves.clean(over)\n",
+        "        common.effects += common.reclaim.clean(over)\n",
         "",
         MASTER,
     ),
     Mutant(
         "what-landed-late-is-not-wiped",
         GRANTING,
-        "            self._common.effects += self._common.graves.clean([remains])\n",
+        "            self._common.effects += self._common.reclaim.clean([remains])\n",
         "            pass\n",
         MASTER,
     ),
@@ -214,14 +214,14 @@ MUTANTS: Final = (
     Mutant(
         "removal-does-not-wait-for-others",
         REMOVING,
-        "return [*self._graves.of_objects(names), *self._elsewhere()]",
+        "return [*self._reclaim.of_objects(names), *self._elsewhere()]",
         "return [*self._elsewhere()]",
         MASTER,
     ),
     Mutant(
-        "removal-does-not-wait-for-mourning",
+        "removal-does-not-wait-for-readers-of-dead-nodes",
         REMOVING,
-        "            mourned += self._graves.mourned(record)\n"
+        "            still_read += self._reclaim.still_read(record)\n"
         "            if record is not None and",
         "            if record is not None and",
         MASTER,
@@ -229,37 +229,37 @@ MUTANTS: Final = (
     Mutant(
         "removal-does-not-wait-for-the-untold",
         REMOVING,
-        "return [*self._graves.held(), *self._graves.unmarked()]",
-        "return [*self._graves.unmarked()]",
+        "return [*self._reclaim.held(), *self._reclaim.unmarked()]",
+        "return [*self._reclaim.unmarked()]",
         MASTER,
     ),
     Mutant(
-        "grave-ignores-a-longer-lease",
-        GRAVES,
-        "                grave.free_at_ms = max(grave.free_at_ms, remains.lease_until_ms)\n",
+        "wiping-ignores-a-longer-lease",
+        RECLAIM,
+        "                wiping.free_at_ms = max(wiping.free_at_ms, remains.lease_until_ms)\n",
         "",
         MASTER,
     ),
     Mutant(
-        "grave-is-free-before-it-is-wiped",
-        GRAVES,
-        "        if grave.wiped:\n            grave.free()",
-        "        grave.free()",
+        "wiping-is-free-before-it-is-wiped",
+        RECLAIM,
+        "        if wiping.wiped:\n            wiping.free()",
+        "        wiping.free()",
         MASTER,
     ),
     Mutant(
         "orders-are-not-sent-again",
         NODES,
         "            common.effects += "
-        "common.graves.send_again(common.pool.segments[segment_id])\n",
+        "common.reclaim.send_again(common.pool.segments[segment_id])\n",
         "            pass\n",
         MASTER,
     ),
     Mutant(
-        "mourning-ends-at-once",
-        GRAVES,
-        "while self._mourned and self._mourned[0][1].free_at_ms <= now_ms:",
-        "while self._mourned:",
+        "readers-of-dead-nodes-end-at-once",
+        RECLAIM,
+        "while self._still_read and self._still_read[0][1].free_at_ms <= now_ms:",
+        "while self._still_read:",
         MASTER,
     ),
     Mutant(
@@ -320,7 +320,7 @@ MUTANTS: Final = (
     Mutant(
         "refused-claims-are-not-wiped",
         RETURNING,
-        "            common.effects += common.graves.clean(refused)\n",
+        "            common.effects += common.reclaim.clean(refused)\n",
         "",
         MASTER,
     ),

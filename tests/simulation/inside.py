@@ -121,9 +121,9 @@ def owner_of(
     for its_segment, offset, size in state.pending.ranges():
         if its_segment is segment and offset < stop and start < offset + size:
             return "quarantine"
-    for its_segment, offset, size in state.graves.ranges():
+    for its_segment, offset, size in state.reclaim.ranges():
         if its_segment is segment and offset < stop and start < offset + size:
-            return "grave"
+            return "removed"
     for record in state.forest.records():
         for its_segment, offset in record.extents():
             if (
@@ -148,7 +148,7 @@ def leftovers(state: MasterState) -> dict[str, int]:
     return {
         "pending_puts": len(state.pending),
         "waiting_puts": len(state.waiting),
-        "quarantined_or_buried": sum(1 for _ in (*state.pending.ranges(), *state.graves.ranges())),
+        "not_free_yet": sum(1 for _ in (*state.pending.ranges(), *state.reclaim.ranges())),
         "sweeps": len(state.sweeping),
         "lost_bytes": used - objects,
     }

@@ -14,7 +14,7 @@ from kvstore import calls
 from kvstore.errors import BusyError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import forest as forest_module
-from kvstore.master.state import granting, graves
+from kvstore.master.state import granting, reclaim
 from kvstore.master.state.effects import Later
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.pool import SETTLE_STEPS
@@ -203,7 +203,7 @@ def test_many_puts_expire_over_several_ticks(
 def test_much_removed_memory_is_freed_in_slices(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graves, "WIPES_PER_ORDER", 10)
+    monkeypatch.setattr(reclaim, "WIPES_PER_ORDER", 10)
     cluster = new_cluster(one=35)
     names = [f"k{index}" for index in range(35)]
     cluster.put(names)

@@ -29,8 +29,8 @@ WIPES_PER_ORDER = 1_024
 
 
 @dataclass(slots=True, eq=False)
-class Grave:
-    """The extents of one wipe order, all on one segment."""
+class Wiping:
+    """The extents of one wipe order, all on one segment: pending free."""
 
     order: int
     segment: Segment
@@ -83,69 +83,71 @@ class _Removal:
     orders: int = 0
 
 
-class Graveyard:
-    """All removed objects whose extents are not free."""
+class Reclaim:
+    """The extents of all removed objects, until they are free."""
 
     def __init__(self) -> None:
-        self._by_end: deque[Grave] = deque()
-        self._unwiped: dict[int, Grave] = {}
-        self._unwiped_of: dict[Name, list[Grave]] = {}
-        self._unclean: dict[Segment, dict[int, Grave]] = {}
+        self._by_end: deque[Wiping] = deque()
+        self._unwiped: dict[int, Wiping] = {}
+        self._unwiped_of: dict[Name, list[Wiping]] = {}
+        self._unclean: dict[Segment, dict[int, Wiping]] = {}
         """Released orders not done yet, by segment and number."""
-        self._mourned: deque[tuple[Version, Grave]] = deque()
-        """Segments that died within the last lease, each with ``newest`` of ``mourn``."""
-        self._held: dict[Segment, Grave] = {}
+        self._still_read: deque[tuple[Version, Wiping]] = deque()
+        """Segments that died within the last lease, as ``wait_for_readers`` was told."""
+        self._held: dict[Segment, Wiping] = {}
         """Segments that have not told yet what they hold."""
         self._next_order = 0
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
 
-    def of_objects(self, names: Iterable[Name]) -> list[Grave]:
+    def of_objects(self, names: Iterable[Name]) -> list[Wiping]:
         """Unfinished orders that concern these objects."""
-        graves = {grave.order: grave for name in names for grave in self._unwiped_of.get(name, ())}
-        return list(graves.values())
+        wipings = {
+            wiping.order: wiping for name in names for wiping in self._unwiped_of.get(name, ())
+        }
+        return list(wipings.values())
 
-    def of_namespace(self, namespace: str) -> list[Grave]:
+    def of_namespace(self, namespace: str) -> list[Wiping]:
         """Unfinished orders that concern this namespace; empty: any namespace."""
         return [
-            grave
-            for grave in self._unwiped.values()
-            if not namespace or namespace in grave.namespaces
+            wiping
+            for wiping in self._unwiped.values()
+            if not namespace or namespace in wiping.namespaces
         ]
 
-    def bury(
+    def wipe(
         self,
         gone: Iterable[Remains],
         free_at_ms: int,
         ticket: int,
         reply: calls.Reply,
-        earlier: Sequence[Grave],
+        earlier: Sequence[Wiping],
     ) -> tuple[list[Effect], bool]:
         """Order the headers wiped, and answer ``ticket`` with ``reply`` when they are, and those
         of ``earlier`` orders, too.
 
-        ``free_at_ms``: when no lease of the usual length is left. One grave with a longer one (an
+        ``free_at_ms``: when no lease of the usual length is left. One wiping with a longer one (an
         allocation that was put) delays those behind it, which is simpler than a heap. Returns the
         effects and whether there is anything to wait for.
         """
         removal = _Removal(ticket, reply)
-        graves = self._dig(gone, free_at_ms)
-        self._by_end.extend(graves)
-        for grave in dict.fromkeys((*graves, *earlier)):
-            grave.removals.append(removal)
+        wipings = self._new_wipings(gone, free_at_ms)
+        self._by_end.extend(wipings)
+        for wiping in dict.fromkeys((*wipings, *earlier)):
+            wiping.removals.append(removal)
             removal.orders += 1
-        return [effect for grave in graves for effect in _send(grave)], removal.orders > 0
+        return [effect for wiping in wipings for effect in _send(wiping)], removal.orders > 0
 
     def clean(self, gone: Iterable[Remains]) -> list[Effect]:
         """Orders headers wiped in extents whose release is counted elsewhere."""
         effects: list[Effect] = []
-        for grave in self._dig(gone, 0):
-            grave.ended = grave.released = True
-            self._unclean.setdefault(grave.segment, {})[grave.order] = grave
-            effects += _send(grave)
+        for wiping in self._new_wipings(gone, 0):
+            wiping.ended = wiping.released = True
+            self._unclean.setdefault(wiping.segment, {})[wiping.order] = wiping
+            effects += _send(wiping)
         return effects
 
-    def mourn(self, segment: Segment, newest: Version, until_ms: int) -> None:
+    def wait_for_readers(self, segment: Segment, newest: Version, until_ms: int) -> None:
         """Called when a segment died; until ``until_ms`` clients may read leased objects on it.
 
         Args:
@@ -153,88 +155,88 @@ class Graveyard:
             until_ms: not earlier than in any call before.
         """
         self._next_order += 1
-        grave = Grave(self._next_order, segment, until_ms, [])
-        self._unwiped[grave.order] = grave
-        self._mourned.append((newest, grave))
+        wiping = Wiping(self._next_order, segment, until_ms, [])
+        self._unwiped[wiping.order] = wiping
+        self._still_read.append((newest, wiping))
 
-    def mourned(self, record: ObjectRecord | None) -> list[Grave]:
+    def still_read(self, record: ObjectRecord | None) -> list[Wiping]:
         """Dead segments on which clients may still read an earlier version of this object, or a
         version that this master no longer knows."""
-        if not self._mourned:
+        if not self._still_read:
             return []
         if record is None or not record.complete:
-            return [grave for _, grave in self._mourned]
+            return [wiping for _, wiping in self._still_read]
         version = record.epoch, record.counter
         on = {segment for segment, _ in record.extents()}
-        return [g for newest, g in self._mourned if version > newest or g.segment in on]
+        return [g for newest, g in self._still_read if version > newest or g.segment in on]
 
     def keep_mark(self, segment: Segment, mark: Version) -> list[Effect]:
         """Orders the node to keep the mark, after all earlier orders."""
         self._next_order += 1
-        grave = Grave(self._next_order, segment, 0, [], mark=mark, ended=True, released=True)
-        self._unwiped[grave.order] = grave
-        self._unclean.setdefault(segment, {})[grave.order] = grave
-        return _send(grave)
+        wiping = Wiping(self._next_order, segment, 0, [], mark=mark, ended=True, released=True)
+        self._unwiped[wiping.order] = wiping
+        self._unclean.setdefault(segment, {})[wiping.order] = wiping
+        return _send(wiping)
 
-    def unmarked(self) -> list[Grave]:
+    def unmarked(self) -> list[Wiping]:
         """Unfinished orders to keep a mark."""
         return [
-            grave
-            for graves in self._unclean.values()
-            for grave in graves.values()
-            if grave.mark != NO_MARK
+            wiping
+            for wipings in self._unclean.values()
+            for wiping in wipings.values()
+            if wiping.mark != NO_MARK
         ]
 
     def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:
         """Order headers wiped, and free their extents when that is done; they are counted in their
         segments' ``wiping_bytes``."""
-        graves = self._dig(gone, 0)
-        for grave in graves:
-            grave.ended = grave.ahead = True
-        return [effect for grave in graves for effect in _send(grave)]
+        wipings = self._new_wipings(gone, 0)
+        for wiping in wipings:
+            wiping.ended = wiping.ahead = True
+        return [effect for wiping in wipings for effect in _send(wiping)]
 
-    def unclean(self, segments: Iterable[Segment]) -> list[Grave]:
+    def unclean(self, segments: Iterable[Segment]) -> list[Wiping]:
         """Orders that must be done before a client may write to free extents of these segments."""
         if not self._unclean:
             return []
         return [
-            grave
+            wiping
             for segment in dict.fromkeys(segments)
-            for grave in self._unclean.get(segment, {}).values()
+            for wiping in self._unclean.get(segment, {}).values()
         ]
 
-    def _dig(self, gone: Iterable[Remains], free_at_ms: int) -> list[Grave]:
-        graves: list[Grave] = []
-        open_graves: dict[Segment, Grave] = {}
+    def _new_wipings(self, gone: Iterable[Remains], free_at_ms: int) -> list[Wiping]:
+        wipings: list[Wiping] = []
+        open_wipings: dict[Segment, Wiping] = {}
         for remains in gone:
             length = extent_bytes(remains.size)
             for segment, offset in remains.extents:
                 if not segment.alive:
                     continue
-                grave = open_graves.get(segment)
-                if grave is None or len(grave.offsets) == WIPES_PER_ORDER:
+                wiping = open_wipings.get(segment)
+                if wiping is None or len(wiping.offsets) == WIPES_PER_ORDER:
                     self._next_order += 1
-                    grave = Grave(self._next_order, segment, free_at_ms, [])
-                    open_graves[segment] = grave
-                    graves.append(grave)
-                    self._unwiped[grave.order] = grave
+                    wiping = Wiping(self._next_order, segment, free_at_ms, [])
+                    open_wipings[segment] = wiping
+                    wipings.append(wiping)
+                    self._unwiped[wiping.order] = wiping
                 if remains.name is not None:
-                    grave.names.append(remains.name)
-                    grave.namespaces.add(remains.name[0])
-                    self._unwiped_of.setdefault(remains.name, []).append(grave)
-                grave.free_at_ms = max(grave.free_at_ms, remains.lease_until_ms)
-                grave.offsets.append(offset)
-                grave.lengths.append(length)
-                grave.epochs.append(remains.epoch)
-                grave.counters.append(remains.counter)
-                grave.writers.update(dict.fromkeys(remains.writers))
-        return graves
+                    wiping.names.append(remains.name)
+                    wiping.namespaces.add(remains.name[0])
+                    self._unwiped_of.setdefault(remains.name, []).append(wiping)
+                wiping.free_at_ms = max(wiping.free_at_ms, remains.lease_until_ms)
+                wiping.offsets.append(offset)
+                wiping.lengths.append(length)
+                wiping.epochs.append(remains.epoch)
+                wiping.counters.append(remains.counter)
+                wiping.writers.update(dict.fromkeys(remains.writers))
+        return wipings
 
     def hold(self, segment: Segment) -> None:
         """Removals must wait for this segment (``held``), until ``let_go``."""
-        self._held[segment] = Grave(0, segment, 0, [])
+        self._held[segment] = Wiping(0, segment, 0, [])
 
-    def held(self) -> list[Grave]:
+    def held(self) -> list[Wiping]:
         """In place of the segments that removals must wait for."""
         return list(self._held.values())
 
@@ -243,39 +245,39 @@ class Graveyard:
         held = self._held.pop(segment)
         wipings = self.unclean((segment,))
         for removal in held.removals:
-            further = [grave for grave in wipings if removal not in grave.removals]
+            further = [wiping for wiping in wipings if removal not in wiping.removals]
             removal.orders += len(further) - 1
-            for grave in further:
-                grave.removals.append(removal)
+            for wiping in further:
+                wiping.removals.append(removal)
         return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
 
     def wiped(self, order: int) -> list[Effect]:
         """Called when the node has done the order (or is dead)."""
-        grave = self._unwiped.pop(order, None)
-        if grave is None:
+        wiping = self._unwiped.pop(order, None)
+        if wiping is None:
             return []
-        grave.wiped = True
-        if grave.released:
-            unclean = self._unclean[grave.segment]
+        wiping.wiped = True
+        if wiping.released:
+            unclean = self._unclean[wiping.segment]
             del unclean[order]
             if not unclean:
-                del self._unclean[grave.segment]
-        elif grave.ended:
-            grave.free()
-        if grave.ahead:
-            grave.segment.wiping_bytes -= sum(grave.lengths)
-        for name in grave.names:
-            graves = self._unwiped_of[name]
-            graves.remove(grave)
-            if not graves:
+                del self._unclean[wiping.segment]
+        elif wiping.ended:
+            wiping.free()
+        if wiping.ahead:
+            wiping.segment.wiping_bytes -= sum(wiping.lengths)
+        for name in wiping.names:
+            wipings = self._unwiped_of[name]
+            wipings.remove(wiping)
+            if not wipings:
                 del self._unwiped_of[name]
-        for removal in grave.removals:
+        for removal in wiping.removals:
             removal.orders -= 1
-        return [Answer(done.ticket, done.reply) for done in grave.removals if not done.orders]
+        return [Answer(done.ticket, done.reply) for done in wiping.removals if not done.orders]
 
     def segment_of(self, order: int) -> Segment | None:
-        grave = self._unwiped.get(order)
-        return None if grave is None else grave.segment
+        wiping = self._unwiped.get(order)
+        return None if wiping is None else wiping.segment
 
     def unanswered(self, now_ms: int, patience_ms: int) -> list[Segment]:
         """Living segments whose nodes have not done an order for ``patience_ms``. The interval
@@ -288,65 +290,65 @@ class Graveyard:
         since_ms, last = ordered[0]
         if since_ms + patience_ms > now_ms:
             return []
-        late = takewhile(lambda grave: grave.order <= last, self._unwiped.values())
-        return [grave.segment for grave in late if grave.segment.alive]
+        late = takewhile(lambda wiping: wiping.order <= last, self._unwiped.values())
+        return [wiping.segment for wiping in late if wiping.segment.alive]
 
     def send_again(self, segment: Segment) -> list[Effect]:
         """The orders that a node may have missed while its stream was broken."""
-        return [effect for grave in self._on(segment) for effect in _send(grave)]
+        return [effect for wiping in self._on(segment) for effect in _send(wiping)]
 
     def segment_died(self, segment: Segment) -> list[Effect]:
-        ended = [grave for grave in self._on(segment) if grave.ended]
-        return [effect for grave in ended for effect in self.wiped(grave.order)]
+        ended = [wiping for wiping in self._on(segment) if wiping.ended]
+        return [effect for wiping in ended for effect in self.wiped(wiping.order)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
         """Free one order's extents, of those that nobody can hold a lease on any more. Returns
         the effects and whether there was such an order."""
         if not self._by_end or self._by_end[0].free_at_ms > now_ms:
             return [], False
-        grave = self._by_end.popleft()
-        grave.ended = True
-        if grave.wiped:
-            grave.free()
-        return ([] if grave.segment.alive else self.wiped(grave.order)), True
+        wiping = self._by_end.popleft()
+        wiping.ended = True
+        if wiping.wiped:
+            wiping.free()
+        return ([] if wiping.segment.alive else self.wiped(wiping.order)), True
 
-    def end_mourning(self, now_ms: int) -> list[Effect]:
+    def end_reading(self, now_ms: int) -> list[Effect]:
         """Ends the waiting for readers of segments that died long enough ago."""
         effects: list[Effect] = []
-        while self._mourned and self._mourned[0][1].free_at_ms <= now_ms:
-            effects += self.wiped(self._mourned.popleft()[1].order)
+        while self._still_read and self._still_read[0][1].free_at_ms <= now_ms:
+            effects += self.wiped(self._still_read.popleft()[1].order)
         return effects
 
     def next_end_ms(self) -> int | None:
         ends = [self._by_end[0].free_at_ms] if self._by_end else []
-        if self._mourned:
-            ends.append(self._mourned[0][1].free_at_ms)
+        if self._still_read:
+            ends.append(self._still_read[0][1].free_at_ms)
         return min(ends, default=None)
 
     def ranges(self) -> Iterator[tuple[Segment, int, int]]:
         """All extents that are not free, as (segment, offset, length)."""
         unwiped = self._unwiped.values()
-        ended = [grave for grave in unwiped if grave.ended and not grave.released]
-        for grave in (*self._by_end, *ended):
-            for offset, length in zip(grave.offsets, grave.lengths, strict=True):
-                yield grave.segment, offset, length
+        ended = [wiping for wiping in unwiped if wiping.ended and not wiping.released]
+        for wiping in (*self._by_end, *ended):
+            for offset, length in zip(wiping.offsets, wiping.lengths, strict=True):
+                yield wiping.segment, offset, length
 
     def check_invariants(self) -> None:
         of_names: set[tuple[Name, int]] = set()
-        for grave in self._unwiped.values():
-            assert not grave.wiped
-            assert all(removal.orders > 0 for removal in grave.removals)
-            of_names.update((name, grave.order) for name in grave.names)
+        for wiping in self._unwiped.values():
+            assert not wiping.wiped
+            assert all(removal.orders > 0 for removal in wiping.removals)
+            of_names.update((name, wiping.order) for name in wiping.names)
         assert of_names == {
-            (name, grave.order) for name, graves in self._unwiped_of.items() for grave in graves
+            (name, wiping.order) for name, wipings in self._unwiped_of.items() for wiping in wipings
         }
-        unclean = {order for graves in self._unclean.values() for order in graves}
+        unclean = {order for wipings in self._unclean.values() for order in wipings}
         assert unclean == {g.order for g in self._unwiped.values() if g.released}
 
-    def _on(self, segment: Segment) -> list[Grave]:
-        return [grave for grave in self._unwiped.values() if grave.segment is segment]
+    def _on(self, segment: Segment) -> list[Wiping]:
+        return [wiping for wiping in self._unwiped.values() if wiping.segment is segment]
 
 
-def _send(grave: Grave) -> list[Effect]:
-    session = grave.segment.node.session
-    return [] if session is None else [Send(session, grave.order_message())]
+def _send(wiping: Wiping) -> list[Effect]:
+    session = wiping.segment.node.session
+    return [] if session is None else [Send(session, wiping.order_message())]
