@@ -18,7 +18,7 @@ from kvstore import calls
 from kvstore.client import forks
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import View, seconds
-from kvstore.client.session import ClientStats
+from kvstore.client.state import ClientStats
 from kvstore.client.sync import Client
 from kvstore.client.values import Buffer
 from kvstore.clocks import uptime

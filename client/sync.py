@@ -17,7 +17,7 @@ from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, View, seconds
-from kvstore.client.session import ClientStats, Session, read_config
+from kvstore.client.state import ClientState, ClientStats, read_config
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, parse_size
@@ -79,13 +79,13 @@ class Client:
         """
         self.config = read_config(master, memory, config, settings)
         self._timeout_s = self.config.timeout_ms / 1000
-        self._session = Session(self.config, self._ask_within)
+        self._state = ClientState(self.config, self._ask_within)
         self._stub = self._new_stub()
-        self._operations = self._session.operations
+        self._operations = self._state.operations
         self._closed = threading.Event()
         forks.watch(self)
         try:
-            self._session.contribute(self._stub.join)
+            self._state.contribute(self._stub.join)
         except BaseException:
             self.close()
             raise
@@ -93,8 +93,8 @@ class Client:
     def _new_stub(self) -> MasterStub:
         return MasterStub(
             self.config.master,
-            host=self._session.host,
-            name=self._session.name,
+            host=self._state.host,
+            name=self._state.name,
             spin_us=self.config.spin_us,
             lane=self.config.lane,
             cluster=self.config.cluster,
@@ -104,7 +104,7 @@ class Client:
         """Called automatically in the child of a fork; see the class."""
         is_closed = self._closed.is_set()
         self._stub.abandon()
-        self._session.begin_anew()
+        self._state.begin_anew()
         self._stub = self._new_stub()
         self._closed = threading.Event()
         if is_closed:
@@ -135,7 +135,7 @@ class Client:
         except BaseException:
             child.stop()
             raise
-        client._session.children.append(child)
+        client._state.children.append(child)
         return client
 
     # --- putting ------------------------------------------------------------------------------
@@ -335,17 +335,17 @@ class Client:
         Raises:
             TransferEngineError: it cannot be registered, or is in part already.
         """
-        self._session.movers.register(writable(buffer)[0][0])
+        self._state.movers.register(writable(buffer)[0][0])
 
     def unregister(self, buffer: Buffer) -> None:
         """Take memory back. Returns when nothing can be written to it any more: at once, or some
         5 s after a read was given up."""
-        self._session.movers.unregister(writable(buffer)[0][0])
+        self._state.movers.unregister(writable(buffer)[0][0])
 
     def lease(self, view: View) -> Lease | None:
         """The promise under a value from ``get(copy=False)`` or ``allocate``, or under anything
         that was made of it; None: it is not the pool's memory."""
-        return self._session.views.of(view)
+        return self._state.views.of(view)
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -416,7 +416,7 @@ class Client:
 
     def stats(self) -> ClientStats:
         """What this client has done. Makes no call."""
-        return self._session.stats(self._stub.epoch)
+        return self._state.stats(self._stub.epoch)
 
     # --- removing -----------------------------------------------------------------------------
 
@@ -506,10 +506,10 @@ class Client:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._session.views.stop_renewing()
+        self._state.views.stop_renewing()
         self._stub.close()
-        self._session.views.close()
-        self._session.close()
+        self._state.views.close()
+        self._state.close()
 
     def __enter__(self) -> Self:
         return self
@@ -533,7 +533,7 @@ class Client:
             raise ClosedError("the client is closed")
         timeout_s = self._timeout_s if timeout_ms is None else seconds(timeout_ms)
         deadline = uptime() + timeout_s
-        call, pause, move = self._stub.call, self._pause, self._session.movers.move
+        call, pause, move = self._stub.call, self._pause, self._state.movers.move
         stop = current()
         if stop is not None:
             deadline = min(deadline, stop.deadline)

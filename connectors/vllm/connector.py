@@ -1,4 +1,4 @@
-"""The class that vLLM calls; it passes calls to this process's half. See
+"""The class that vLLM calls; it passes calls to this process's side. See
 ``kvstore.connectors.vllm``."""
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import Drained, Hello, Orders, Report, namespace
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
-from kvstore.connectors.vllm.scheduler import SchedulerHalf
-from kvstore.connectors.vllm.worker import WorkerHalf, client_config
+from kvstore.connectors.vllm.scheduler import SchedulerSide
+from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = read_config(self.options)
         self._groups = _groups_of(vllm_config, kv_cache_config)
         self._scheduler: _SchedulerRole | None = None
-        self._worker: WorkerHalf | None = None
+        self._worker: WorkerSide | None = None
         self._adapters: Adapters | None = None
         if role is KVConnectorRole.SCHEDULER:
             if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
@@ -108,9 +108,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- scheduler ----------------------------------------------------------------------------
 
     @property
-    def _half(self) -> SchedulerHalf:
-        assert self._scheduler is not None, "the worker's connector has no scheduler half"
-        return self._scheduler.half
+    def _scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "the worker's connector has no scheduler side"
+        return self._scheduler.side
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         assert self._scheduler is not None
@@ -119,36 +119,36 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.prepare_early()
-        self._half.new_request(request)
+        self._scheduler_side.new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self._scheduler is not None
         self._scheduler.prepare(request, num_computed_tokens)
-        return self._half.matched_tokens(request, num_computed_tokens)
+        return self._scheduler_side.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._half.allocated(request, blocks, num_external_tokens)
+        self._scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
         self._scheduler.audit_events()
         if scheduler_output.num_scheduled_tokens:
             self._scheduler.prepare()
-        return self._half.orders(scheduler_output)
+        return self._scheduler_side.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._half.arrived(connector_output.finished_recving or ())
+        self._scheduler_side.arrived(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             assert self._scheduler is not None
             self._scheduler.reported(report)
 
     def has_pending_push_work(self) -> bool:
-        return self._half.wants_steps(self._config.transfer_timeout_ms / 1000)
+        return self._scheduler_side.wants_steps(self._config.transfer_timeout_ms / 1000)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -162,7 +162,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         their own."""
         assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
-        return False, self._half.finished(request)
+        return False, self._scheduler_side.finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         assert self._scheduler is not None
@@ -177,7 +177,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- worker -------------------------------------------------------------------------------
 
     @property
-    def _mover(self) -> WorkerHalf:
+    def _worker_side(self) -> WorkerSide:
         assert self._worker is not None, "register_kv_caches comes first"
         return self._worker
 
@@ -192,10 +192,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layout = (pages.layout, sorted(geometry.pages), part)
         is_producer = self._kv_transfer_config.is_kv_producer
         saves = (is_producer or self._config.save_decode) and rank % replicas == 0
-        self._worker = WorkerHalf(self._config, self._groups, pages, part, saves=saves)
+        self._worker = WorkerSide(self._config, self._groups, pages, part, saves=saves)
 
     def hello(self, worker: Any) -> Hello:
-        """The worker's identity now; the scheduler's half asks for it between two steps.
+        """The worker's identity now; the scheduler side asks for it between two steps.
 
         Args:
             worker: vLLM's worker.
@@ -235,14 +235,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {worker.rank: self._adapters.digests()}
 
     def drain(self, worker: Any) -> Drained:
-        """Lets transfers end; see ``WorkerHalf.drain``."""
+        """Lets transfers end; see ``WorkerSide.drain``."""
         del worker
-        return self._mover.drain()
+        return self._worker_side.drain()
 
     def forget_failures(self, worker: Any) -> None:
-        """See ``WorkerHalf.forget_failures``."""
+        """See ``WorkerSide.forget_failures``."""
         del worker
-        self._mover.forget_failures()
+        self._worker_side.forget_failures()
 
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
@@ -250,7 +250,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return orders
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._mover.load(self._orders())
+        self._worker_side.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a request runs only when all of its blocks have arrived."""
@@ -263,7 +263,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Orders saves; does not wait for them."""
-        self._mover.save(self._orders())
+        self._worker_side.save(self._orders())
 
     @property
     def _has_several_groups(self) -> bool:
@@ -272,17 +272,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return len(self._kv_cache_config.kv_cache_groups) > 1
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        arrived, failed = self._mover.take_arrived()
+        arrived, failed = self._worker_side.take_arrived()
         return KVConnectorTransferResults(
             finished_recving=arrived, failed_recving=failed if self._has_several_groups else set()
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        bad = self._mover.take_bad_blocks()
+        bad = self._worker_side.take_bad_blocks()
         return set() if self._has_several_groups else bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._mover.take_report()
+        report = self._worker_side.take_report()
         if self._adapters is not None and self._adapters.have_changed():
             report = report or Report()
             report.adapters = {self._adapters.rank: self._adapters.digests()}
@@ -342,7 +342,7 @@ def _on_worker(worker: Any, options: dict[str, Any], method: str) -> Any:
 
 
 class _SchedulerRole:
-    """The scheduler's half, and what it needs from outside: clients, the lookup thread, the fleet,
+    """The scheduler side, and what it needs from outside: clients, the lookup thread, the fleet,
     and the identity of its workers."""
 
     def __init__(
@@ -384,13 +384,13 @@ class _SchedulerRole:
             deadline_s=config.lookup_deadline_ms / 1000,
             writers_wait_s=config.writers_wait_ms / 1000,
         )  # fmt: skip
-        self.half = SchedulerHalf(
+        self.side = SchedulerSide(
             config, groups, self._lookups, self.events,
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer or config.save_decode,
             workers=parallel.world_size,
         )  # fmt: skip
-        self.half.salt = self._salt
+        self.side.salt = self._salt
         self._auditing: Future[list[tuple[int, bytes]]] | None = None
         self._told: set[str] = set()
         self._closed = False
@@ -413,12 +413,12 @@ class _SchedulerRole:
         if not self._off:
             log.warning("this engine neither loads nor saves blocks: %s", reason)
         self._off = reason
-        self.half.fingerprint = ""
+        self.side.fingerprint = ""
 
     def _outdate(self) -> None:
         """The weights may have changed. No block is loaded or saved until they are known again."""
         self._is_outdated = True
-        self.half.fingerprint = ""
+        self.side.fingerprint = ""
 
     def prepare(self, request: Request | None = None, computed: int = 0) -> None:
         """Learns the workers' identity, before any block is looked up or saved.
@@ -429,7 +429,7 @@ class _SchedulerRole:
         if self._is_outdated and not self._off:
             has_moved = self._identify()
             if request is not None and has_moved and computed:
-                self.half.outdated(request)
+                self.side.outdated(request)
 
     def prepare_early(self) -> None:
         """Called for a new request, before vLLM looks it up in its own prefix cache. A paused
@@ -458,7 +458,7 @@ class _SchedulerRole:
         self._identified = fingerprint.identified(self._description, hellos, name=name)
         mark = fingerprint.fingerprint(self._identified, hellos)
         if mark == self._mark:
-            self.half.fingerprint = mark
+            self.side.fingerprint = mark
             return False
         self._move(mark, hellos)
         return True
@@ -476,12 +476,12 @@ class _SchedulerRole:
             raise ConfigError(f"no worker holds a layer of cache groups {sorted(missing)}")
         before, self._mark, self._namespaces = self._mark, mark, namespaces
         if not before:
-            self.half.fingerprint = mark
+            self.side.fingerprint = mark
             self._lookups.start(namespaces, self._announce)
             return
         self._left.append(before)
         log.info("weights_changed fingerprint=%s before=%s", mark, before)
-        self.half.moved(mark)
+        self.side.moved(mark)
         self.events.cleared()
         self._lookups.move(namespaces)
 
@@ -490,7 +490,7 @@ class _SchedulerRole:
     def reported(self, report: Report) -> None:
         if report.adapters:
             self._take_adapters(report.adapters)
-        self.half.reported(report)
+        self.side.reported(report)
 
     def _take_adapters(self, by_rank: Mapping[int, dict[int, str]]) -> None:
         self._adapters.update(by_rank)
@@ -504,7 +504,7 @@ class _SchedulerRole:
                     changed.add(number)
         if changed:
             log.info("adapters_changed ids=%s", sorted(changed))
-            self.half.adapters_changed(changed)
+            self.side.adapters_changed(changed)
 
     def _salt_of(self, number: int) -> bytes | None:
         """The salt of an adapter that every worker has loaded; None: not every worker has."""
@@ -536,7 +536,7 @@ class _SchedulerRole:
     # --- the store ----------------------------------------------------------------------------
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        self.half.bind_block_pool(pool)
+        self.side.bind_block_pool(pool)
         if self._core is not None:
             before_reset(pool, self._before_reset)
 
@@ -552,13 +552,13 @@ class _SchedulerRole:
     def _free_blocks(self, core: Core) -> None:
         """Frees blocks of saves, and of loads under way or arrived: requests that wait for those
         loads begin anew."""
-        loading = self.half.loading
-        if self.half.has_pinned or loading:
+        loading = self.side.loading
+        if self.side.has_pinned or loading:
             drained = [each for each in core.ask(_on_worker, self._options, "drain") if each]
             for each in drained:
                 if each.report is not None:
                     self.reported(each.report)
-            self.half.drained(set().union(*(each.saves for each in drained)))
+            self.side.drained(set().union(*(each.saves for each in drained)))
             if left := set().union(*(each.loads for each in drained)):
                 log.warning("loads_hang requests=%d", len(left))
                 return
@@ -623,7 +623,7 @@ class _SchedulerRole:
             return None
         assert self._core is not None
         self._outdate()
-        self.half.reset()
+        self.side.reset()
         if self._core.is_paused:
             return True
         self.prepare()
@@ -638,20 +638,20 @@ class _SchedulerRole:
         except (KVStoreError, TimeoutError) as error:
             log.warning("reset_failed error=%s", error)
             return False
-        self.half.reset()
+        self.side.reset()
         self.events.cleared()
         return True
 
     def take_stats(self) -> StoreStats:
         stats = StoreStats()
-        for counters in (self.half.take_counters(), self._lookups.take_counters()):
+        for counters in (self.side.take_counters(), self._lookups.take_counters()):
             for name, number in counters.items():
                 stats.count(name, number)
         times = self._lookups.take_latencies_us()
         stats.count("lookups", len(times))
         for microseconds in times:
             stats.time("lookup_us", microseconds)
-        stats.gauge("pinned_blocks", self.half.pinned_blocks)
+        stats.gauge("pinned_blocks", self.side.pinned_blocks)
         stats.gauge("breaker_open", int(self._lookups.breaker.is_open(time.monotonic())))
         return stats
 

@@ -1,4 +1,4 @@
-"""Access to the engine core around the scheduler's half, where vLLM's contract has no hook.
+"""Access to the engine core around the scheduler side, where vLLM's contract has no hook.
 
     what changes the weights        calls to the workers, besides those of each step
     what the weights are            asked of the workers, between two steps

@@ -7,7 +7,7 @@
 
 The scheduler reads answers and never calls the store: while there is no answer it is told to come
 again, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the
-store does not answer. One thread makes all calls to the store for the scheduler's half.
+store does not answer. One thread makes all calls to the store for the scheduler side.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Lookup:
 
 
 class Lookups:
-    """The lookups of one engine. The scheduler's half starts and closes them; its thread calls all
+    """The lookups of one engine. The scheduler side starts and closes them; its thread calls all
     methods but those of the lookup thread."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The messages between the scheduler's half and the workers' halves.
+"""The messages between the scheduler side and the worker sides.
 
     scheduler ── Orders(fingerprint, loads, saves) ──► each worker, every step
               ◄── Report(saves that ended, loads that failed, adapters) ──

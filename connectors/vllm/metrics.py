@@ -1,6 +1,6 @@
 """The store's metrics in vLLM's ``/metrics``: counts, tokens, bytes of blocks, microseconds.
 
-Each half collects plain numbers. vLLM carries them to the API server and adds them up; there they
+Each side collects plain numbers. vLLM carries them to the API server and adds them up; there they
 become Prometheus metrics with the prefix ``vllm:kvstore_``.
 """
 

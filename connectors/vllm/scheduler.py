@@ -1,4 +1,4 @@
-"""The half of the connector in vLLM's engine core: decides what is loaded and what is saved.
+"""The scheduler side, in vLLM's engine core: decides what is loaded and what is saved.
 
     new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks arrived
     each step ─► blocks that are full now ─► pinned ─► Save ─► every worker has reported ─► unpinned
@@ -80,7 +80,7 @@ class Pinned:
     fingerprint: str = ""
 
 
-class SchedulerHalf:
+class SchedulerSide:
     """See the module. For the scheduler's thread only."""
 
     def __init__(

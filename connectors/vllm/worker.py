@@ -1,4 +1,4 @@
-"""The half of the connector in each vLLM worker: moves blocks between paged cache and store.
+"""The worker side, in each vLLM worker: moves blocks between paged cache and store.
 
     Orders ─► queue of loads ─► a thread: store ─► blocks ─► arrived, or which blocks are bad
            └► queue of saves ─► a thread: blocks ─► store ─► ended
@@ -61,7 +61,7 @@ class _Order(NamedTuple):
     at: float
 
 
-class WorkerHalf:
+class WorkerSide:
     """See the module. The thread that computes calls the public methods."""
 
     def __init__(

@@ -138,7 +138,7 @@ class _Measurement:
             for place, part in zip(places, parts, strict=True)
         ]
         transfer = Transfer(places[0].segment, moves, is_write)
-        errors = self._client._session.movers.move([transfer], uptime() + 60)
+        errors = self._client._state.movers.move([transfer], uptime() + 60)
         if errors[0] is not None:
             raise errors[0]
 

@@ -10,9 +10,9 @@ import click
 from kvstore._version import __version__
 from kvstore.addresses import shown_place
 from kvstore.calls import ClusterStatus
+from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, debug_option, installation_notices, json_option
 from kvstore.cli.progress import byte_progress
-from kvstore.cli.session import Session, connects
 from kvstore.cli.show import plain, print_json, size_text
 from kvstore.limits import PROTOCOL_VERSION
 
@@ -22,16 +22,16 @@ from kvstore.limits import PROTOCOL_VERSION
 )
 @connects()
 @click.option("--counters", is_flag=True, help="Also show counters since the master started.")
-def status(session: Session, counters: bool) -> None:
+def status(invocation: Invocation, counters: bool) -> None:
     """Show the cluster at a glance: nodes, their memory, objects."""
-    with session.client() as client:
+    with invocation.client() as client:
         found = client.status()
-    if session.as_json:
+    if invocation.as_json:
         print_json(status_json(found))
         return
     from kvstore.cli.tables import print_status
 
-    print_status(found, shown_place(session.config.master), counters=counters)
+    print_status(found, shown_place(invocation.config.master), counters=counters)
 
 
 @click.command(
@@ -45,20 +45,20 @@ def status(session: Session, counters: bool) -> None:
 @click.option("--discard", is_flag=True, help="Lose objects for which other nodes have no space.")
 @click.option("--wait-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
               help="How long to wait for puts on the node when nothing moves.")  # fmt: skip
-def drain(session: Session, node: str, undo: bool, discard: bool, wait_s: float) -> int:
+def drain(invocation: Invocation, node: str, undo: bool, discard: bool, wait_s: float) -> int:
     """Empty a node: it gets no new objects, its objects move to other nodes, then it leaves."""
     from kvstore.cli.drain import drain_node
 
-    with session.client() as client, byte_progress(wanted=not session.as_json) as progress:
+    with invocation.client() as client, byte_progress(wanted=not invocation.as_json) as progress:
         if undo:
             client.drain(node, undo=True)
             progress.stop()
             said = {"node": node, "draining": False}
-            print_json(said) if session.as_json else click.echo(f"{node} gets new objects again")
+            print_json(said) if invocation.as_json else click.echo(f"{node} gets new objects again")
             return 0
         progress.step(f"emptying {node}", None)
         done = drain_node(client, node, discard=discard, wait_s=wait_s, told=progress.reach)
-    if session.as_json:
+    if invocation.as_json:
         print_json(done.as_json())
         return 0 if done.has_left else FAILED
     counted = f"{done.moved} objects ({size_text(done.moved_bytes)}) moved"

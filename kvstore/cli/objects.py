@@ -13,9 +13,9 @@ import click
 
 from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, copy_out, is_text, npy_of, read_file, write_file
+from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, NOT_THERE, print_json_error
 from kvstore.cli.progress import byte_progress, count_progress
-from kvstore.cli.session import Session, connects
 from kvstore.cli.show import duration_text, key_from_text, key_text, plain, print_json, size_text
 from kvstore.limits import BATCH_KEYS_MAX
 
@@ -30,16 +30,16 @@ LIST_ROWS_MAX = 1_000
 @connects("namespace")
 @click.option("--prefix", default="", help="Only keys with this prefix (hex:... for binary ones).")
 @click.option("--limit", type=click.IntRange(min=0), help="At most this many; 0: all.")
-def ls(session: Session, prefix: str, limit: int | None) -> None:
+def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
     """List objects, of all namespaces unless --namespace is given."""
-    namespace = session.config.namespace if "namespace" in session.given else ""
+    namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     start = key_from_text(prefix) if prefix else b""
-    table_wanted = sys.stdout.isatty() and not session.as_json
+    table_wanted = sys.stdout.isatty() and not invocation.as_json
     rows_max = limit if limit is not None else LIST_ROWS_MAX if table_wanted else 0
-    with session.client() as client:
+    with invocation.client() as client:
         rows = iter(client.list_objects(namespace=namespace, prefix=start))
         shown = itertools.islice(rows, rows_max or None)
-        if session.as_json:
+        if invocation.as_json:
             for row in shown:
                 print_json(row_json(row))
         elif table_wanted:
@@ -49,7 +49,7 @@ def ls(session: Session, prefix: str, limit: int | None) -> None:
         else:
             for row in shown:
                 click.echo("\t".join(row_cells(row, exact=True)))
-        if rows_max and not session.as_json and next(rows, None) is not None:
+        if rows_max and not invocation.as_json and next(rows, None) is not None:
             click.echo(f"There are more: --limit {rows_max} reached.", err=True)
 
 
@@ -57,13 +57,13 @@ def ls(session: Session, prefix: str, limit: int | None) -> None:
 @connects("namespace")
 @click.argument("key")
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
-def stat(session: Session, key: str, as_hex: bool) -> int:
+def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
     """Show one object: size, place, lease, parent."""
     wanted = key_from_text(key, as_hex=as_hex)
-    with session.client() as client:
-        found = client.stat(wanted, namespace=session.namespace)
+    with invocation.client() as client:
+        found = client.stat(wanted, namespace=invocation.namespace)
         if found is None or found.detail.row is None:
-            return not_there(session, [wanted])
+            return not_there(invocation, [wanted])
         nodes = {s.segment_id: node.name for node in client.status().nodes for s in node.segments}
     detail, header, row = found.detail, found.header, found.detail.row
     places = detail.placements
@@ -79,7 +79,7 @@ def stat(session: Session, key: str, as_hex: bool) -> int:
             for segment, offset in zip(places.segments, places.offsets, strict=True)
         ],
     }
-    if session.as_json:
+    if invocation.as_json:
         print_json(fields)
         return 0
     from kvstore.cli.tables import print_fields  # not for JSON: rich takes a while to import
@@ -100,7 +100,7 @@ def stat(session: Session, key: str, as_hex: bool) -> int:
 @click.option("--parent", help="Key of the object that this one continues.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing object.")
 def put(
-    session: Session,
+    invocation: Invocation,
     key: str,
     file: str,
     as_hex: bool,
@@ -113,27 +113,27 @@ def put(
 
     wanted = key_from_text(key, as_hex=as_hex)
     parent_key = key_from_text(parent, as_hex=as_hex) if parent is not None else None
-    with byte_progress(wanted=not session.as_json) as progress:
+    with byte_progress(wanted=not invocation.as_json) as progress:
         content = read_file(file, progress)
         value: Any = array_of(content, file) if npy else content
         size = value.nbytes if npy else len(content)
         progress.step("storing", None)
-        with session.client() as client:
+        with invocation.client() as client:
             outcome = client.put(
                 wanted,
                 value,
-                namespace=session.namespace,
+                namespace=invocation.namespace,
                 parent=parent_key,
-                replicas=session.config.replicas,
+                replicas=invocation.config.replicas,
                 overwrite=overwrite,
-                wait_ms=session.config.put_wait_ms,
+                wait_ms=invocation.config.put_wait_ms,
             )
     told = {
         PutOutcome.STORED: "stored",
         PutOutcome.FOUND: "already there",
         PutOutcome.BEING_WRITTEN: "being written by another client",
     }.get(outcome, outcome.name.lower())
-    if session.as_json:
+    if invocation.as_json:
         print_json({"key": key_text(wanted), "outcome": outcome.name.lower(), "size": size})
     else:
         click.echo(f"{key_text(wanted)}: {told}, {size_text(size)}")
@@ -148,18 +148,18 @@ def put(
 @click.option("-o", "--output", metavar="FILE", help="Write to FILE instead of standard output.")
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
 @click.option("--npy", is_flag=True, help="Write a NumPy file, with dtype and shape.")
-def get(session: Session, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
+def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
     """Fetch one object's bytes."""
     wanted = key_from_text(key, as_hex=as_hex)
-    with byte_progress(wanted=not session.as_json) as progress:
+    with byte_progress(wanted=not invocation.as_json) as progress:
         progress.step("fetching", None)
-        with session.client() as client:
+        with invocation.client() as client:
             # Bytes need neither torch nor a dtype that NumPy knows.
             kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
-            value: Any = client.get(wanted, namespace=session.namespace, kind=kind)
+            value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
         if value is None:
             progress.stop()
-            return not_there(session, [wanted])
+            return not_there(invocation, [wanted])
         content = npy_of(value) if npy else memoryview(value)
         to_stdout = output in (None, "-")
         if to_stdout and sys.stdout.isatty() and not is_text(content):
@@ -170,7 +170,7 @@ def get(session: Session, key: str, output: str | None, as_hex: bool, npy: bool)
             copy_out(content, sys.stdout.buffer, progress)
         else:
             write_file(Path(output), content, progress)
-    if session.as_json and not to_stdout:
+    if invocation.as_json and not to_stdout:
         print_json({"key": key_text(wanted), "size": len(content), "file": output})
     return 0
 
@@ -179,50 +179,50 @@ def get(session: Session, key: str, output: str | None, as_hex: bool, npy: bool)
 @connects("namespace")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
-def rm(session: Session, keys: tuple[str, ...], as_hex: bool) -> int:
+def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
     """Remove objects: they are hidden at once; their memory is freed when no client reads it."""
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
     removed: list[bool] = []
-    with session.client() as client:
+    with invocation.client() as client:
         for start in range(0, len(wanted), BATCH_KEYS_MAX):
             some = wanted[start : start + BATCH_KEYS_MAX]
-            removed += client.remove_many(some, namespace=session.namespace)
+            removed += client.remove_many(some, namespace=invocation.namespace)
     missing = [key for key, was_there in zip(wanted, removed, strict=True) if not was_there]
-    if session.as_json:
+    if invocation.as_json:
         print_json({"removed": sum(removed), "missing": [key_text(key) for key in missing]})
     else:
         click.echo(f"removed {sum(removed)}")
-    return not_there(session, missing) if missing else 0
+    return not_there(invocation, missing) if missing else 0
 
 
 @click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore clear --namespace llama")
 @connects("namespace")
 @click.option("--all", "everything", is_flag=True, help="Clear every namespace.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
-def clear(session: Session, everything: bool, yes: bool) -> None:
+def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
     """Remove all objects of one namespace, or of all namespaces."""
-    if everything and "namespace" in session.given:
+    if everything and "namespace" in invocation.given:
         raise click.UsageError("--all and --namespace exclude each other.")
-    namespace = None if everything else session.namespace
+    namespace = None if everything else invocation.namespace
     what = "every namespace" if everything else f"namespace {namespace}"
-    if sys.stdin.isatty() and not yes and not session.as_json:
+    if sys.stdin.isatty() and not yes and not invocation.as_json:
         click.confirm(f"Remove all objects of {what}?", abort=True, err=True)
     with (
-        session.client() as client,
-        count_progress("removing", wanted=not session.as_json) as report,
+        invocation.client() as client,
+        count_progress("removing", wanted=not invocation.as_json) as report,
     ):
         removed = client.clear(namespace, progress=report)
-    if session.as_json:
+    if invocation.as_json:
         print_json({"removed": removed, "namespace": namespace})
     else:
         click.echo(f"removed {removed} of {what}")
 
 
-def not_there(session: Session, keys: Iterable[bytes]) -> int:
+def not_there(invocation: Invocation, keys: Iterable[bytes]) -> int:
     for key in keys:
-        message = f"{key_text(key)} is not in {session.namespace}"
-        if session.as_json:
-            fields = {"key": key_text(key), "namespace": session.namespace}
+        message = f"{key_text(key)} is not in {invocation.namespace}"
+        if invocation.as_json:
+            fields = {"key": key_text(key), "namespace": invocation.namespace}
             print_json_error("not_there", message, fields=fields)
         else:
             click.echo(f"kvstore: {message}", err=True)

@@ -215,7 +215,7 @@ def test_ranges_outside_their_segment(store: Cluster) -> None:
     client.put("k", b"x" * 100)
     stat = client.stat("k")
     assert stat is not None
-    segments = client._session.context.segments.of(client.stats().epoch)
+    segments = client._state.context.segments.of(client.stats().epoch)
     segment = segments[stat.detail.placements.segments[0]]
     liar = segment._replace(size=segment.size * 4)  # so that our own end lets it pass
     tcp = TcpTransport()

@@ -201,7 +201,7 @@ def test_a_copy_that_lands_after_a_removal_is_not_found_by_the_next_master(
     new = store.node(memory="64MiB")
     mover = store.client(transports=("shm",), timeout_ms=60_000)
     arrived, goes_on, landed = (threading.Event() for _ in range(3))
-    movers = mover._session.movers
+    movers = mover._state.movers
     move = movers.move
 
     def held_up(transfers: Sequence[Transfer], *rest: Any) -> list[KVStoreError | None]:

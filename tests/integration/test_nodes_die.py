@@ -153,7 +153,7 @@ from kvstore import Client, calls
 client = Client(sys.argv[1])
 client.get("nothing")
 request = calls.PutStart(
-    "default", [b"half"], [4 << 20], None, False, 1, False, 0, client._session.host
+    "default", [b"half"], [4 << 20], None, False, 1, False, 0, client._state.host
 )
 client._stub.call(request, time.monotonic() + 5)
 print("granted", flush=True)

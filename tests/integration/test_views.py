@@ -282,7 +282,7 @@ def test_a_client_contributes_a_segment(cluster: Cluster) -> None:
     assert node.segments[0].size == 64 << 20
     client.put("k", b"x" * 1000)
     assert cluster.client(transports=("tcp",)).get("k") == b"x" * 1000
-    child = client._session.children[0].pid
+    child = client._state.children[0].pid
     client.close()
     assert not is_running(child)
     assert not entry(node.name).exists()
@@ -334,7 +334,7 @@ def test_an_embedded_store() -> None:
         client.put("k", b"x")
         with Client(client.config.master) as other:
             assert other.get("k") == b"x"
-        children = [child.pid for child in client._session.children]
+        children = [child.pid for child in client._state.children]
         below = [pid for child in children for pid in children_of(child)]
         assert len(below) == 1
     assert not any(map(is_running, children + below))

@@ -15,7 +15,7 @@ from kvstore.connectors.vllm.events import Events
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import Orders, Report, Save, SaveEnd
 from kvstore.connectors.vllm.metrics import COUNTERS
-from kvstore.connectors.vllm.scheduler import SchedulerHalf
+from kvstore.connectors.vllm.scheduler import SchedulerSide
 
 HASH_TOKENS = 4
 PLAIN = Groups(hash_block_tokens=4, align_tokens=4, block_tokens={0: 4})
@@ -164,13 +164,13 @@ class Engine:
     def __post_init__(self) -> None:
         self.asked = Asked()
         self.events = Events(self.groups, wanted=self.events_wanted)
-        self.half = SchedulerHalf(
+        self.side = SchedulerSide(
             self.config, self.groups, self.asked, self.events,  # type: ignore[arg-type]
             loads=self.loads, saves=self.saves, workers=self.workers,
         )  # fmt: skip
         self.pool = Pool(self.blocks)
-        self.half.bind_block_pool(self.pool)
-        self.half.fingerprint = "f"
+        self.side.bind_block_pool(self.pool)
+        self.side.fingerprint = "f"
         self.requests: dict[str, Request] = {}
         self.tables: dict[str, Tables] = {}
         self.finished: set[str] = set()
@@ -190,11 +190,11 @@ class Engine:
         self.requests[request_id] = request
         self.tables[request_id] = Tables({group: [] for group in self.groups.block_tokens})
         self.asked.there[request_id] = there
-        self.half.new_request(request)
+        self.side.new_request(request)
         return request
 
     def matched(self, request: Request, computed: int = 0) -> int | None:
-        tokens, is_async = self.half.matched_tokens(request, computed)
+        tokens, is_async = self.side.matched_tokens(request, computed)
         assert is_async == bool(tokens)
         return tokens
 
@@ -212,7 +212,7 @@ class Engine:
         tokens = self.matched(request, computed)
         assert tokens is not None
         tables = self.allocate(request, computed + tokens)
-        self.half.allocated(request, tables, tokens)
+        self.side.allocated(request, tables, tokens)
         return tokens
 
     def fill(self, request: Request, tokens: int) -> None:
@@ -234,7 +234,7 @@ class Engine:
         request.num_computed_tokens = 0
 
     def finish(self, request: Request) -> dict[str, Any] | None:
-        said = self.half.finished(request)
+        said = self.side.finished(request)
         self.free(request)
         del self.requests[request.request_id], self.tables[request.request_id]
         self.finished.add(request.request_id)
@@ -248,8 +248,8 @@ class Engine:
         for request_id, tokens in scheduled.items():
             request = self.requests[request_id]
             tables = self.allocate(request, request.num_computed_tokens + tokens)
-            self.half.allocated(request, tables, 0)
-        orders = self.half.orders(self.scheduled(scheduled))
+            self.side.allocated(request, tables, 0)
+        orders = self.side.orders(self.scheduled(scheduled))
         self.finished = set()
         for request_id, tokens in scheduled.items():
             request = self.requests[request_id]
@@ -277,7 +277,7 @@ class Engine:
         saving = self.saving[number]
         self.check_content(saving)
         saving.workers_left -= workers
-        self.half.reported(Report({number: SaveEnd(workers, workers * stored)}))
+        self.side.reported(Report({number: SaveEnd(workers, workers * stored)}))
         if not saving.workers_left:
             del self.saving[number]
         self.check()
@@ -287,7 +287,7 @@ class Engine:
             self.report(number, workers=saving.workers_left)
 
     def fail_load(self, request: Request, good_tokens: int) -> None:
-        self.half.reported(Report(failed_loads={request.request_id: good_tokens}))
+        self.side.reported(Report(failed_loads={request.request_id: good_tokens}))
         self.check()
 
     # --- checks -----------------------------------------------------------------------------------
@@ -298,8 +298,8 @@ class Engine:
             assert self.content.get(block_id) == (group, key)
 
     def check(self) -> None:
-        self.half.check_invariants()
-        assert self.half.has_pinned == bool(self.saving)
+        self.side.check_invariants()
+        assert self.side.has_pinned == bool(self.saving)
         expected = [0] * self.pool.num_gpu_blocks
         expected[NULL_BLOCK] = 1
         for tables in self.tables.values():
@@ -312,7 +312,7 @@ class Engine:
             for block_id in blocks:
                 expected[block_id] += 1
         assert [block.references for block in self.pool.blocks] == expected
-        assert self.half.counters.keys() <= COUNTERS.keys()
+        assert self.side.counters.keys() <= COUNTERS.keys()
 
 
 def saved(orders: Orders) -> dict[int, list[int]]:

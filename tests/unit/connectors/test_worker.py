@@ -27,7 +27,7 @@ from kvstore.connectors.vllm.messages import (
     namespace,
 )
 from kvstore.connectors.vllm.pages import Buffers, CPUPages, survey
-from kvstore.connectors.vllm.worker import WorkerHalf
+from kvstore.connectors.vllm.worker import WorkerSide
 from kvstore.errors import DeadlineExceededError
 from tests.unit.connectors.test_pages import Config, Group
 
@@ -106,18 +106,18 @@ def store(pool: kvstore.Client) -> Iterator[kvstore.Client]:
         pool.clear(namespace("f", group, "p0t0"))
 
 
-Start = Callable[..., WorkerHalf]
+Start = Callable[..., WorkerSide]
 
 
 @pytest.fixture
 def start(pool: kvstore.Client) -> Iterator[Start]:
-    started: list[WorkerHalf] = []
+    started: list[WorkerSide] = []
 
     def start(
         pages: CPUPages, *, master: str = "", saves: bool = True, **settings: Any
-    ) -> WorkerHalf:
+    ) -> WorkerSide:
         config = ConnectorConfig(master=master or pool.config.master, **settings)
-        started.append(WorkerHalf(config, GROUPS, pages, "p0t0", saves=saves))
+        started.append(WorkerSide(config, GROUPS, pages, "p0t0", saves=saves))
         return started[-1]
 
     yield start
@@ -139,7 +139,7 @@ def until(ready: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def reports(worker: WorkerHalf, number: int) -> dict[int, SaveEnd]:
+def reports(worker: WorkerSide, number: int) -> dict[int, SaveEnd]:
     """Of so many saves."""
     ended: dict[int, SaveEnd] = {}
 
@@ -152,12 +152,12 @@ def reports(worker: WorkerHalf, number: int) -> dict[int, SaveEnd]:
     return ended
 
 
-def save(worker: WorkerHalf, *runs: Run) -> bool:
+def save(worker: WorkerSide, *runs: Run) -> bool:
     worker.save(Orders("f", [], [Save(1, list(runs))]))
     return reports(worker, 1) == {1: SaveEnd(1, 1)}
 
 
-def load(worker: WorkerHalf, *runs: Run) -> tuple[Report | None, set[int]]:
+def load(worker: WorkerSide, *runs: Run) -> tuple[Report | None, set[int]]:
     """What is reported beyond its arrival, and the bad blocks."""
     worker.load(Orders("f", [Load("r", list(runs))], []))
     arrived: set[str] = set()

@@ -24,7 +24,7 @@ WAITING_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Invocation:
     """What every command gets: its settings, and how to print."""
 
     config: ClientConfig
@@ -60,7 +60,7 @@ class Session:
 
 
 def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function of a ``Session`` a command with ``--master``, ``--json`` and so on."""
+    """Makes a function of a ``Invocation`` a command with ``--master``, ``--json`` and so on."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         keys = ("master", "timeout_ms", *only)
@@ -77,8 +77,8 @@ def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 origin="{flag}",
             )
             given = frozenset(key for key, value in flags.items() if value is not None)
-            session = Session(config=config, given=given, as_json=as_json or outer["as_json"])
-            return function(session, **arguments)
+            invocation = Invocation(config=config, given=given, as_json=as_json or outer["as_json"])
+            return function(invocation, **arguments)
 
         with_options = config_options(ClientConfig, only=keys)(command)
         return json_option(debug_option(with_options))

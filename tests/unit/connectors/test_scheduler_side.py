@@ -40,7 +40,7 @@ def test_one_token_is_left_to_compute() -> None:
 def test_no_answer_yet_is_none() -> None:
     engine = Engine()
     request = engine.add("r", 21, there=None)
-    assert engine.half.matched_tokens(request, 0) == (None, False)
+    assert engine.side.matched_tokens(request, 0) == (None, False)
     engine.asked.there["r"] = 8
     assert engine.matched(request) == 8
 
@@ -91,7 +91,7 @@ def test_a_load_names_the_blocks_after_those_that_are_here() -> None:
         ])
     ]  # fmt: skip
     assert engine.step().loads == []
-    assert engine.half.take_counters() == {"loaded_requests": 1, "hit_tokens": 16}
+    assert engine.side.take_counters() == {"loaded_requests": 1, "hit_tokens": 16}
 
 
 def test_an_offer_that_is_not_taken_is_no_load() -> None:
@@ -99,7 +99,7 @@ def test_an_offer_that_is_not_taken_is_no_load() -> None:
     request = engine.add("r", 21, there=16)
     assert engine.matched(request) == 16
     tables = engine.allocate(request, 21)
-    engine.half.allocated(request, tables, 0)
+    engine.side.allocated(request, tables, 0)
     assert engine.step().loads == []
 
 
@@ -115,7 +115,7 @@ def test_a_load_is_ordered_once_although_blocks_are_allocated_again_when_it_has_
 
 def test_orders_carry_the_fingerprint() -> None:
     engine = Engine()
-    engine.half.fingerprint = "abc"
+    engine.side.fingerprint = "abc"
     assert engine.step().fingerprint == "abc"
 
 
@@ -132,7 +132,7 @@ def test_blocks_of_a_prompt_are_saved_as_they_become_full() -> None:
     assert saved(engine.step({"r": 13})) == {0: [4, 5, 6], 1: [2]}
     assert saved(engine.step({"r": 1})) == {}
     engine.report_all()
-    assert engine.half.pinned_blocks == 0
+    assert engine.side.pinned_blocks == 0
 
 
 def test_a_save_names_blocks_keys_and_parent() -> None:
@@ -206,7 +206,7 @@ def test_blocks_are_pinned_until_every_worker_has_reported() -> None:
     engine = Engine(workers=3)
     request = engine.add("r", 12)
     (save,) = engine.step({"r": 12}).saves
-    assert engine.half.pinned_blocks == 3
+    assert engine.side.pinned_blocks == 3
     engine.finish(request)
     assert engine.pool.used == 3
     engine.report(save.number)
@@ -214,9 +214,9 @@ def test_blocks_are_pinned_until_every_worker_has_reported() -> None:
     assert engine.pool.used == 3
     engine.report(save.number)
     assert engine.pool.used == 0
-    engine.half.reported(Report({save.number: SaveEnd(3, 3)}))
+    engine.side.reported(Report({save.number: SaveEnd(3, 3)}))
     engine.check()
-    assert engine.half.take_counters() == {}
+    assert engine.side.take_counters() == {}
 
 
 def test_reports_of_several_workers_may_come_as_one() -> None:
@@ -224,7 +224,7 @@ def test_reports_of_several_workers_may_come_as_one() -> None:
     engine.add("r", 12)
     (save,) = engine.step({"r": 12}).saves
     engine.report(save.number, workers=3)
-    assert engine.half.pinned_blocks == 0
+    assert engine.side.pinned_blocks == 0
 
 
 def test_a_save_that_one_worker_could_not_do_is_counted_and_told_to_nobody() -> None:
@@ -233,7 +233,7 @@ def test_a_save_that_one_worker_could_not_do_is_counted_and_told_to_nobody() -> 
     (save,) = engine.step({"r": 12}).saves
     engine.report(save.number, stored=False)
     engine.report(save.number)
-    assert engine.half.take_counters() == {"saves_failed": 1}
+    assert engine.side.take_counters() == {"saves_failed": 1}
     assert engine.events.take() == []
 
 
@@ -253,7 +253,7 @@ def test_a_save_that_failed_is_made_again_with_what_comes_next_and_then_given_up
 def test_what_the_store_has_is_not_saved_again_though_all_of_it_is_cached_here() -> None:
     engine = Engine(loads=True)
     request = engine.add("r", 17, there=16)
-    assert engine.half.matched_tokens(request, 16) == (0, False)
+    assert engine.side.matched_tokens(request, 16) == (0, False)
     assert engine.step({"r": 17}).saves == []
 
 
@@ -277,7 +277,7 @@ def test_too_many_pinned_blocks_are_refused_and_saved_later() -> None:
     engine.add("second", 8, seed=1)
     (save,) = engine.step({"first": 20}).saves
     assert saved(engine.step({"second": 8})) == {}
-    assert engine.half.take_counters() == {"saves_refused": 1}
+    assert engine.side.take_counters() == {"saves_refused": 1}
     assert saved(engine.step({"second": 1})) == {}
     engine.report(save.number)
     assert saved(engine.step({"second": 1})) == {0: [0, 1]}
@@ -313,7 +313,7 @@ def test_what_could_not_be_loaded_is_not_offered_again() -> None:
     assert engine.matched(request) == 12
     assert engine.matched(request, 12) == 0
     counted = {"loaded_requests": 1, "hit_tokens": 32, "missed_tokens": 4, "loads_failed": 1}
-    assert engine.half.take_counters() == counted
+    assert engine.side.take_counters() == counted
 
 
 def test_after_a_second_failure_all_is_computed() -> None:
@@ -348,7 +348,7 @@ def test_a_failure_of_a_request_that_is_gone_is_only_counted() -> None:
     engine.finish(request)
     engine.step()
     engine.fail_load(request, 8)
-    assert engine.half._tracked == {}
+    assert engine.side._tracked == {}
 
 
 # --- the end --------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_a_finished_request_says_how_much_of_it_is_stored_and_is_forgotten() -> 
     assert engine.finish(request) == {"stored_tokens": 24}
     engine.step()
     assert "r" not in engine.asked.known
-    assert engine.half._tracked == {}
+    assert engine.side._tracked == {}
     engine.report_all()
     assert engine.pool.used == 0
 
@@ -382,7 +382,7 @@ def test_a_reset_forgets_what_is_stored() -> None:
     engine.step()
     engine.fill(request, 8)
     request.num_computed_tokens = 8
-    engine.half.reset()
+    engine.side.reset()
     assert saved(engine.step({"r": 12})) == {0: [0, 1, 2, 3, 4]}
     assert engine.asked.known == set()
 
@@ -395,12 +395,12 @@ def test_a_reset_forgets_what_is_stored() -> None:
 
 def test_until_it_is_known_what_blocks_mean_nothing_is_loaded_or_saved() -> None:
     engine = Engine()
-    engine.half.fingerprint = ""
+    engine.side.fingerprint = ""
     request = engine.add("r", 20, there=16)
     assert engine.asked.wanted == []
     assert engine.matched(request) == 0
     assert saved(engine.step({"r": 20})) == {}
-    engine.half.fingerprint = "known"
+    engine.side.fingerprint = "known"
     orders = engine.step({"r": 1})
     assert saved(orders) == {0: [0, 1, 2, 3, 4]}
     assert orders.fingerprint == "known"
@@ -410,7 +410,7 @@ def test_blocks_that_were_computed_with_other_weights_are_not_saved_nor_found_he
     engine = Engine()
     running, waiting = engine.add("running", 40), engine.add("waiting", 20, seed=1)
     assert saved(engine.step({"running": 20})) == {0: [0, 1, 2, 3, 4]}
-    engine.half.moved("other")
+    engine.side.moved("other")
     assert engine.pool.evicted == set(range(engine.pool.num_gpu_blocks))
     assert engine.asked.known == set()
     orders = engine.step({"running": 20, "waiting": 20})
@@ -425,8 +425,8 @@ def test_a_request_that_starts_with_blocks_of_other_weights_is_not_saved() -> No
     """They were in vLLM's prefix cache when the workers said who they are now."""
     engine = Engine()
     request = engine.add("r", 20)
-    engine.half.moved("other")
-    engine.half.outdated(request)
+    engine.side.moved("other")
+    engine.side.outdated(request)
     assert saved(engine.step({"r": 20})) == {}
 
 
@@ -434,7 +434,7 @@ def test_a_save_under_the_old_weights_is_no_event() -> None:
     engine = Engine(events_wanted=True)
     engine.add("r", 20)
     engine.step({"r": 20})
-    engine.half.moved("other")
+    engine.side.moved("other")
     engine.report_all()
     assert engine.events.take() == []
 
@@ -448,12 +448,12 @@ def lora(number: int = 1) -> Any:
 
 def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
     engine = Engine(events_wanted=True)
-    engine.half.salt = lambda request: b"adapter"
+    engine.side.salt = lambda request: b"adapter"
     request = engine.add("r", 20, lora=lora())
-    (save,) = engine.half.orders(engine.scheduled({"r": 20})).saves
+    (save,) = engine.side.orders(engine.scheduled({"r": 20})).saves
     expected = [sha256(b"adapter" + each).digest() for each in request.block_hashes]
     assert save.runs[0].keys == expected
-    engine.half.reported(Report({save.number: SaveEnd(1, 1)}))
+    engine.side.reported(Report({save.number: SaveEnd(1, 1)}))
     (told,) = engine.events.take()
     assert told.block_hashes == request.block_hashes, "routers know vLLM's hashes"
     assert told.lora_name == "adapter"
@@ -464,7 +464,7 @@ def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
 
 def test_an_adapter_that_is_not_known_is_neither_loaded_nor_saved() -> None:
     engine = Engine()
-    engine.half.salt = lambda request: None
+    engine.side.salt = lambda request: None
     request = engine.add("r", 20, there=16, lora=lora())
     assert engine.asked.wanted == []
     assert engine.matched(request) == 0
@@ -474,18 +474,18 @@ def test_an_adapter_that_is_not_known_is_neither_loaded_nor_saved() -> None:
 def test_a_request_whose_adapter_was_replaced_saves_nothing_more() -> None:
     engine = Engine()
     salts = {1: b"first", 2: b"second"}
-    engine.half.salt = lambda request: salts[request.lora_request.lora_int_id]
+    engine.side.salt = lambda request: salts[request.lora_request.lora_int_id]
     for number in (1, 2):
         request = engine.add(f"r{number}", 40, lora=lora(number), seed=number)
         engine.allocate(request, 20)
-        assert len(engine.half.orders(engine.scheduled({f"r{number}": 20})).saves) == 1
+        assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == 1
         request.num_computed_tokens = 20
     salts[1] = b"other"
-    engine.half.adapters_changed({1})
+    engine.side.adapters_changed({1})
     assert engine.pool.evicted
     for number, saves in ((1, 0), (2, 1)):
         engine.allocate(engine.requests[f"r{number}"], 40)
-        assert len(engine.half.orders(engine.scheduled({f"r{number}": 20})).saves) == saves
+        assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == saves
 
 
 # --- holes, and saves that hang -------------------------------------------------------------------
@@ -509,25 +509,25 @@ def test_a_save_that_hangs_does_not_keep_an_idle_engine_stepping(
     engine = Engine()
     engine.add("r", 20)
     engine.step({"r": 20})
-    assert engine.half.wants_steps(5.0)
+    assert engine.side.wants_steps(5.0)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 6.0)
-    assert not engine.half.wants_steps(5.0)
-    assert engine.half.has_pinned, "its blocks are still being read"
+    assert not engine.side.wants_steps(5.0)
+    assert engine.side.has_pinned, "its blocks are still being read"
     monkeypatch.undo()
     engine.report_all()
-    assert not engine.half.wants_steps(5.0)
+    assert not engine.side.wants_steps(5.0)
 
 
 def test_blocks_of_guessed_tokens_are_saved_when_these_are_confirmed() -> None:
     engine = Engine(config=ConnectorConfig(save_decode=True))
     request = engine.add("r", 11)
     assert saved(engine.step({"r": 11})) == {0: [0, 1]}
-    guessing = engine.half.orders(engine.scheduled({"r": 5}))  # a token, and four that are guessed
+    guessing = engine.side.orders(engine.scheduled({"r": 5}))  # a token, and four that are guessed
     assert saved(guessing) == {0: [2]}
     request.num_computed_tokens = 12
     request.all_token_ids += [7] * 4
-    assert saved(engine.half.orders(engine.scheduled({"r": 4}))) == {0: [3]}
+    assert saved(engine.side.orders(engine.scheduled({"r": 4}))) == {0: [3]}
 
 
 def test_blocks_of_a_drained_save_are_free_although_its_report_is_on_its_way() -> None:
@@ -536,24 +536,24 @@ def test_blocks_of_a_drained_save_are_free_although_its_report_is_on_its_way() -
     saves = [engine.step({each: 8}).saves[0].number for each in ("first", "second")]
     engine.finish(first)
     engine.finish(second)
-    engine.half.drained({saves[1]})
-    assert engine.half.pinned_blocks == engine.pool.used == 2, "one worker still reads the second"
-    engine.half.reported(Report(dict.fromkeys(saves, SaveEnd(1, 1))))
-    assert engine.half.pinned_blocks == engine.pool.used == 0
-    assert not engine.half.has_pinned
+    engine.side.drained({saves[1]})
+    assert engine.side.pinned_blocks == engine.pool.used == 2, "one worker still reads the second"
+    engine.side.reported(Report(dict.fromkeys(saves, SaveEnd(1, 1))))
+    assert engine.side.pinned_blocks == engine.pool.used == 0
+    assert not engine.side.has_pinned
 
 
 def test_a_load_is_under_way_until_all_workers_have_reported_it() -> None:
     engine = Engine()
     request = engine.add("r", 20, there=16)
     engine.load(request)
-    assert engine.half.loading == {"r"}
+    assert engine.side.loading == {"r"}
     engine.step()
     engine.finish(request)
     engine.step()
-    assert engine.half.loading == {"r"}, "also when it was aborted"
-    engine.half.arrived({"r", "another connector's"})
-    assert engine.half.loading == set()
+    assert engine.side.loading == {"r"}, "also when it was aborted"
+    engine.side.arrived({"r", "another connector's"})
+    assert engine.side.loading == set()
 
 
 class Scheduling(RuleBasedStateMachine):
@@ -595,7 +595,7 @@ class Scheduling(RuleBasedStateMachine):
                 continue
             self.waiting.remove(request)
             tables = engine.allocate(request, tokens)
-            engine.half.allocated(request, tables, tokens)
+            engine.side.allocated(request, tables, tokens)
             if tokens:
                 assert tokens < request.num_tokens
                 self.loading[request.request_id] = ordered[request.request_id] = tokens
@@ -675,12 +675,12 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        self.engine.half.reset()
+        self.engine.side.reset()
 
     @invariant()
     def the_books_agree(self) -> None:
         self.engine.check()
-        assert self.engine.half.pinned_blocks <= 0.2 * 120
+        assert self.engine.side.pinned_blocks <= 0.2 * 120
 
     def teardown(self) -> None:
         for request in list(self.engine.requests.values()):
@@ -688,8 +688,8 @@ class Scheduling(RuleBasedStateMachine):
         self.engine.report_all()
         self.engine.step()
         assert self.engine.pool.used == 0
-        assert not self.engine.half.has_pinned
-        assert self.engine.half._tracked == {}
+        assert not self.engine.side.has_pinned
+        assert self.engine.side._tracked == {}
         assert self.engine.asked.known == set()
 
 

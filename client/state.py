@@ -49,7 +49,7 @@ def read_config(
     return load(ClientConfig, {"master": master, "memory": memory, **settings})
 
 
-class Session:
+class ClientState:
     """The state of one client: placements, transports, views and leases."""
 
     def __init__(self, config: ClientConfig, ask: Ask) -> None:
