@@ -1,0 +1,377 @@
+"""What the scheduler side needs from outside, in the engine core: clients, the lookup thread, the
+announcement to the fleet, and the identity of the workers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.client.flows.asking import Match
+from kvstore.client.sync import Client
+from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm import fingerprint
+from kvstore.connectors.vllm.core import Core, before_reset
+from kvstore.connectors.vllm.events import Events, audit
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.lookups import Lookups
+from kvstore.connectors.vllm.messages import Hello, Report, namespace
+from kvstore.connectors.vllm.metrics import StoreStats
+from kvstore.connectors.vllm.scheduler import SchedulerSide
+from kvstore.connectors.vllm.worker import client_config
+from kvstore.errors import ConfigError, KVStoreError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.kvstore")
+
+LOOKUP_TIMEOUT_MS: Final = 200
+"""The least time-out of one call to the master. The scheduler does not wait for it; the breaker
+counts it."""
+
+RESET_TIMEOUT_S: Final = 30.0
+ANNOUNCE_PAUSE_S: Final = 5.0
+ANNOUNCE_EVERY_S: Final = 30.0
+"""The announcement is repeated, because a master may restart and the store may evict it."""
+
+NO_PREFIX_CACHING: Final = (
+    "prefix caching is off. vLLM turns it off by itself if a model or its attention backend cannot "
+    "continue from a cached prefix; loaded blocks would then give wrong tokens. The connector "
+    "cannot tell whether vLLM or --no-enable-prefix-caching turned it off."
+)
+
+
+class SchedulerRole:
+    """Builds the scheduler side (``side``), and connects it; see the module."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: ConnectorConfig,
+        groups: Groups,
+        options: dict[str, Any],
+        on_worker: Callable[[Any, dict[str, Any], str], Any],
+    ) -> None:
+        """
+        Args:
+            options: of this connector, by which its parts on the workers are found.
+            on_worker: called on each worker as ``on_worker(worker, options, method)``; a function
+                of a module, for it is sent there by name.
+        """
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._vllm_config = vllm_config
+        self._config = config
+        self._groups = groups
+        self._options = options
+        self._on_worker = on_worker
+        self._description = fingerprint.describe(vllm_config, kv_cache_config)
+        self._identified: dict[str, Any] = {}
+        self._first_weights = ""
+        self._mark = ""
+        self._left: list[str] = []
+        """Former fingerprints of this engine that are still announced."""
+        self._namespaces: dict[int, list[str]] = {}
+        self._is_outdated = True
+        """Whether the workers have to be asked for their identity."""
+        self._off = ""
+        """Why no block is loaded or saved; empty: blocks are."""
+        self._adapters: dict[int, dict[int, str]] = {}
+        self._known_adapters: dict[int, bytes] = {}
+        self._asked_for: set[str] = set()
+        """Requests for which the workers have been asked for adapters."""
+        self._client = Client(
+            config=client_config(config, max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms))
+        )
+        self._patient = Client(config=client_config(config, 5_000))
+        events = vllm_config.kv_events_config
+        self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))
+        self._lookups = Lookups(
+            self._ask, groups,
+            deadline_s=config.lookup_deadline_ms / 1000,
+            writers_wait_s=config.writers_wait_ms / 1000,
+        )  # fmt: skip
+        self.side = SchedulerSide(
+            config, groups, self._lookups, self.events,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer or config.save_decode,
+            workers=parallel.world_size,
+        )  # fmt: skip
+        self.side.salt = self._salt
+        self._auditing: Future[list[tuple[int, bytes]]] | None = None
+        self._told: set[str] = set()
+        self._closed = False
+        for warning in fingerprint.hash_warnings(self._description):
+            log.warning("FLEET: %s", warning)
+        self._core = Core.above()
+        if self._core is None:
+            self._switch_off(
+                "the connector was not created by vLLM's engine core, and cannot ask the workers"
+            )
+        elif not vllm_config.cache_config.enable_prefix_caching:
+            self._switch_off(NO_PREFIX_CACHING)
+        else:
+            self._core.watch(weights=self._outdate, adapters=self._outdate_adapters)
+            self.prepare()
+
+    # --- identity of the workers --------------------------------------------------------------
+
+    def _switch_off(self, reason: str) -> None:
+        if not self._off:
+            log.warning("this engine neither loads nor saves blocks: %s", reason)
+        self._off = reason
+        self.side.fingerprint = ""
+
+    def _outdate(self) -> None:
+        """The weights may have changed. No block is loaded or saved until they are known again."""
+        self._is_outdated = True
+        self.side.fingerprint = ""
+
+    def prepare(self, request: Request | None = None, computed: int = 0) -> None:
+        """Learns the workers' identity, before any block is looked up or saved.
+
+        Args:
+            request: a request that is about to run, for which vLLM has ``computed`` tokens.
+        """
+        if self._is_outdated and not self._off:
+            has_moved = self._identify()
+            if request is not None and has_moved and computed:
+                self.side.outdated(request)
+
+    def prepare_early(self) -> None:
+        """Called for a new request, before vLLM looks it up in its own prefix cache. A paused
+        engine has reset that cache, and its weights may not even be in memory."""
+        if self._core is not None and not self._core.is_paused:
+            self.prepare()
+
+    def _identify(self) -> bool:
+        """Asks the workers for their identity; returns whether it has changed."""
+        assert self._core is not None
+        hellos = [each for each in self._core.ask(self._on_worker, self._options, "hello") if each]
+        self._is_outdated = False
+        errors = [hello.error for hello in hellos if hello.error]
+        if errors or not hellos:
+            self._switch_off(f"its weights could not be identified: {errors[:1]}")
+            return False
+        if not all(hello.prefix_caching for hello in hellos):
+            self._switch_off(NO_PREFIX_CACHING)
+            return False
+        self._take_adapters({hello.rank: hello.adapters for hello in hellos})
+        weights = fingerprint.identified(self._description, hellos)["weights"]
+        self._first_weights = self._first_weights or weights
+        name = self._config.model_id
+        if name and weights != self._first_weights:  # the name is that of the first weights
+            name = f"{name}, then {weights}"
+        self._identified = fingerprint.identified(self._description, hellos, name=name)
+        mark = fingerprint.fingerprint(self._identified, hellos)
+        if mark == self._mark:
+            self.side.fingerprint = mark
+            return False
+        self._move(mark, hellos)
+        return True
+
+    def _move(self, mark: str, hellos: Sequence[Hello]) -> None:
+        namespaces: dict[int, list[str]] = {}
+        for hello in hellos:
+            for group in hello.groups:
+                names = namespaces.setdefault(group, [])
+                name = namespace(mark, group, hello.part)
+                if name not in names:
+                    names.append(name)
+        missing = self._groups.block_tokens.keys() - namespaces.keys()
+        if missing:
+            raise ConfigError(f"no worker holds a layer of cache groups {sorted(missing)}")
+        before, self._mark, self._namespaces = self._mark, mark, namespaces
+        if not before:
+            self.side.fingerprint = mark
+            self._lookups.start(namespaces, self._announce)
+            return
+        self._left.append(before)
+        log.info("weights_changed fingerprint=%s before=%s", mark, before)
+        self.side.moved(mark)
+        self.events.cleared()
+        self._lookups.move(namespaces)
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    def reported(self, report: Report) -> None:
+        if report.adapters:
+            self._take_adapters(report.adapters)
+        self.side.reported(report)
+
+    def _take_adapters(self, by_rank: Mapping[int, dict[int, str]]) -> None:
+        self._adapters.update(by_rank)
+        changed = set()
+        for number in {number for loaded in by_rank.values() for number in loaded}:
+            salt = self._salt_of(number)
+            if salt is not None:
+                before = self._known_adapters.setdefault(number, salt)
+                if before != salt:
+                    self._known_adapters[number] = salt
+                    changed.add(number)
+        if changed:
+            log.info("adapters_changed ids=%s", sorted(changed))
+            self.side.adapters_changed(changed)
+
+    def _salt_of(self, number: int) -> bytes | None:
+        """The salt of an adapter that every worker has loaded; None: not every worker has."""
+        workers = self._vllm_config.parallel_config.world_size
+        loaded = [self._adapters[rank].get(number) for rank in sorted(self._adapters)]
+        if len(loaded) < workers or None in loaded:
+            return None
+        return hashlib.sha256(repr(loaded).encode()).digest()
+
+    def _salt(self, request: Request) -> bytes | None:
+        """The salt of a request's adapter. Asks the workers at most once per request, which may be
+        the first with an adapter that they have loaded."""
+        number = request.lora_request.lora_int_id
+        salt = self._salt_of(number)
+        if salt is None and self._core is not None and request.request_id not in self._asked_for:
+            self._asked_for.add(request.request_id)
+            for loaded in self._core.ask(self._on_worker, self._options, "adapters"):
+                self._take_adapters(loaded or {})
+            salt = self._salt_of(number)
+        return salt
+
+    def _outdate_adapters(self) -> None:
+        self._adapters.clear()
+        self._asked_for.clear()
+
+    def finished(self, request_id: str) -> None:
+        self._asked_for.discard(request_id)
+
+    # --- the store ----------------------------------------------------------------------------
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self.side.bind_block_pool(pool)
+        if self._core is not None:
+            before_reset(pool, self._before_reset)
+
+    def _before_reset(self) -> None:
+        """Frees blocks before vLLM resets its prefix cache, for example because the weights change:
+        vLLM does not reset a cache whose blocks are in use."""
+        if self._off:
+            return
+        if self._core is not None and not self._core.is_running:
+            self._free_blocks(self._core)
+        self._outdate()
+
+    def _free_blocks(self, core: Core) -> None:
+        """Frees blocks of saves, and of loads under way or arrived: requests that wait for those
+        loads begin anew."""
+        loading = self.side.loading
+        if self.side.has_pinned or loading:
+            drained = [each for each in core.ask(self._on_worker, self._options, "drain") if each]
+            for each in drained:
+                if each.report is not None:
+                    self.reported(each.report)
+            self.side.drained(set().union(*(each.saves for each in drained)))
+            if left := set().union(*(each.loads for each in drained)):
+                log.warning("loads_hang requests=%d", len(left))
+                return
+        try:
+            core.free_waiting(loading)
+        except AttributeError:  # another version of vLLM, which reports the failed reset itself
+            log.exception("blocks_not_freed")
+            return
+        if loading:
+            core.ask(self._on_worker, self._options, "forget_failures")
+
+    def _ask(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
+        return self._client.matches(keys, namespaces=namespaces)
+
+    def _announce(self) -> float:
+        """Puts this engine's description into the store, and warns of different ones; returns when
+        to do so again. Runs on the lookups' thread."""
+        mark = self._mark
+        model = self._vllm_config.model_config
+        served = model.served_model_name
+        models = list(served) if isinstance(served, list | tuple) else [served or model.model]
+        names = [name for names in self._namespaces.values() for name in names]
+        try:
+            fleet = fingerprint.Fleet(self._patient)
+            while self._left:
+                fleet.leave(models, self._left[0])
+                self._left.pop(0)
+            warnings = fleet.announce(
+                models, mark, self._identified, names,
+                self._groups.align_tokens, self._groups.hash_block_tokens,
+            )  # fmt: skip
+            self._client.exists(mark)  # connects, so that the first lookup need not
+        except KVStoreError as error:
+            log.warning("fleet_not_announced reason=%s", error)
+            return ANNOUNCE_PAUSE_S
+        if mark not in self._told:
+            log.info("fleet_joined fingerprint=%s", mark)
+        for warning in warnings:
+            if warning not in self._told:
+                log.warning("FLEET: %s", warning)
+        self._told.update((mark, *warnings))
+        return ANNOUNCE_EVERY_S
+
+    def audit_events(self) -> None:
+        """Asks now and then which blocks the store has lost. Called in every step; never waits."""
+        now = time.monotonic()
+        if self._auditing is not None:
+            if not self._auditing.done():
+                return
+            if self._auditing.exception() is None:
+                self.events.gone(self._auditing.result())
+            self._auditing = None
+        if blocks := self.events.to_audit(now):
+            namespaces = self._namespaces
+            self._auditing = self._lookups.errand(lambda: audit(blocks, namespaces, self._there))
+
+    def _there(self, keys: Sequence[bytes], name: str) -> Sequence[bool]:
+        return self._client.exists_many(keys, namespace=name)
+
+    def reset(self) -> bool | None:
+        if self._off:
+            return None
+        assert self._core is not None
+        self._outdate()
+        self.side.reset()
+        if self._core.is_paused:
+            return True
+        self.prepare()
+        names = [name for names in self._namespaces.values() for name in names]
+
+        def clear() -> None:
+            for name in names:
+                self._patient.clear(name)
+
+        try:
+            self._lookups.errand(clear).result(RESET_TIMEOUT_S)
+        except (KVStoreError, TimeoutError) as error:
+            log.warning("reset_failed error=%s", error)
+            return False
+        self.side.reset()
+        self.events.cleared()
+        return True
+
+    def take_stats(self) -> StoreStats:
+        stats = StoreStats()
+        for counters in (self.side.take_counters(), self._lookups.take_counters()):
+            for name, number in counters.items():
+                stats.count(name, number)
+        times = self._lookups.take_latencies_us()
+        stats.count("lookups", len(times))
+        for microseconds in times:
+            stats.time("lookup_us", microseconds)
+        stats.gauge("pinned_blocks", self.side.pinned_blocks)
+        stats.gauge("breaker_open", int(self._lookups.breaker.is_open(time.monotonic())))
+        return stats
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+            self._patient.close()
+            self._lookups.close()
