@@ -197,7 +197,7 @@ class Movers:
             if isinstance(error, DeadlineExceededError) and is_final:
                 error.fields["final"] = 1  # no time is left to go elsewhere
             # Frames of the transport refer to the segment's memory, which is unmapped when nothing
-            # does; whoever keeps the error, or is in a cycle with it, would keep that.
+            # does; a caller that keeps the error, or is in a cycle with it, would keep that mapped.
             error.__context__ = error.__cause__ = None
             return error.with_traceback(None)
         names = ", ".join(transport.name for transport in self._transports)

@@ -44,7 +44,7 @@ def start_task(
     Args:
         name: as in the log.
         work: what the task runs.
-        died: None: whoever awaits the task is its owner.
+        died: None: the task that awaits it is its owner.
         expected: exceptions that are a usual end of it, and are neither logged nor told.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)

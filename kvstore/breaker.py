@@ -15,7 +15,7 @@ BreakerState = Literal["closed", "half_open", "open"]
 class Breaker:
     """One thread at a time, but for ``state`` and ``is_open``, which any thread may ask.
 
-    Whoever lets only one request try a half open breaker asks ``allows`` and calls ``begin``.
+    A caller that lets only one request try a half open breaker asks ``allows`` and calls ``begin``.
     """
 
     def __init__(self, *, failures_max: int, open_for: float, open_for_max: float = 0) -> None:

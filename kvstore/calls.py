@@ -4,8 +4,8 @@ The client's flows yield these requests, the master's handlers take them and ans
 replies, the simulator passes them by hand, and ``kvstore.wire.messages`` is the one place that
 knows their protobuf form (``proto/kvstore/v1``). An annotation says what a field may hold when it
 comes from a stranger (``kvstore.fields``). Batches are columns, one entry per key, because a row
-object per key would cost more than the call. All values are immutable by agreement: whoever
-receives a list does not change it.
+object per key would cost more than the call. All values are immutable by agreement: the
+receiver of a list does not change it.
 
 Times are ``*_ms`` durations, never points in time: no two clocks are compared.
 """
@@ -541,7 +541,7 @@ class Drained(NamedTuple):
 
 
 class StartMoves(NamedTuple):
-    """Grant room elsewhere for some of what a draining node holds. Whoever asks copies payload and
+    """Grant room elsewhere for some of what a draining node holds. The caller copies payload and
     header, under the version that the token stands for, and ends it by ``PutEnd``, which is refused
     for an object that was removed or replaced meanwhile."""
 
@@ -640,7 +640,7 @@ class SegmentOffer(NamedTuple):
     seed: int
     generation: int
     fresh: bool
-    """Nobody has ever been given an extent of it."""
+    """No extent of it has ever been granted."""
     mark: Version = NO_MARK
     """The last that it was told to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
@@ -685,7 +685,7 @@ class NodeLeave(NamedTuple):
 
 class NodeClaims(NamedTuple):
     """What a node found in one of its segments after it joined anew, in as many messages as it
-    takes. A segment that is not fresh is given to nobody before the last of them."""
+    takes. The master grants nothing on a segment that is not fresh before the last of them."""
 
     segment: int
     """Which of those that were offered."""

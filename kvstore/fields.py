@@ -1,8 +1,8 @@
 """What a field of a call may hold, as annotations of ``kvstore.calls``.
 
-Whoever decodes a call checks them (``kvstore.wire.codec``); whoever makes one in this process is
-trusted. A field without an annotation takes any value of its type, and as many rows as a frame
-holds.
+The codec checks them when it decodes a call (``kvstore.wire.codec``); calls that this process makes
+are not checked. A field without an annotation takes any value of its type, and as many rows as a
+frame holds.
 """
 
 from __future__ import annotations

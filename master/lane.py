@@ -278,7 +278,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _finished(self, call_id: int, waited: asyncio.Task[bytes]) -> None:
         error = None if waited.cancelled() else waited.exception()
         if self._waiting.get(call_id) is not waited:
-            return  # nobody waits for it any more
+            return  # the client has cancelled it
         del self._waiting[call_id]
         if waited.cancelled():
             error = UnavailableError("the master is stopping")

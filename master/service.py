@@ -221,7 +221,7 @@ class MasterService:
         finally:
             for each in replies:
                 if isinstance(each, asyncio.Future):
-                    each.cancel()  # where nobody waits for it any more
+                    each.cancel()  # where the caller has gone
 
     def _took(self, started: float) -> float:
         """Notes how long the loop was held; the time now."""
@@ -230,8 +230,8 @@ class MasterService:
         return ended
 
     def _counters(self, counted: Sequence[calls.Counter]) -> list[calls.Counter]:
-        """With those of the shell: ``longest_step_us`` is for how long the loop served one call or
-        slice of work and nobody else, at most, since the start."""
+        """With those of the shell: ``longest_step_us`` is the longest time since the start for
+        which the loop served one call or slice of work and nothing else."""
         own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
         return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
 
@@ -374,7 +374,7 @@ class MasterService:
     def _answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         future = self._answers.pop(ticket, None)
         if future is None or future.done():
-            if isinstance(result, calls.Grants) and result.tokens:  # nobody will write there
+            if isinstance(result, calls.Grants) and result.tokens:  # no client will write there
                 revoke = calls.PutRevoke(result.epoch, result.tokens, True)
                 self.state.putting.put_revoke(self._clock(), revoke)
             return

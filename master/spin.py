@@ -38,7 +38,7 @@ class SpinSelector(selectors.EpollSelector):
                     self._gauge.hit()
                     self._awake_until = now + self._spin_s
                     return ready
-                os.sched_yield()  # whoever is to answer next may be waiting for this core
+                os.sched_yield()  # the process that is to answer may wait for this core
             if end < deadline:
                 self._gauge.missed()
             self._awake_until = 0.0

@@ -100,7 +100,7 @@ class CarrierBrokenError(Exception):
 
 
 class LaneUnreachableError(Exception):
-    """No connection to the lane; nothing was sent. ``silent``: connected, but nobody answered."""
+    """No connection to the lane; nothing was sent. ``silent``: connected, but no answer came."""
 
     def __init__(self, reason: str, *, silent: bool = False) -> None:
         super().__init__(reason)
@@ -373,7 +373,7 @@ def attempts(
             if not leader or hops > HOPS_MAX:
                 pause_s = link.backoff_s(failures)
         except UnavailableError as refusal:
-            # A master that is there and lets nobody in: it stands by, or stops.
+            # A master that refuses every join: it stands by, or stops.
             if not joining or isinstance(refusal, DeadlineExceededError):
                 harmless = joining or call is None or call.idempotent
                 if reasons and harmless and isinstance(refusal, DeadlineExceededError):

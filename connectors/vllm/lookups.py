@@ -248,7 +248,7 @@ class Lookups:
             for future, work in errands:
                 try:
                     future.set_result(work())
-                except Exception as error:  # noqa: BLE001  # whoever waits for it is told
+                except Exception as error:  # noqa: BLE001  # the waiting caller gets it
                     future.set_exception(error)
             for lookup in due:
                 if not lookup.done.is_set():

@@ -34,8 +34,8 @@ class MasterConfig(Config):
 
     host: Host = Field(
         default="127.0.0.1",
-        description="Address to listen on. Loopback until you say otherwise, because whoever "
-        "reaches the master can read and write the cache; 0.0.0.0 is every interface.",
+        description="Address to listen on. Loopback until you say otherwise, because a host "
+        "that reaches the master can read and write the cache; 0.0.0.0 is every interface.",
     )
     port: Port = Field(
         default=DEFAULT_PORT, description="TCP port of the gRPC service; 0 takes any."
@@ -185,7 +185,9 @@ class MasterConfig(Config):
         default="", description="File with our certificate (PEM), where etcd asks for one."
     )
     etcd_key: Text = Field(default="", description="File with its key (PEM).")
-    etcd_user: Text = Field(default="", description="Whom to log in to etcd as; empty: nobody.")
+    etcd_user: Text = Field(
+        default="", description="The user to log in to etcd as; empty: no log-in."
+    )
     etcd_password: Secret = Field(
         default="",
         description="The password of --etcd-user. Better given as a variable: flags can be read by "

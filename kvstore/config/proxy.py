@@ -40,7 +40,7 @@ class ProxyConfig(Config):
     host: Host = Field(
         default="127.0.0.1",
         description="Address to listen on. Loopback until you say otherwise, because the proxy "
-        "asks nobody who he is; 0.0.0.0 is every interface.",
+        "does not authenticate its clients; 0.0.0.0 is every interface.",
     )
     port: Port = Field(default=8_000, description="TCP port to listen on; 0 takes any.")
     master: OptionalMaster = Field(

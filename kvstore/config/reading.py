@@ -31,7 +31,7 @@ log = logging.getLogger("kvstore.config")
 _NO_SETTINGS = (CONFIG_VARIABLE, NATIVE_VARIABLE, STRICT_VARIABLE)
 
 # Kubernetes and Docker announce a service called "kvstore" to every container beside it in
-# variables of these forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001). They are nobody's mistake.
+# variables of these forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001). The user made no mistake.
 _SERVICE_VARIABLE = re.compile(
     r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )

@@ -114,7 +114,7 @@ def _master(value: str) -> str:
         except InvalidArgumentError as error:
             raise RefusedError(error.message, error.advice) from error
         if not port:
-            raise RefusedError("must name a port: nobody can connect to port 0")
+            raise RefusedError("must name a port: no client can connect to port 0")
         places.append(join_address(host, port))
     return ",".join(places)
 
@@ -146,7 +146,7 @@ def _addresses(value: object) -> object:
         except InvalidArgumentError as error:
             raise RefusedError(error.message, error.advice) from error
         if not port:
-            raise RefusedError("must name a port: nobody can connect to port 0")
+            raise RefusedError("must name a port: no client can connect to port 0")
         found.append(join_address(host, port))
     if len(set(found)) != len(found):
         raise RefusedError("must name each once")

@@ -190,7 +190,7 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "no stride, or a mask for more shards");
     else
         result = PyList_New(data.len / stride);
-    /* One object, which nobody else sees, is each key in turn. It is never asked for its own hash. */
+    /* One object, which no other code sees, is each key in turn. It is never asked for its own hash. */
     PyObject *key = result ? PyBytes_FromStringAndSize(NULL, stride) : NULL;
     if (!key)
         Py_CLEAR(result);

@@ -138,8 +138,8 @@ typedef struct {
     uint8_t pending[STRIPE];
     uint8_t last[STRIPE];  /* the stripe before `pending` */
     uint8_t first[SHORT_MAX];
-    int streams;           /* copies go around the caches, where the processor can: for what nobody
-                              reads soon. Fence before anybody is told of them. */
+    int streams;           /* copies go around the caches, where the processor can: for bytes that
+                              are not read soon. Fence before another thread learns of them. */
 } Xxh3;
 
 enum { HASH = 0, COPY = 1, STREAM = 2 }; /* what is done with a stripe besides hashing it: how */

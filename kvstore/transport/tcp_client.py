@@ -38,8 +38,8 @@ from kvstore.transport.tcp_protocol import Hello, Op, Status
 from kvstore.wire.spinning import SpinGauge
 
 STALL_S: Final = 1.0
-"""The longest that no byte may move while a call waits, where nobody says otherwise: a node that
-was stopped, or a host that is gone, does not answer at all."""
+"""The longest that no byte may move while a call waits, unless the client sets another value: a
+node that was stopped, or a host that is gone, does not answer at all."""
 
 CONNECT_STALLS: Final = 1.25
 """For connecting and the hello, in stalls: a connection request that was lost is sent again after

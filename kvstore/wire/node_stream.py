@@ -57,8 +57,8 @@ class NodeStream:
             await stream.send(NodeJoin(...))
             accepted = await stream.receive()
 
-    Entering connects nothing yet: the first ``receive`` raises when nobody is there. Leaving ends
-    the session at once. One task may send while another receives.
+    Entering connects nothing yet: the first ``receive`` raises when no master is there. Leaving
+    ends the session at once. One task may send while another receives.
     """
 
     def __init__(self, address: str) -> None:
@@ -96,7 +96,7 @@ class NodeStream:
         """Wait until somebody is there; until then nothing was sent.
 
         Raises:
-            MasterUnreachableError: nobody is.
+            MasterUnreachableError: no master is there.
         """
         assert self._channel is not None, "enter the stream first"
         ready = grpc.ChannelConnectivity.READY
@@ -108,13 +108,13 @@ class NodeStream:
                     await self._channel.wait_for_state_change(state)
         except TimeoutError:
             raise MasterUnreachableError(
-                f"nobody answers at {self._address} within {timeout_s:.0f} s",
+                f"no master answers at {self._address} within {timeout_s:.0f} s",
                 advice="Is kvstore-master running?",
                 address=self._address,
             ) from None
 
     async def _ending(self) -> KVStoreError:
-        """What the session that has found nobody ends with."""
+        """The error of a session that has found no master."""
         while not isinstance(received := await self._received.get(), KVStoreError):
             pass
         return received
@@ -140,7 +140,7 @@ class NodeStream:
         """The next message. May be cancelled, and loses nothing then.
 
         Raises:
-            MasterUnreachableError: nobody is there, or the stream broke or was ended.
+            MasterUnreachableError: no master is there, or the stream broke or was ended.
             KVStoreError: the master ended the session with it.
         """
         if self._ended is not None and self._received.empty():

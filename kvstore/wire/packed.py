@@ -131,7 +131,7 @@ def unpack_keys(
         check_count(count, keys_max)
         keys = PackedKeys(data, size)
         if distinct:
-            keys = keys.unpack()  # all of them are looked at, here and by whoever asks for this
+            keys = keys.unpack()  # each of them is looked at, here and by the caller
     else:
         count = len(packed.sizes)
         check_count(count, keys_max)

@@ -2,17 +2,17 @@
 
 Polling for a reply saves waking up, as long as the peer runs on another core meanwhile. Where both
 share one core, or more threads than cores want to run, it keeps the peer from answering: measured
-on two cores, a call of 21 us became one of 176 us. Nobody can ask the scheduler, so both ends try,
-and stop for a while when it was in vain.
+on two cores, a call of 21 us became one of 176 us. A process cannot ask the scheduler, so both ends
+try, and stop for a while when it was in vain.
 """
 
 from __future__ import annotations
 
 MISSES_MAX = 4
 """After so many in a row the next attempt comes 2**MISSES_MAX waits later, so at the worst one call
-of 17 is such a slow one. With 10 instead, whoever had put a few large batches did not poll for the
-next thousand calls. Beside Mooncake a put of 1 MiB over tcp went from 1.44 to 1.65, one of 64 x
-4 KiB stayed (1.27, 1.28); with eight clients on two cores there is no difference to be seen."""
+of 17 is such a slow one. With 10 instead, a client that had put a few large batches did not poll
+for the next thousand calls. Beside Mooncake a put of 1 MiB over tcp went from 1.44 to 1.65, one of
+64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores there is no difference to be seen."""
 
 
 class SpinGauge:

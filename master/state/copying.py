@@ -120,7 +120,7 @@ class Copying:
         goes_to: dict[ObjectRecord, Segment],
         avoid: Sequence[bytes],
     ) -> list[Extent] | Shortage:
-        """Beside its parent, if that can be; at the cost of what nobody used for longer."""
+        """Beside its parent, if possible; at the cost of objects that were used less recently."""
         parent = record.parent
         near = None
         if parent is not None and parent.complete:

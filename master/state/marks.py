@@ -54,8 +54,8 @@ class Marks:
         return segment.offer.uuid in self._outdated or segment.offer.mark < self._found
 
     def node_joined(self, session: int, mark: Version) -> None:
-        """A node that joins has kept a mark of a master before us. Whoever joined before with an
-        older one must join again, and is not believed then."""
+        """A node that joins has kept a mark of a master before us. A node that joined before with
+        an older one must join again, and its claims are refused then."""
         common = self._common
         if mark.epoch >= common.epoch or mark <= self._found:
             return

@@ -153,7 +153,7 @@ class MasterState:
         self.common.changing = value
 
     def cancel(self, ticket: int) -> None:
-        """Nobody waits for this answer any more. A removal is carried out all the same."""
+        """Called when the client of a waiting call has gone. A removal is carried out even so."""
         self.waiting.cancel(ticket)
         self.asking.cancel(ticket)
 
@@ -205,7 +205,7 @@ class MasterState:
         self.reclaim.check_invariants()
         ranges = [*self.pending.ranges(), *self.reclaim.ranges(), *self.returning.gaps()]
         self.pool.check_invariants(ranges)
-        assert not self.pool.evicted, "evicted, and nobody wipes it"
+        assert not self.pool.evicted, "evicted, and not to be wiped"
         self.granting.check_invariants()
         self.repairs.check_invariants()
         self.returning.check_invariants()

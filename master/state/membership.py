@@ -289,7 +289,9 @@ class Membership:
             assert all(s.alive and s.node is node for s in self.segments[name])
             assert node.session is None or self._by_session[node.session] is node
         assert self.segments.keys() == self.nodes.keys()
-        assert not any((self.lost, self.mounted, self.effects)), "changes nobody took note of"
+        assert not any((self.lost, self.mounted, self.effects)), (
+            "changes that nothing has taken note of"
+        )
         assert all(self.nodes.get(node.name) is node for node in self._by_session.values())
 
     def _take_over(self, node: Node, session: int) -> None:

@@ -96,7 +96,7 @@ class Nodes:
     def stream_broken(self, session: int) -> None:
         self._common.changing = True
         self._membership.stream_broken(session)
-        self._follow(0)  # nobody dies of that
+        self._follow(0)  # no node is declared dead here, so the time does not matter
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Nodes:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Whoever is silent for too long, or beats and does nothing else, is dead."""
+        """Declares nodes dead that are silent for too long, or beat and do nothing else."""
         self._membership.expire_nodes(now_ms)
         if now_ms - self._watched_ms >= WATCH_MS:
             self._watched_ms = now_ms
@@ -156,8 +156,8 @@ class Nodes:
     # --- segments -----------------------------------------------------------------------------
 
     def _follow(self, now_ms: int, *, left: bool = False) -> None:
-        """Takes note of what has changed in the membership. ``left``: a node has said so, and
-        serves nobody any more."""
+        """Takes note of what has changed in the membership. ``left``: a node has said that it
+        leaves, and serves no client any more."""
         members = self._membership
         self._common.effects += members.effects
         for segment in members.lost:

@@ -302,7 +302,7 @@ class Reclaim:
         return [effect for wiping in ended for effect in self.wiped(wiping.order)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
-        """Free one order's extents, of those that nobody can hold a lease on any more. Returns
+        """Free one order's extents, of those on which every lease has ended. Returns
         the effects and whether there was such an order."""
         if not self._by_end or self._by_end[0].free_at_ms > now_ms:
             return [], False

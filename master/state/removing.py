@@ -100,8 +100,8 @@ class Removing:
         return self._common.when_wiped(now_ms, gone, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
-        """An object with a replica left that nobody has complained of keeps it, and offers it
-        first; any other one is removed. Who reports does not wait for the wiping."""
+        """An object with a replica left that has not been reported keeps it, and offers it
+        first; any other one is removed. The reporter does not wait for the wiping."""
         bad: dict[ObjectRecord, set[Segment]] = {}
         rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
         for key, epoch, counter, uuid in rows:

@@ -72,7 +72,7 @@ def scripted(server: Server, *messages: MasterMessage | Exception) -> None:
 def test_nobody_answers() -> None:
     async def session(address: str) -> None:
         async with asyncio.timeout(10), NodeStream(address) as stream:
-            with pytest.raises(MasterUnreachableError, match="nobody answers"):
+            with pytest.raises(MasterUnreachableError, match="no master answers"):
                 await stream.connect(0.2)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:  # and says nothing

@@ -75,7 +75,7 @@ _LOGGED_FATAL: Final = 3
 _POLL_S: Final = 1e-3
 _NAP_S: Final = 50e-6
 """A range that is moved in the caller's thread is polled for so long, as 1 MiB takes, before naps
-come between: a busy machine wakes nobody on time."""
+come between: a busy machine wakes a sleeping thread late."""
 
 _LARGE_BYTES: Final = 1 << 20
 _UNCERTAIN: Final = 0.7

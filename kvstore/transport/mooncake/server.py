@@ -79,8 +79,8 @@ class EngineServer:
         return self._engine.address_of(address_of_map(self._mapped[-1]))
 
     def fence(self) -> None:
-        """Returns when nobody who knows the present address can touch the segment any more, and it
-        has a new one. Without the GIL where that takes long.
+        """Returns when no peer that knows the present address can touch the segment any more, and
+        it has a new one. Without the GIL where that takes long.
 
         Raises:
             InternalError, TransferEngineError: the node must not join.

@@ -106,7 +106,7 @@ class Station:
             self._users += 1
 
     def leave(self) -> None:
-        """Whoever made or entered it; the last one ends it."""
+        """Called by each thread that made or entered it; the last one ends it."""
         with self._changing:
             self._users -= 1
             if self._users:

@@ -303,7 +303,7 @@ class MooncakeTransport:
                 is_late = isinstance(refused, DeadlineExceededError)
                 error = deadline_exceeded(segment) if is_late else refused
                 witness.distrust()
-            except BaseException:  # such as a signal's; nobody waits for it any more
+            except BaseException:  # such as a signal's; the caller does not wait any longer
                 if not is_write:
                     self._quarantine(call.in_doubt, station)
                 raise
