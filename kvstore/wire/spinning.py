@@ -12,7 +12,7 @@ MISSES_MAX = 4
 """After so many in a row the next attempt comes 2**MISSES_MAX waits later, so at the worst one call
 of 17 is such a slow one. With 10 instead, a client that had put a few large batches did not poll
 for the next thousand calls. Beside Mooncake a put of 1 MiB over tcp went from 1.44 to 1.65, one of
-64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores there is no difference to be seen."""
+64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores no difference can be seen."""
 
 
 class SpinGauge:
