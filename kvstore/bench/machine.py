@@ -68,8 +68,14 @@ def _memory_bytes() -> int:
 
 
 def _commit() -> str:
-    """The commit of the running source, if that is a clone."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """The commit of the running source, if that is a clone; ``-dirty``: more than docs differs."""
+    commit = _git("describe", "--always")
+    differs = _git("status", "--porcelain", "--", ":(top)", ":(top,exclude)docs")
+    return f"{commit}-dirty" if commit and differs else commit
+
+
+def _git(*arguments: str) -> str:
+    git = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         said = subprocess.run(git, capture_output=True, text=True, check=False, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

@@ -123,6 +123,12 @@ class Fleet:
         self.proxy.ready()
         return self.proxy
 
+    def proxy_uses_all(self) -> bool:
+        """Whether the proxy takes every engine for well."""
+        _, text = ask(self.proxy.address, "GET", "/healthz")
+        instances: list[dict[str, Any]] = json.loads(text)["instances"]
+        return all(each["healthy"] and each["breaker"] != "open" for each in instances)
+
     def complete(self, prompt: list[int], tokens: int) -> list[int]:
         """Greedy token ids, from the proxy. Fails unless it answers 200."""
         body = {

@@ -205,6 +205,7 @@ def test_blocks_that_cannot_be_loaded_are_computed_and_not_tried_for_ever(
 ) -> None:
     """The node is stopped, and the master does not know yet: it still says where the blocks are."""
     settings: dict[str, Any] = {"transports": ["tcp"], "transfer_timeout_ms": 500}
+    settings["lookup_deadline_ms"] = 10_000  # a late answer would be a miss, with nothing to load
     one = engine(llama, transfer_config(store.address, **settings))
     first = one.generate([prompt(1)])
     one.saved()
