@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 from kvstore.background import start_thread
 from kvstore.calls import SegmentInfo
@@ -22,11 +23,13 @@ from kvstore.errors import (
 )
 from kvstore.stopping import Stop, current
 from kvstore.transport.base import Transport
-from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.pieces import segment_gone
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import STALL_S
+
+if TYPE_CHECKING:
+    from kvstore.transport.mooncake.transport import MooncakeTransport
 
 log = logging.getLogger("kvstore.client")
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.children import Child, start_node
 from kvstore.client import forks
@@ -18,8 +18,9 @@ from kvstore.client.operations import Operations
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load
 from kvstore.host import address_towards, host_id
-from kvstore.transport.mooncake.engine import EngineSettings
-from kvstore.transport.mooncake.transport import MooncakeTransport
+
+if TYPE_CHECKING:
+    from kvstore.transport.mooncake.transport import MooncakeTransport
 
 
 class ClientStats(NamedTuple):
@@ -106,6 +107,10 @@ class ClientState:
         return self.config.name or f"{socket.gethostname()}-{os.getpid()}"
 
     def _engine(self) -> MooncakeTransport:
+        # Not above: most clients have no engine, and every import takes time.
+        from kvstore.transport.mooncake.engine import EngineSettings
+        from kvstore.transport.mooncake.transport import MooncakeTransport
+
         config = self.config
         return MooncakeTransport(
             EngineSettings(config.protocol, config.device_name, config.metadata_server),
