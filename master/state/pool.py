@@ -1,7 +1,8 @@
 """Memory and forest together: gives objects their bytes, and takes them away.
 
 ``Pool`` keeps these in step: an object's extents, its place in the eviction order, the counts of
-its namespace, and the forest. It knows nothing of puts, leases' lengths, nodes' streams or calls.
+its namespace, and the forest. Puts, the length of leases, the streams of nodes and calls are the
+business of other parts.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128
-"""An allocation that must evict more goes on in the next step of the loop: 1 to 2 ms each."""
+"""Objects that an allocation evicts in one step of the loop (1 to 2 ms). If it must evict more, it
+goes on in the next step."""
 
 SETTLE_STEPS = 1_000
-"""Lost blocks of one chain that are forgotten in one step: 1 to 2 ms."""
+"""Records of lost blocks that are deleted in one step, along one chain: 1 to 2 ms."""
 
 _REMARKS_PER_LOOK = 64
-"""Candidates marked as detached that may turn out to be whole again in one look at a segment."""
+"""Candidates that one search for a victim checks because they are marked as detached: their chain
+may have become whole since."""
 
 _ANCESTORS_PER_LOOK = 256
-"""Blocks of a chain that are looked at before it is said that none lies where room is needed."""
+"""Blocks of a chain that are checked for bytes where room is needed, from the leaf upward."""
 
 _SIZES_MAX = 4_096
 """Sizes whose integer objects are shared among records: most objects have one of few sizes."""
@@ -42,7 +45,7 @@ class Shortage:
 
     missing_bytes: int
     goes_on: bool = False
-    """Room was made but the step's budget is spent: try again at once."""
+    """Whether the search ended because the budget of the step was spent: try again at once."""
 
 
 class Pool:
@@ -65,12 +68,13 @@ class Pool:
         missing: Extent = nowhere, 0
         self._copied: Extent = nowhere, repairing.COPIED
         self._missing = tuple((missing,) * count for count in range(REPLICAS_MAX))
-        """By number: that many signs of missing replicas, shared by all records."""
+        """For each number of missing replicas, the tuple that stands for them in ``more``. All
+        records share these tuples."""
         self.has_replicas = False
         """Whether any object ever had, or should have had, more than one."""
         self.short_objects = 0
-        """With fewer replicas than they should have: what the last pass over all of them has found,
-        and what has changed since, but for nodes that died."""
+        """Objects with fewer replicas than they should have: as the last pass over all objects has
+        counted them, corrected by each change since, except for the death of nodes."""
 
     # --- objects ------------------------------------------------------------------------------
 
@@ -97,9 +101,10 @@ class Pool:
         now_ms: int,
         missing: int = 0,
     ) -> None:
-        """``record`` has these bytes now; ``settle`` it afterwards. It must not hold any yet.
+        """Gives ``record``, which has no bytes yet, these extents. The caller calls ``settle``
+        afterwards.
 
-        ``missing``: further replicas that it should have.
+        ``missing``: how many replicas it lacks.
         """
         assert record.segment is None
         assert record.ticket == 0
@@ -120,15 +125,15 @@ class Pool:
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
     ) -> None:
-        """The same bytes of a complete object are there, too; ``instead_of`` one of its replicas
-        that is missing."""
+        """Notes a further copy of a complete object; ``instead_of``: the missing replica that it
+        replaces."""
         self.has_replicas = True
         lacked = repairing.missing(record)
         if instead_of is None:
             record.more = (*record.more, extent)
             return
         if (record.segment, record.offset) == instead_of:
-            self.demote(record, ())  # it stands behind those that are alive now
+            self.demote(record, ())  # puts the missing one behind those that are alive
         more = list(record.more)
         more[more.index(instead_of)] = extent
         record.more = tuple(more)
@@ -136,7 +141,7 @@ class Pool:
             self._one_short_less()
 
     def note_copied(self, record: ObjectRecord) -> None:
-        """A copy of it is begun, which may be whole in memory that goes away."""
+        """Called when a copy of it is begun: if the node dies, its memory may hold a whole copy."""
         if self._copied not in record.more:
             record.more = (*record.more, self._copied)
 
@@ -146,8 +151,9 @@ class Pool:
     def room_for_copy(
         self, record: ObjectRecord, roomy: Iterable[Segment], near: Segment | None
     ) -> Extent | None:
-        """Free memory for one more replica, on a node that has none yet: at ``near``, or on the
-        first of ``roomy``. Evicts nothing, and leaves a 16th of the segment free."""
+        """Allocates an extent for one more replica, on a node that has none yet: on ``near``, or on
+        the first of ``roomy`` with enough room. Evicts nothing, and leaves a 16th of the segment
+        free."""
         length = extent_bytes(record.size)
         nodes = [segment.node for segment, _ in record.extents() if segment.alive]
         for segment in roomy if near is None else (near, *roomy):
@@ -163,7 +169,7 @@ class Pool:
         return None
 
     def strip(self, record: ObjectRecord) -> list[Extent]:
-        """Take its bytes away; returns the extents, which are still allocated."""
+        """Takes the bytes from a record. Returns the extents, which are still allocated."""
         extents = record.extents()
         if record.more and repairing.missing(record):
             self._one_short_less()
@@ -181,8 +187,9 @@ class Pool:
         lease, because that protected the whole chain.
 
         Args:
-            detached: how to mark a new candidate; None: look whether a root leads to it. A mark
-                is no truth: ``_Eviction`` looks again, and after each break so do the sweeps.
+            detached: how to mark a new candidate; None: find out whether a root leads to it. The
+                mark may become wrong later, when an ancestor is stored or lost. So ``_Eviction``
+                checks it again before it evicts, and ``sweep_detached`` after each loss.
 
         Returns:
             The new candidate, if there is one.
@@ -215,7 +222,7 @@ class Pool:
         return None
 
     def settle_more(self, steps: int) -> None:
-        """Go on with ``unsettled``, looking at about ``steps`` records."""
+        """Continues with ``unsettled``, for about ``steps`` records."""
         steps_max = self.forest.steps + steps
         while self.unsettled and self.forest.steps < steps_max:
             record = self.unsettled.popleft()
@@ -223,9 +230,9 @@ class Pool:
                 self.settle(record)
 
     def hide(self, record: ObjectRecord, steps_max: int) -> list[Extent]:
-        """Take it out of every answer; returns its extents, which are still allocated.
+        """Hides a removed object from all lookups. Returns its extents, which are still allocated.
 
-        ``steps_max``: where ``forest.steps`` has come so far, what can be done later is.
+        ``steps_max``: once ``forest.steps`` has reached it, settling is left to ``settle_more``.
         """
         detached = self.marked_detached(record)
         extents = self.strip(record)
@@ -236,8 +243,8 @@ class Pool:
         return extents
 
     def evict_ahead(self, segment: Segment, count: int, now_ms: int) -> tuple[list[Remains], bool]:
-        """Evict up to ``count`` objects, until enough of a full segment is free or being wiped.
-        Returns what they leave, still allocated, and whether that was not enough."""
+        """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
+        wiped. Returns their remains, still allocated, and whether more must be evicted."""
         evicted: list[Remains] = []
         eviction = _Eviction(self, [segment], now_ms)
         reserve, allocator = segment.reserve_bytes, segment.allocator
@@ -254,9 +261,10 @@ class Pool:
         return evicted, True
 
     def evict(self, record: ObjectRecord, *, free: bool = True) -> ObjectRecord | None:
-        """Free the bytes of a candidate; returns the candidate that it leaves, if any.
+        """Evicts a candidate. Returns its parent if that has become a candidate.
 
-        Without ``free`` they stay allocated, which the caller sees to, and to the wiping.
+        Without ``free`` its extents stay allocated; the caller then frees them and has their
+        headers wiped.
         """
         detached, size = self.marked_detached(record), record.size
         if free:
@@ -272,14 +280,14 @@ class Pool:
         return bool(record.ticket) and self._policy_of(record).detached(record)
 
     def free(self, extents: Iterable[Extent], length: int) -> None:
-        """Where their segments are alive."""
+        """Frees extents of ``length`` bytes, except those on dead segments."""
         for segment, offset in extents:
             if segment.alive:
                 segment.allocator.free(offset, length)
 
     def _rehome(self, record: ObjectRecord) -> None:
-        """The first replica that is alive decides the candidacy. Those on dead segments stand
-        behind it, as a sign that not all that was promised is there."""
+        """Moves the first living replica to the front, because a record is a candidate on the
+        segment of its first replica. Replicas on dead segments stay in the list, and count as missing."""
         if record.segment is not None and record.segment.alive:
             return
         extents = sorted(record.extents(), key=lambda extent: not extent[0].alive)
@@ -287,7 +295,7 @@ class Pool:
         record.more = tuple(extents[1:])
 
     def demote(self, record: ObjectRecord, segments: Collection[Segment]) -> None:
-        """Offer its replicas on these segments after all others."""
+        """Moves its replicas on these segments to the end, so that clients read them last."""
         detached, is_candidate = self.marked_detached(record), bool(record.ticket)
         if is_candidate:
             self._policy_of(record).discard(record)
@@ -310,19 +318,20 @@ class Pool:
         self.capacity_max = max(self.capacity_max, segment.capacity)
 
     def unmount(self, segment: Segment) -> None:
-        """It is gone, at once, from every answer; ``sweep_dead`` clears away what it held."""
+        """Makes a dead segment and what it holds unfindable at once. ``sweep_dead`` then deletes
+        the records in steps."""
         segment.alive = False
         del self.segments[segment.segment_id]
         self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)
         self.forest.breaks += 1
 
     def sweep_dead(self, segment: Segment, steps: int) -> bool:
-        """Forget objects of a dead segment, about ``steps`` records in all; False when none of its
-        candidates is left."""
+        """Deletes records of a dead segment, about ``steps`` of them. Returns whether the segment
+        has candidates left."""
         steps_max = self.forest.steps + steps
         for record in segment.candidates.after(0, steps):
             if not record.ticket:
-                continue  # went along with one before
+                continue  # deleted together with one before
             if self.forest.steps >= steps_max:
                 break
             if record.complete:
@@ -335,10 +344,10 @@ class Pool:
         return len(segment.candidates) > 0
 
     def sweep_detached(self, segment: Segment, ticket: int, steps: int) -> int | None:
-        """Let detached leaves be evicted first, and forget the bytes of their lost ancestors.
+        """Corrects the marks of candidates: leaves without a root are evicted first.
 
-        Looks at the candidates behind ``ticket``, at about ``steps`` records in all; returns the
-        ticket to go on behind, None at the end.
+        Checks the candidates after ``ticket``, about ``steps`` records in all. Returns the ticket
+        after which to continue, or None at the end.
         """
         if not segment.alive:
             return None
@@ -350,7 +359,7 @@ class Pool:
             reached = self.forest.reach(record)
             self.forest.resumes = False
             if reached is None:
-                return ticket  # its chain is long: on with it in the next step
+                return ticket  # its chain is long: the next step continues
             ticket = record.ticket
             detached = not reached
             if detached != candidates.detached(record):
@@ -373,18 +382,18 @@ class Pool:
         now_ms: int,
         used_before_ms: int | None = None,
     ) -> list[list[Extent]] | Shortage:
-        """Extents for payloads of ``sizes`` bytes; all or none. Evicts what is not leased where it
-        must.
+        """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts objects that are
+        not leased if it must.
 
         Args:
             sizes: at least one.
-            replicas: each on so many distinct nodes, or on as many as have a segment that could
-                hold the largest.
+            replicas: the number of distinct nodes for each payload; fewer if fewer have a segment
+                that could hold the largest payload.
             usable: the segments to choose from, and to evict from.
             near: the first choice, if it is one of them.
             host: whose segments are the second choice.
             now_ms: leases that end later protect their objects.
-            used_before_ms: evict only what was last used before, and what is detached.
+            used_before_ms: evict only objects that were last used before, and detached ones.
         """
         lengths = [extent_bytes(size) for size in sizes]
         longest, total = max(lengths), sum(lengths)
@@ -401,7 +410,7 @@ class Pool:
         for segment in roomy:
             capacities[segment.node] += segment.capacity
         room = sum(min(capacity, total) for capacity in capacities.values())
-        if room < total * replicas:  # never; nothing is evicted for it
+        if room < total * replicas:  # it can never fit, so nothing is evicted for it
             return Shortage(total * replicas - room)
         order = list(preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
@@ -422,8 +431,8 @@ class Pool:
         near: Segment | None,
         host: str,
     ) -> list[list[Extent]] | None:
-        """One free range per replica for the whole batch: one node serves it, one search finds
-        it. None when there is no such range; nothing is taken then."""
+        """Allocates one free range per replica for the whole batch, so that one node serves the
+        batch. Returns None, and takes nothing, if there is no such range."""
         total = sum(lengths)
         runs: list[Extent] = []
         for _ in range(replicas):
@@ -443,7 +452,7 @@ class Pool:
     def _allocate_apart(
         self, lengths: list[int], replicas: int, order: list[Segment], eviction: _Eviction
     ) -> list[list[Extent]] | Shortage:
-        """Object by object, where one fits; what is free in pieces too small is made larger."""
+        """Allocates payload by payload. Evicts further where the free pieces are too small."""
         taken: list[list[Extent]] = []
         for length in lengths:
             extents: list[Extent] = []
@@ -475,7 +484,7 @@ class Pool:
     # --- checking -----------------------------------------------------------------------------
 
     def check_invariants(self, others: Iterable[tuple[Segment, int, int]]) -> None:
-        """``others``: extents that objects do not own, as (segment, offset, length)."""
+        """``others``: extents that no object owns, as (segment, offset, length)."""
         self.forest.check_invariants(self.unsettled)
         used: dict[int, list[tuple[int, int]]] = {key: [] for key in self.segments}
         leaves: dict[int, set[ObjectRecord]] = {}
@@ -505,7 +514,8 @@ class Pool:
 
 
 class _Eviction:
-    """Evicts for one allocation, oldest first over all its segments, within the step's budget."""
+    """Evicts for one allocation, the oldest object of all its segments first, within the budget of
+    one step."""
 
     def __init__(
         self, pool: Pool, segments: list[Segment], now_ms: int, used_before_ms: int | None = None
@@ -514,30 +524,30 @@ class _Eviction:
         self._now_ms = now_ms
         self._used_before_ms = used_before_ms
         self._moves = MOVES_PER_STEP
-        """Records that may still be put where they belong by now."""
+        """Records that ``EvictionPolicy.peek`` may still move to their place in the order."""
         self._heads = {segment: self._head(segment) for segment in segments}
-        """The next to go of each; looked up again when that may have changed."""
+        """The next victim of each segment; None: to be looked up again."""
         self._budget = EVICTIONS_PER_STEP
 
     @property
     def goes_on(self) -> bool:
-        """After ``next`` found none: whether another step may find one."""
+        """Whether another step may find a victim, after ``next`` found none."""
         return not self._budget or any(s.candidates.unfinished for s in self._heads)
 
     def head(self, segment: Segment) -> ObjectRecord | None:
-        """The next to go of this segment."""
+        """The next victim of this segment."""
         if self._heads[segment] is None:
             self._heads[segment] = self._head(segment)
         return self._heads[segment]
 
     def forget(self, segment: Segment) -> None:
-        """Look anew for the next to go there."""
+        """Lets ``head`` look up the next victim of this segment again."""
         self._heads[segment] = None
 
     def next(self, order: list[Segment]) -> list[tuple[Segment, int]] | None:
-        """Evict the oldest candidate of these segments, or one of other segments that keeps bytes
-        on these; the lengths that it leaves free, by segment, or None: there is none that is not
-        leased, or the budget is spent."""
+        """Evicts the oldest candidate of these segments, or one of another segment that protects
+        bytes on these. Returns the freed lengths by segment, or None if every candidate is leased
+        or the budget is spent."""
         if not self._budget:
             return None
         heads = self._heads
@@ -575,7 +585,7 @@ class _Eviction:
             head = self._peek(candidates)
             if head is None or not candidates.detached(head) or forest.reach(head) is not True:
                 return head
-            candidates.discard(head)  # whole again since it was marked
+            candidates.discard(head)  # its chain has become whole since it was marked
             candidates.add(head)
         return self._peek(candidates)
 
