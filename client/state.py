@@ -12,7 +12,7 @@ from kvstore.children import Child, start_node
 from kvstore.client import forks
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
-from kvstore.client.lent.views import Ask, Views
+from kvstore.client.lent.views import MakeCall, Views
 from kvstore.client.movers import Movers
 from kvstore.client.operations import Operations
 from kvstore.clocks import uptime
@@ -53,7 +53,7 @@ def read_config(
 class ClientState:
     """The state of one client: placements, transports, views and leases."""
 
-    def __init__(self, config: ClientConfig, ask: Ask) -> None:
+    def __init__(self, config: ClientConfig, ask: MakeCall) -> None:
         """
         Args:
             ask: makes the calls of the thread that renews leases.

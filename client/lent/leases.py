@@ -47,7 +47,7 @@ Mounted = Callable[[], bool]
 
 
 class Place(NamedTuple):
-    """Where leased memory is, whichever master has mounted its segment."""
+    """The position of leased memory. It stays the same when another master mounts the segment."""
 
     uuid: bytes
     """Of the segment."""
@@ -117,17 +117,17 @@ class Lease:
         self.place = place
         self.what: What = held
         self.size = size
-        """Bytes of memory, from the address that it is known by."""
+        """Length of the memory in bytes."""
         self._until = until
         self._mounted = mounted
         self._clock = clock
         self._kept = True
         self.holders = 1
-        """Number of arrays over this memory; 0: the program has dropped all."""
+        """Number of arrays over this memory; 0: the program has dropped all of them."""
         self.header = bytearray()
-        """Of an allocation: what a commit of it has written in front of it."""
+        """Of an allocation: the header that a commit has written in front of it."""
         self.unanswered: Named | None = None
-        """Of an allocation: what a commit that had no answer may have made of it."""
+        """Of an allocation: the object that it may have become, by a commit without an answer."""
         self.is_retried = False
         """Whether the last attempt to renew it failed."""
         self.plan_renewal()
@@ -136,8 +136,9 @@ class Lease:
     def held(self) -> bool:
         """Whether the promise has held without a gap until now. False is final.
 
-        Of an allocation it also ends when its segment is mounted anew: the next master does not
-        know it. Of an object it does not: what was promised is waited for.
+        The lease of an allocation also ends when its segment is mounted again, because the next
+        master does not know the allocation. The lease of an object goes on: its node reports the
+        object to the next master.
         """
         if self._kept:
             over = self._clock() >= self._until
@@ -147,46 +148,48 @@ class Lease:
 
     @property
     def seconds_left(self) -> float:
-        """For how much longer it holds if it is never renewed again."""
+        """How much longer it holds if it is not renewed again."""
         return max(0.0, self._until - self._clock()) if self.held else 0.0
 
     def extend(self, until: float) -> None:
-        """The same promise was given again."""
+        """Called when the master has given the same promise again."""
         if self.held and until > self._until:
             self._until = until
             self.plan_renewal()
 
     def renewed(self, until: float) -> None:
-        """The master promises its version on. To be called when the answer is there: see above."""
+        """Called when the master has answered a renewal; see the module for why it is called only
+        then."""
         if self._mounted():
             self.extend(until)
-        self.plan_renewal()  # also where what is promised ends no later than what was
+        self.plan_renewal()  # also if the new promise ends no later than the old one
 
     @property
     def moved(self) -> bool:
-        """Whether its segment was mounted anew, and it can be asked for by its place there."""
+        """Whether its segment was mounted again: the client must ask for it by its place then."""
         return self.place is not None and isinstance(self.what, Named) and not self._mounted()
 
     def mounted_again(self, mounted: Mounted, until: float) -> None:
-        """The master knows it at its place, on the segment that ``mounted`` watches."""
+        """Called when the master has named it at its place, on the segment that ``mounted``
+        watches."""
         if self.held and mounted():
             self._mounted = mounted
             self.extend(until)
 
     def plan_renewal(self) -> None:
-        """When a third of what is left is over."""
+        """Plans the next renewal for when a third of the time left has passed."""
         self.is_retried = False
         now = self._clock()
         self.renew_at = now + max((self._until - now) / 3, RENEW_PAUSE_S)
 
     def plan_retry(self) -> None:
-        """When a tenth of what is left is over: soon after an attempt that has failed."""
+        """Plans the next attempt after a failed one: when a tenth of the time left has passed."""
         self.is_retried = True
         now = self._clock()
         self.renew_at = now + max((self._until - now) / 10, RENEW_PAUSE_S)
 
     def become(self, named: Named, until: float) -> None:
-        """The allocation was put: it is an object now."""
+        """Called when the allocation was put: it is an object now."""
         self._kept = self.held  # for good
         self.what = named
         self.unanswered = None
@@ -194,13 +197,13 @@ class Lease:
         self.plan_renewal()
 
     def unneeded(self) -> None:
-        """The allocation was put, and its object was there already."""
+        """Called when the allocation was put, and its object was stored already."""
         if isinstance(self.what, Granted):
             self.what = Unneeded(self.what.epoch, self.what.token)
             self.renew_at = math.inf
 
     def end(self) -> None:
-        """Ends the promise for good, whatever the master says. The segment may be unmapped then."""
+        """Ends the lease for good. The segment may be unmapped afterwards."""
         self._kept = False
         self._mounted = _gone
 
@@ -215,17 +218,17 @@ def _gone() -> bool:
 class LeaseTable:
     """All leases of a client. Any thread may read it; one at a time may change it.
 
-    An address names memory for as long as its promise lives. When that has ended, the same client
-    may be given a newer promise of the same bytes while a program still holds the old array. Both
-    leases are in the table then: the newest under its address, the *older* ones beside it. So a
-    lease is found by the object that it was handed out with (``Watches``), and by address only
-    where that is not known.
+    An address identifies memory only until its lease ends. After that, the client may get a new
+    lease on the same bytes while the program still holds the old array. The table then has both
+    leases: the newest under its address, and the *older* ones beside it. So a lease is found by the
+    array with which it was handed out (``Watches``), and by its address only if that array is not
+    known.
     """
 
     def __init__(self, clock: Callable[[], float] = uptime) -> None:
         self.clock = clock
         self._leases: dict[int, Lease] = {}  # the newest, by address of the first payload byte
-        self._older: dict[int, list[Lease]] = {}  # those that it took the place of
+        self._older: dict[int, list[Lease]] = {}  # replaced ones, by the same address
 
     def add(
         self,
@@ -263,11 +266,11 @@ class LeaseTable:
         return lease.what if is_ours and isinstance(lease.what, Granted) else None
 
     def starts_at(self, address: int) -> bool:
-        """Whether some memory starts there."""
+        """Whether leased memory starts at this address."""
         return address in self._leases or address in self._older
 
     def around(self, address: int) -> list[tuple[int, Lease]]:
-        """Every lease of memory that this byte is in, with the address of that memory."""
+        """Every lease whose memory contains this byte, with the address of that memory."""
         newest = list(self._leases.items())
         older = [(at, each) for at, all_there in list(self._older.items()) for each in all_there]
         return [
@@ -290,11 +293,11 @@ class LeaseTable:
         return min((lease.renew_at for lease in self if lease.held), default=math.inf)
 
     def due(self) -> list[Renewal]:
-        """The calls that renew what is due now, or so soon that it goes along."""
+        """The calls that renew the leases that are due now, or within ``RENEW_PAUSE_S``."""
         return list(_renewals(lease for lease in self._due() if not lease.moved))
 
     def moved(self) -> list[Lease]:
-        """Those due whose segments were mounted anew."""
+        """The due leases whose segments were mounted again."""
         return [lease for lease in self._due() if lease.moved]
 
     def _due(self) -> Iterator[Lease]:
@@ -303,7 +306,8 @@ class LeaseTable:
 
 
 def found_at(lease: Lease, found: calls.Found, described: calls.Segments) -> SegmentInfo | None:
-    """The segment that holds what is leased at its place, by these answers about its key."""
+    """The segment that holds the leased object at its place, according to these answers about its
+    key; None: none does."""
     what, placements = lease.what, found.placements
     version = placements.epochs[0], placements.counters[0]
     if (

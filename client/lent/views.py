@@ -37,8 +37,8 @@ log = logging.getLogger("kvstore.client")
 BROKEN_PAUSE_S: Final = 0.2
 """Before the renewing thread goes on after an exception that is a bug."""
 
-Ask = Callable[[calls.Request, float], calls.Reply]
-"""The request and the seconds it may take; raises KVStoreError."""
+MakeCall = Callable[[calls.Request, float], calls.Reply]
+"""Takes a request and the seconds that the call may last; raises KVStoreError."""
 
 
 Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, Place | None, object]
@@ -47,7 +47,7 @@ that was made of it."""
 
 
 class _Watch(weakref.ref["NDArray[np.generic]"]):
-    """Tells when an array is gone, at a sixth of the cost of ``weakref.finalize``."""
+    """A weak reference to an array, at a sixth of the cost of ``weakref.finalize``."""
 
     __slots__ = ("address", "allocated", "array", "lease", "storage")
 
@@ -69,13 +69,13 @@ class _Watch(weakref.ref["NDArray[np.generic]"]):
 class Watches:
     """Which arrays were handed out, and the lease of each.
 
-    A lease belongs to the first array over its memory. All that is made of it leads back to it:
-    arrays by their ``base``, memoryviews by their ``obj``, tensors by their storage. Where that
-    trace is lost (a tensor made of an array by the program, DLPack), the address tells; if the
-    memory was leased more than once, the promise that holds least is the answer.
+    A lease belongs to the first array over its memory. What a program makes of that array leads back
+    to it: arrays by their ``base``, memoryviews by their ``obj``, tensors by their storage. Where
+    that trace is lost (a tensor that the program made of an array, DLPack), the address decides; if
+    the memory was leased more than once, the answer is the lease that promises least.
 
-    ``let_go`` may be called anywhere, also by a finalizer. Reads from any thread, one at a time
-    may do the rest.
+    ``let_go`` may be called anywhere, also by a finalizer. Any thread may read; only one thread at a
+    time may call the other methods.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Watches:
         """Arrays alive that came from ``allocate``."""
         self.closed = False
         self.wake: Callable[[], None] = _nothing
-        """Called by finalizers when there is something to revoke, or always once ``closed``. Waits
-        for no lock."""
+        """Called by finalizers when an allocation is to be revoked, and always once ``closed``. It
+        must not wait for a lock."""
         self._arrays: dict[int, _Watch] = {}
         self._storages: dict[int, _Watch] = {}
         self._let_go: deque[weakref.ref[NDArray[np.generic]]] = deque()
@@ -198,7 +198,7 @@ class Views:
 
     def __init__(
         self,
-        ask: Ask,
+        ask: MakeCall,
         *,
         lease_margin_s: float,
         watch: Callable[[SegmentInfo], Mounted] | None = None,

@@ -287,7 +287,8 @@ class Pool:
 
     def _rehome(self, record: ObjectRecord) -> None:
         """Moves the first living replica to the front, because a record is a candidate on the
-        segment of its first replica. Replicas on dead segments stay in the list, and count as missing."""
+        segment of its first replica. Replicas on dead segments stay in the list, and count as
+        missing."""
         if record.segment is not None and record.segment.alive:
             return
         extents = sorted(record.extents(), key=lambda extent: not extent[0].alive)
