@@ -69,13 +69,13 @@ class _Watch(weakref.ref["NDArray[np.generic]"]):
 class Watches:
     """Which arrays were handed out, and the lease of each.
 
-    A lease belongs to the first array over its memory. What a program makes of that array leads back
-    to it: arrays by their ``base``, memoryviews by their ``obj``, tensors by their storage. Where
+    A lease belongs to the first array over its memory. What a program makes of that array leads
+    back to it: arrays by their ``base``, memoryviews by their ``obj``, tensors by their storage. If
     that trace is lost (a tensor that the program made of an array, DLPack), the address decides; if
     the memory was leased more than once, the answer is the lease that promises least.
 
-    ``let_go`` may be called anywhere, also by a finalizer. Any thread may read; only one thread at a
-    time may call the other methods.
+    ``let_go`` may be called anywhere, also by a finalizer. Any thread may read; only one thread at
+    a time may call the other methods.
     """
 
     def __init__(
