@@ -325,7 +325,7 @@ def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Group
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
-    align, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    scheduler_block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("context parallelism is not supported", advice="Use tensor parallelism.")
@@ -345,4 +345,6 @@ def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Group
         sizes[group_id] = spec.block_size
     if not sizes:
         raise ConfigError("this model has no KV cache whose blocks can be shared by hash")
-    return Groups(hash_block_tokens=hashed, align_tokens=align, block_tokens=sizes)
+    return Groups(
+        hash_block_tokens=hashed, scheduler_block_tokens=scheduler_block, block_tokens=sizes
+    )

@@ -1,4 +1,4 @@
-"""Cache groups as the store sees them: which blocks make up how many tokens of a prompt.
+"""KV cache groups as the store sees them: which blocks make up how many tokens of a prompt.
 
 Layers with one kind of attention share a *group* and its block table. Every group has its own block
 size, a multiple of the *hash block* for which request hashes are computed. A block's key is the
@@ -22,15 +22,16 @@ class Groups:
     """The groups of one model that can be stored by hash."""
 
     hash_block_tokens: int
-    align_tokens: int
-    """Hits end at a multiple of this: the least common multiple of the groups' blocks."""
+    scheduler_block_tokens: int
+    """Tokens of vLLM's scheduler block: the least common multiple of the groups' block sizes. A hit
+    ends at a multiple of it."""
     block_tokens: dict[int, int]
-    """Tokens per block, by group id."""
+    """Tokens per block, by id of the KV cache group."""
 
     def __post_init__(self) -> None:
         for group, tokens in self.block_tokens.items():
             assert tokens % self.hash_block_tokens == 0, f"group {group}: {tokens}"
-            assert self.align_tokens % tokens == 0, f"group {group}: {tokens}"
+            assert self.scheduler_block_tokens % tokens == 0, f"group {group}: {tokens}"
 
     def keys(self, group: int, hashes: Sequence[bytes]) -> list[bytes]:
         """The keys of a group's full blocks, from the hashes of all hash blocks."""
@@ -38,7 +39,8 @@ class Groups:
         return [bytes(each) for each in hashes[step - 1 :: step]]
 
     def aligned(self, tokens: int) -> int:
-        return tokens - tokens % self.align_tokens
+        """``tokens``, rounded down to whole scheduler blocks."""
+        return tokens - tokens % self.scheduler_block_tokens
 
     def runs(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]],

@@ -46,12 +46,12 @@ class Tracked:
     request: Request
     saved: dict[int, int] = field(default_factory=dict)
     """By group: blocks before this index are in the store, or being saved."""
-    offered: int = 0
-    """Tokens that the last lookup offered to vLLM."""
+    external_tokens: int = 0
+    """Tokens that the last lookup has told vLLM to expect from the store."""
     missed: int | None = None
     """Tokens that the lookup did not find; None: not looked up, or counted already."""
     limit: int | None = None
-    """Tokens that may be offered after a load has failed."""
+    """The most external tokens that vLLM is told after a load has failed."""
     failed_loads: int = 0
     failed_saves: int = 0
     promised: int | None = None
@@ -134,7 +134,7 @@ class SchedulerSide:
         """As ``get_num_new_matched_tokens``: tokens beyond those ``computed`` here that can be
         loaded, in the background; None: not known yet."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
-        tracked.offered = 0
+        tracked.external_tokens = 0
         if not self._may_load(request):
             return 0, False
         hashes = self._hashes(tracked)
@@ -154,7 +154,7 @@ class SchedulerSide:
         tracked.missed = limit - max(tokens, computed)
         if tokens <= computed:
             return 0, False
-        tracked.offered = tokens
+        tracked.external_tokens = tokens
         return tokens - computed, True
 
     def _may_load(self, request: Request) -> bool:
@@ -198,20 +198,22 @@ class SchedulerSide:
         if tracked.missed:
             self._count("missed_tokens", tracked.missed)
             tracked.missed = None
-        if tokens <= 0 or not tracked.offered:
+        if tokens <= 0 or not tracked.external_tokens:
             return
         first = {
-            group: (tracked.offered - tokens) // size
+            group: (tracked.external_tokens - tokens) // size
             for group, size in self._groups.block_tokens.items()
         }
         hashes = self._hashes(tracked)
-        assert hashes is not None, "offered tokens have keys"
-        runs = list(self._groups.runs(hashes, blocks.get_block_ids(), first, tracked.offered))
+        assert hashes is not None, "external tokens have keys"
+        runs = list(
+            self._groups.runs(hashes, blocks.get_block_ids(), first, tracked.external_tokens)
+        )
         self._loads.append(Load(request.request_id, runs))
         self._loading.add(request.request_id)
         self._count("loaded_requests")
         self._count("hit_tokens", tokens)
-        tracked.offered = 0
+        tracked.external_tokens = 0
 
     # --- every step ---------------------------------------------------------------------------
 
@@ -240,11 +242,11 @@ class SchedulerSide:
                 or _params(tracked.request).get("no_store")
             ):
                 continue
-            savable = self._savable(tracked.request, scheduled)
-            if not self._is_news(tracked, savable):
+            to_save = self._tokens_to_save(tracked.request, scheduled)
+            if not self._is_news(tracked, to_save):
                 continue
-            tokens = self._fitting(tracked, savable)
-            if tokens < savable:
+            tokens = self._fitting(tracked, to_save)
+            if tokens < to_save:
                 self._count("saves_refused")
                 if not self._is_news(tracked, tokens):
                     continue
@@ -275,7 +277,7 @@ class SchedulerSide:
         sizes = self._groups.block_tokens.items()
         return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
 
-    def _savable(self, request: Request, scheduled: int) -> int:
+    def _tokens_to_save(self, request: Request, scheduled: int) -> int:
         """Tokens whose blocks are full after this step. Only confirmed tokens have a hash;
         speculative ones have none."""
         tokens: int = min(
@@ -299,11 +301,15 @@ class SchedulerSide:
 
         if blocks(tokens) <= room:
             return tokens
-        align = self._groups.align_tokens
+        scheduler_block = self._groups.scheduler_block_tokens
         return (
-            bisect_right(range(tokens // align + 1), room, key=lambda each: blocks(each * align))
+            bisect_right(
+                range(tokens // scheduler_block + 1),
+                room,
+                key=lambda each: blocks(each * scheduler_block),
+            )
             - 1
-        ) * align
+        ) * scheduler_block
 
     def _pin(self, request: Request, runs: list[Run]) -> Save:
         """Takes a reference of each block, so that vLLM does not reuse it before it is saved."""
@@ -372,7 +378,7 @@ class SchedulerSide:
                 tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
-        """Tokens that could not be loaded are not offered to this request again."""
+        """vLLM is not told again of tokens that could not be loaded for this request."""
         self._count("loads_failed")
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -459,7 +465,7 @@ class SchedulerSide:
         self._lookups.clear()
         for tracked in self._tracked.values():
             tracked.saved = {}
-            tracked.offered = 0
+            tracked.external_tokens = 0
 
     def take_counters(self) -> dict[str, int]:
         counters, self.counters = self.counters, {}

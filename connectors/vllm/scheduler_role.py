@@ -302,7 +302,7 @@ class SchedulerRole:
                 self._left.pop(0)
             warnings = fleet.announce(
                 models, mark, self._identified, names,
-                self._groups.align_tokens, self._groups.hash_block_tokens,
+                self._groups.scheduler_block_tokens, self._groups.hash_block_tokens,
             )  # fmt: skip
             self._client.exists(mark)  # connects, so that the first lookup need not
         except KVStoreError as error:

@@ -18,8 +18,8 @@ from kvstore.connectors.vllm.metrics import COUNTERS
 from kvstore.connectors.vllm.scheduler import SchedulerSide
 
 HASH_TOKENS = 4
-PLAIN = Groups(hash_block_tokens=4, align_tokens=4, block_tokens={0: 4})
-HYBRID = Groups(hash_block_tokens=4, align_tokens=8, block_tokens={0: 4, 1: 8})
+PLAIN = Groups(hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4})
+HYBRID = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8})
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import Run
 
-PLAIN = Groups(hash_block_tokens=16, align_tokens=16, block_tokens={0: 16})
-HYBRID = Groups(hash_block_tokens=16, align_tokens=96, block_tokens={0: 16, 2: 32, 3: 48})
+PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
+HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=96, block_tokens={0: 16, 2: 32, 3: 48})
 
 
 def hashes(number: int) -> list[bytes]:
@@ -39,9 +39,9 @@ def test_what_is_aligned_ends_where_blocks_of_all_groups_end() -> None:
 
 def test_blocks_that_are_no_multiple_of_hash_blocks_are_refused() -> None:
     with pytest.raises(AssertionError, match="group 1: 24"):
-        Groups(hash_block_tokens=16, align_tokens=48, block_tokens={0: 16, 1: 24})
+        Groups(hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 16, 1: 24})
     with pytest.raises(AssertionError, match="group 0: 32"):
-        Groups(hash_block_tokens=16, align_tokens=48, block_tokens={0: 32})
+        Groups(hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 32})
 
 
 def test_a_prompt_is_one_run() -> None:
@@ -92,7 +92,7 @@ def test_runs_cover_the_blocks_that_are_not_null_and_each_knows_its_parent(
     steps: list[int], tables: list[list[int]], first: list[int], tokens: int, known: int
 ) -> None:
     sizes = {group: 4 * step for group, step in enumerate(steps)}
-    groups = Groups(hash_block_tokens=4, align_tokens=48, block_tokens=sizes)
+    groups = Groups(hash_block_tokens=4, scheduler_block_tokens=48, block_tokens=sizes)
     starts = dict(enumerate(first))
     found = list(groups.runs(hashes(known), tables, starts, tokens))
     assert [run.group for run in found] == sorted(run.group for run in found)

@@ -14,8 +14,8 @@ from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.lookups import FRESH_S, PENDING_MAX, STEP_PATIENCE_S, Lookup, Lookups
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
 
-PLAIN = Groups(hash_block_tokens=16, align_tokens=16, block_tokens={0: 16})
-HYBRID = Groups(hash_block_tokens=16, align_tokens=32, block_tokens={0: 16, 1: 32})
+PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
+HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 16, 1: 32})
 DEADLINE_S = 1 / 64
 WRITERS_WAIT_S = 0.5
 LONG_S = 10.0
@@ -143,7 +143,7 @@ def test_what_a_group_lacks_is_not_there_and_hits_are_aligned(start: Start, stor
 
 
 def test_groups_of_one_block_size_are_asked_about_at_once(start: Start, store: Store) -> None:
-    groups = Groups(hash_block_tokens=16, align_tokens=16, block_tokens={0: 16, 2: 16})
+    groups = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16, 2: 16})
     store.answers = [[Match(2, 0), Match(1, 0)]]
     lookups = start(groups, {0: ["a"], 2: ["b"]})
     assert answered(lookups, lookups.want("r", hashes(2))) == 16

@@ -697,5 +697,5 @@ TestScheduling = Scheduling.TestCase
 
 
 def test_the_groups_of_the_tests_are_as_the_connector_makes_them() -> None:
-    assert PLAIN.align_tokens == PLAIN.hash_block_tokens
-    assert HYBRID.align_tokens == max(HYBRID.block_tokens.values())
+    assert PLAIN.scheduler_block_tokens == PLAIN.hash_block_tokens
+    assert HYBRID.scheduler_block_tokens == max(HYBRID.block_tokens.values())

@@ -31,7 +31,7 @@ from kvstore.connectors.vllm.worker import WorkerSide
 from kvstore.errors import DeadlineExceededError
 from tests.unit.connectors.test_pages import Config, Group
 
-GROUPS = Groups(hash_block_tokens=4, align_tokens=8, block_tokens={0: 4, 1: 8})
+GROUPS = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8})
 BLOCKS = 600
 LONG_S = 20.0
 NOWHERE = "127.0.0.1:1"
