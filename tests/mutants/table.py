@@ -470,6 +470,30 @@ MUTANTS: Final = (
         CLIENT,
     ),
     Mutant(
+        "cancelled-call-is-not-waited-for",
+        "client/aio.py",
+        "            if not call.cancel() and not stop.set():\n"
+        "                while not call.done():",
+        "            if not call.cancel() and not stop.set():\n                while False:",
+        ("tests/unit/client/test_aio.py",),
+    ),
+    Mutant(
+        "stopped-call-goes-on-with-its-answer",
+        "kvstore/stopping.py",
+        "                if self.is_set:\n"
+        "                    raise CallStoppedError\n"
+        "                self._is_waiting = False",
+        "                self._is_waiting = False",
+        ("tests/unit/test_stopping.py", "tests/unit/client/test_aio.py"),
+    ),
+    Mutant(
+        "call-in-the-line-has-no-deadline",
+        "client/aio.py",
+        "        out_of_time = loop.call_later(timeout_s, call.cancel)  # unless it has begun",
+        "        out_of_time = loop.call_later(3600, call.cancel)",
+        ("tests/unit/client/test_aio.py",),
+    ),
+    Mutant(
         "lease-rises-again",
         "client/lent/leases.py",
         "                self.end()\n        return self._kept\n",
