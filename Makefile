@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm test-containers sim soak mutants check demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
+.PHONY: help test test-vllm test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
+
+imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvstore.client draws inside one)
+	@$(BIN)/import-linter drawgraph --show-lazy-imports $(or $(ARGS),kvstore)
 
 demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another computed
 	$(BIN)/python -m kvstore.demo $(ARGS)
