@@ -122,8 +122,9 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
             tasks.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
             )
+        own = descriptors.open_now()  # before the first connection is accepted
         await master.carriers.start()
-        tasks.append(start_task("connections", master.watch_grpc(), died=broken))
+        tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
         _greet(config, endpoints)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
@@ -265,13 +266,15 @@ class _Master:
             await self._service.stop()
         await self.carriers.stop(STOP_GRACE_S)
 
-    async def watch_grpc(self) -> None:
-        """Logs when gRPC's port is full: gRPC closes further connections without a message."""
-        others = descriptors.open_now() - self.carriers.lane_connections
+    async def watch_grpc(self, own: int) -> None:
+        """Logs when gRPC's port is full: gRPC closes further connections without a message.
+
+        ``own``: the descriptors of this process that are no connections of clients or nodes.
+        """
         is_full = False
         while True:
             await asyncio.sleep(FULL_LOOK_S)
-            taken = descriptors.open_now() - self.carriers.lane_connections - others
+            taken = descriptors.open_now() - self.carriers.lane_connections - own
             self._grpc_connections = max(0, taken)
             if taken >= self._grpc_max and not is_full:
                 is_full = True

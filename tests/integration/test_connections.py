@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from kvstore import Client
+from kvstore.demo.processes import free_port
 from tests.integration.cluster import MASTER, ROOT, Server, until
 
 BOUND = 20
@@ -57,6 +58,35 @@ def test_connections_that_say_nothing_are_bounded_logged_and_cut(master: Server)
             counters = until(lambda: dict(client.status().counters))
         assert counters["grpc_connections"] <= 2 * BOUND
     until(lambda: "grpc_port_free" in master.errors)
+
+
+def test_connections_that_wait_for_the_master_to_start_count(tmp_path: Path) -> None:
+    """Clients and nodes whose master has restarted are there before it has said a word."""
+    port = free_port()
+    flags = ["--port", str(port), "--connections-max", str(BOUND)]
+    master = Server(MASTER, flags, log=tmp_path / "master.log")
+    try:
+        with ExitStack() as stack:
+
+            def connect() -> bool:
+                with suppress(ConnectionRefusedError):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                    return True
+                return False
+
+            def is_full() -> bool:
+                """A busy master may have cut the first ones before it looks."""
+                for _ in range(3 * BOUND):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                return "grpc_port_full" in master.errors
+
+            until(connect, every_s=0.0005)
+            until(is_full, every_s=2.0)
+    finally:
+        master.process.terminate()
+        master.wait()
+        assert master.process.stdout is not None
+        master.process.stdout.close()
 
 
 def test_a_low_limit_of_descriptors_is_raised_or_kept() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError
-from tests.integration.cluster import SHORT, Cluster
+from tests.integration.cluster import SHORT, Cluster, until
 from tests.integration.remote import Remote
 from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island
 from tests.integration.test_deadlines import island as island  # a fixture
@@ -132,15 +132,6 @@ def test_a_client_behind_a_firewall_troubles_nobody_else(island: Island, tmp_pat
         started = "workers.update(w=traffic.Worker(traffic.putter(client, {!r}), longest_s=3.0))"
         ended = "workers['w'].finish()"
 
-        def in_two_seconds(prefix: str) -> int:
-            assert healthy is not None
-            healthy.ask(started.format(prefix))
-            time.sleep(2.0)
-            counts = healthy.ask(ended)
-            assert set(counts) == {"stored"}
-            return int(counts["stored"])
-
-        before = in_two_seconds("before")
         island.cut(OF_NODE)
         walled = [cluster.client(**SETTINGS) for _ in range(2)]
 
@@ -155,9 +146,19 @@ def test_a_client_behind_a_firewall_troubles_nobody_else(island: Island, tmp_pat
         workers = [threading.Thread(target=try_for_ever, args=(n,)) for n in range(2)]
         for worker in workers:
             worker.start()
-        during = [in_two_seconds(f"during-{number}") for number in range(2)]
-        assert min(during) > before / 4, (before, during)
-        assert [cluster.state_of(node) for node in cluster.nodes] == ["alive", "alive"]
+        healthy.ask(started.format("healthy"))
+        states: set[str] = set()
+
+        def have_tried() -> bool:
+            states.update(cluster.state_of(node) for node in cluster.nodes)
+            return len(outcomes) >= 4
+
+        until(have_tried, within_s=60, every_s=0.05)
+        counts = healthy.ask(ended)
+        assert states == {"alive"}, "for everybody, because of those behind the wall"
+        assert set(counts) == {"stored"}
+        # A machine that is busy itself stored 90 a second; when nodes became suspect, it was one.
+        assert counts["stored"] > 10 * len(outcomes)
     finally:
         stop.set()
         for worker in workers:
