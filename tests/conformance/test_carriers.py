@@ -411,7 +411,9 @@ def test_a_stopped_master_costs_no_more_than_the_deadline(carrier: str) -> None:
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
                 for _ in range(2):
                     started = uptime()
-                    with pytest.raises(DeadlineExceededError):
+                    # A new connection may be given up just before the deadline: then no master
+                    # was reached, else it did not answer.
+                    with pytest.raises((DeadlineExceededError, MasterUnreachableError)):
                         caller.call(EXISTS, timeout_s=0.3)
                     assert 0.29 < uptime() - started < 3.0
                 os.kill(process.pid, signal.SIGCONT)
