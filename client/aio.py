@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from kvstore import calls
 from kvstore.client import forks
 from kvstore.client.lent.leases import Lease
-from kvstore.client.operations import View, seconds
+from kvstore.client.operations import View
 from kvstore.client.state import ClientStats
 from kvstore.client.sync import Client
 from kvstore.client.values import Buffer
@@ -77,13 +77,13 @@ class AsyncClient:
 
     def _begin(self, client: Client) -> None:
         self._client = client
-        self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, "kvstore-aio")
+        self._threads = _new_threads()
         forks.watch(self)
 
     def _begin_anew(self) -> None:
         """Called automatically in the child of a fork, as of ``_client``."""
         forks.keep(self._threads)
-        self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, "kvstore-aio")
+        self._threads = _new_threads()
 
     def _give_up(self) -> None:
         self._client._give_up()
@@ -200,7 +200,7 @@ class AsyncClient:
         """Makes the call in a thread. However it ends, the caller's memory is not touched
         afterwards."""
         timeout_ms: Any = named.get("timeout_ms")
-        timeout_s = self._client._timeout_s if timeout_ms is None else seconds(timeout_ms)
+        timeout_s = self._client._seconds(timeout_ms)
         stop = Stop(uptime() + timeout_s)
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -240,3 +240,7 @@ class AsyncClient:
         finally:
             out_of_time.cancel()
             del call  # its error refers to this frame
+
+
+def _new_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(CALLS_AT_ONCE, "kvstore-aio")

@@ -16,7 +16,7 @@ from kvstore.client.lent.views import MakeCall, Views
 from kvstore.client.movers import Movers
 from kvstore.client.operations import Operations
 from kvstore.clocks import uptime
-from kvstore.config import ClientConfig, load
+from kvstore.config import ClientConfig
 from kvstore.host import address_towards, host_id
 
 if TYPE_CHECKING:
@@ -36,18 +36,6 @@ class ClientStats(NamedTuple):
     """The epoch of the master that was last joined; 0 before."""
     transports: Mapping[str, int]
     """Transfers (of a batch of objects, from or to one segment) by transport."""
-
-
-def read_config(
-    master: str | None,
-    memory: int | str | None,
-    config: ClientConfig | None,
-    settings: Mapping[str, object],
-) -> ClientConfig:
-    """As ``Client``'s constructor says. Raises ConfigError."""
-    if config is not None:
-        return config
-    return load(ClientConfig, {"master": master, "memory": memory, **settings})
 
 
 class ClientState:

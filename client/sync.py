@@ -17,10 +17,10 @@ from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, View, seconds
-from kvstore.client.state import ClientState, ClientStats, read_config
+from kvstore.client.state import ClientState, ClientStats
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
-from kvstore.config import ClientConfig, parse_size
+from kvstore.config import ClientConfig, load, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
 from kvstore.stopping import Stop, current
 
@@ -77,7 +77,9 @@ class Client:
             StartupError, MasterUnreachableError: only with ``memory``: the segment could not be
                 made, or not joined.
         """
-        self.config = read_config(master, memory, config, settings)
+        if config is None:
+            config = load(ClientConfig, {"master": master, "memory": memory, **settings})
+        self.config = config
         self._timeout_s = self.config.timeout_ms / 1000
         self._state = ClientState(self.config, self._ask_within)
         self._stub = self._new_stub()
@@ -531,7 +533,7 @@ class Client:
         """Carries out the flow's steps until it returns or the time is over."""
         if self._closed.is_set():
             raise ClosedError("the client is closed")
-        timeout_s = self._timeout_s if timeout_ms is None else seconds(timeout_ms)
+        timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
         call, pause, move = self._stub.call, self._pause, self._state.movers.move
         stop = current()
@@ -557,6 +559,10 @@ class Client:
         except StopIteration as done:
             result: ResultT = done.value
             return result
+
+    def _seconds(self, timeout_ms: int | None) -> float:
+        """The time-out of one call. Raises InvalidArgumentError."""
+        return self._timeout_s if timeout_ms is None else seconds(timeout_ms)
 
     def _pause(self, seconds: float, deadline: float, timeout_s: float) -> None:
         left = deadline - uptime()
