@@ -24,9 +24,7 @@ COMMAND = "make bench"
 def show(measured: Measured, console: Console) -> None:
     """Prints the table, its notes, and whether the goals are met."""
     notes = notes_of(measured)
-    table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+    table = _empty_table()
     for each in measured.comparisons:
         cells = cells_of(each, notes)
         colour = "green" if each.met else "red"
@@ -36,12 +34,10 @@ def show(measured: Measured, console: Console) -> None:
     for number, note in enumerate(notes, 1):
         console.print(f"[{number}] {note}", markup=False)
     console.print(summary(measured))
-    if processor := [each for each in measured.comparisons if each.processor_ratio]:
+    if processor := measured.with_processor:
         console.print()
         console.print(PROCESSOR)
-        table = Table(box=None, pad_edge=False)
-        for number, column in enumerate(COLUMNS):
-            table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+        table = _empty_table()
         for each in processor:
             table.add_row(*processor_cells(each))
         console.print(table)
@@ -65,15 +61,14 @@ def as_markdown(measured: Measured, *, picture: str = "") -> str:
         "Time of one call, the median of the rounds' medians. Ratio: Mooncake's time over ours"
         " within a round, the median of the rounds (smallest to largest); above 1 ours is faster.",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|",
+        *_markdown_table([cells_of(each, notes) for each in measured.comparisons]),
+        "",
+        summary(measured),
     ]
-    lines += ["| " + " | ".join(cells_of(each, notes)) + " |" for each in measured.comparisons]
-    lines += ["", summary(measured)]
     if copied := [each for each in measured.comparisons if each.memcpy_part]:
         lines += ["", *[f"* {_memcpy_line(each)}" for each in copied]]
     lines += ["", *[f"{number}. {note}" for number, note in enumerate(notes, 1)]]
-    if processor := [each for each in measured.comparisons if each.processor_ratio]:
+    if processor := measured.with_processor:
         met = sum(each.processor_met for each in processor)
         lines += [
             "",
@@ -81,9 +76,7 @@ def as_markdown(measured: Measured, *, picture: str = "") -> str:
             "",
             PROCESSOR,
             "",
-            "| " + " | ".join(COLUMNS) + " |",
-            "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|",
-            *["| " + " | ".join(processor_cells(each)) + " |" for each in processor],
+            *_markdown_table([processor_cells(each) for each in processor]),
             "",
             f"{met} of {len(processor)} goals are met.",
         ]
@@ -134,6 +127,20 @@ def processor_cells(comparison: Comparison) -> tuple[str, ...]:
         f"{row.processor_goal:g}",
         "met" if comparison.processor_met else "not met",
     )
+
+
+def _empty_table() -> Table:
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
+    return table
+
+
+def _markdown_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table with ``COLUMNS``."""
+    ruler = "|---|---|" + "---:|" * (len(COLUMNS) - 3) + "---|"
+    lines = ["| " + " | ".join(row) + " |" for row in (COLUMNS, *rows)]
+    return [lines[0], ruler, *lines[1:]]
 
 
 def _shares(rounds: Sequence[Shares]) -> str:

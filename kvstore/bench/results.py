@@ -107,6 +107,11 @@ class Measured:
         """The rows that do not reach their goals."""
         return [each.row for each in self.comparisons if not each.met]
 
+    @property
+    def with_processor(self) -> list[Comparison]:
+        """The rows whose processor time was measured."""
+        return [each for each in self.comparisons if each.processor_ratio is not None]
+
     def as_json(self) -> dict[str, Any]:
         return {
             "machine": self.machine,

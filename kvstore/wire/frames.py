@@ -12,7 +12,9 @@ A frame is, little-endian:
 A connection opens with a HELLO from the client, whose payload is ``MAGIC``, u32 protocol version
 and the lane token of the ``Join`` reply; the server answers with a REPLY (empty) or an ERROR and
 closes. After that the client sends CALLs; replies may come in any order. CANCEL tells the server
-that the client does not wait for the reply to a call any more; it may still come.
+that the client does not wait for the reply to a call any more; it may still come. Clients of this
+release have one call at a time on a connection, and close it instead; those of the release before
+send several, and CANCEL.
 """
 
 from __future__ import annotations
