@@ -7,10 +7,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-
-import pytest
 
 from kvstore import Client
 from kvstore.demo.processes import free_port
@@ -19,11 +17,10 @@ from tests.integration.cluster import MASTER, ROOT, Server, until
 BOUND = 20
 
 
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[Server]:
-    server = Server(
-        MASTER, ["--port", "0", "--connections-max", str(BOUND)], log=tmp_path / "master.log"
-    )
+@contextmanager
+def started(port: int, log: Path) -> Iterator[Server]:
+    flags = ["--port", str(port), "--connections-max", str(BOUND)]
+    server = Server(MASTER, flags, log=log)
     try:
         yield server
     finally:
@@ -33,60 +30,59 @@ def master(tmp_path: Path) -> Iterator[Server]:
         server.process.stdout.close()
 
 
-def test_connections_that_say_nothing_are_bounded_logged_and_cut(master: Server) -> None:
-    port = int(master.line(r"listening on \S+:(\d+) ").group(1))
-    with ExitStack() as stack:
-        sockets: list[socket.socket] = []
+class Silent:
+    """Connections that say nothing."""
+
+    def __init__(self, stack: ExitStack, port: int) -> None:
+        self.sockets: list[socket.socket] = []
+        self._stack = stack
+        self._port = port
+
+    def connect(self) -> bool:
+        """One more; False: nothing listens."""
+        with suppress(ConnectionRefusedError):
+            sock = socket.create_connection(("127.0.0.1", self._port))
+            self.sockets.append(self._stack.enter_context(sock))
+            return True
+        return False
+
+    def fill(self, master: Server) -> None:
+        """Connects until the master says that its port is full. A busy one may have cut the first
+        connections before it looks."""
 
         def is_full() -> bool:
-            """A busy master may have cut the first ones before it looks."""
-            sockets.extend(
-                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                for _ in range(3 * BOUND)
-            )
+            assert all(self.connect() for _ in range(3 * BOUND))
             return "grpc_port_full" in master.errors
 
         until(is_full, every_s=2.0)
-        for sock in sockets:
-            sock.settimeout(20)
-            try:
-                while sock.recv(1 << 16):  # its greeting, then the end
-                    pass
-            except ConnectionError:
-                continue
-        with Client(f"127.0.0.1:{port}") as client:
-            counters = until(lambda: dict(client.status().counters))
-        assert counters["grpc_connections"] <= 2 * BOUND
-    until(lambda: "grpc_port_free" in master.errors)
+
+
+def test_connections_that_say_nothing_are_bounded_logged_and_cut(tmp_path: Path) -> None:
+    with started(0, tmp_path / "master.log") as master:
+        port = int(master.line(r"listening on \S+:(\d+) ").group(1))
+        with ExitStack() as stack:
+            silent = Silent(stack, port)
+            silent.fill(master)
+            for sock in silent.sockets:
+                sock.settimeout(20)
+                try:
+                    while sock.recv(1 << 16):  # its greeting, then the end
+                        pass
+                except ConnectionError:
+                    continue
+            with Client(f"127.0.0.1:{port}") as client:
+                counters = until(lambda: dict(client.status().counters))
+            assert counters["grpc_connections"] <= 2 * BOUND
+        until(lambda: "grpc_port_free" in master.errors)
 
 
 def test_connections_that_wait_for_the_master_to_start_count(tmp_path: Path) -> None:
     """Clients and nodes whose master has restarted are there before it has said a word."""
     port = free_port()
-    flags = ["--port", str(port), "--connections-max", str(BOUND)]
-    master = Server(MASTER, flags, log=tmp_path / "master.log")
-    try:
-        with ExitStack() as stack:
-
-            def connect() -> bool:
-                with suppress(ConnectionRefusedError):
-                    stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                    return True
-                return False
-
-            def is_full() -> bool:
-                """A busy master may have cut the first ones before it looks."""
-                for _ in range(3 * BOUND):
-                    stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                return "grpc_port_full" in master.errors
-
-            until(connect, every_s=0.0005)
-            until(is_full, every_s=2.0)
-    finally:
-        master.process.terminate()
-        master.wait()
-        assert master.process.stdout is not None
-        master.process.stdout.close()
+    with started(port, tmp_path / "master.log") as master, ExitStack() as stack:
+        silent = Silent(stack, port)
+        until(silent.connect, every_s=0.0005)
+        silent.fill(master)
 
 
 def test_a_low_limit_of_descriptors_is_raised_or_kept() -> None:
