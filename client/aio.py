@@ -111,6 +111,7 @@ class AsyncClient:
     match_prefix = _awaited(Client.match_prefix)
     match_prefixes = _awaited(Client.match_prefixes)
     matches = _awaited(Client.matches)
+    lookup = _awaited(Client.lookup)
     exists = _awaited(Client.exists)
     exists_many = _awaited(Client.exists_many)
     stat = _awaited(Client.stat)

@@ -270,7 +270,7 @@ class Operations:
         buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
         namespace: str | None,
         timeout_ms: int | None = None,
-    ) -> Flow[list[bool]]:
+    ) -> Flow[list[int | None]]:
         if isinstance(keys, str | bytes):
             one = cast("Buffer | Sequence[Buffer]", buffers)
             targets = [Target(check_key(keys), *writable(one))]
@@ -285,7 +285,7 @@ class Operations:
             pairs = zip(checked, several, strict=True)
             targets = [Target(key, *writable(each)) for key, each in pairs]
         yield from getting.get(self.context, self._namespace(namespace), targets, timeout_ms)
-        return [target.descriptor is not None for target in targets]
+        return [None if target.placed is None else target.placed.size for target in targets]
 
     def _view_many(
         self,
@@ -414,6 +414,13 @@ class Operations:
             raise InvalidArgumentError(f"match_prefix takes 1 to {NAMESPACES_MAX} namespaces")
         spaces = [self._namespace(each) for each in namespaces]
         return (yield from asking.match_prefix(spaces, packed_keys(keys, MATCH_KEYS_MAX)))
+
+    def lookup(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[int | None]]:
+        checked = check_keys(keys, distinct=False)
+        placed = yield from getting.locate(
+            self.context, self._namespace(namespace), checked, fresh=True
+        )
+        return [None if known is None else known.size for known in placed]
 
     def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         return asking.exists(self._namespace(namespace), packed_keys(keys))

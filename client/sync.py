@@ -308,8 +308,8 @@ class Client:
         *,
         namespace: str | None = None,
         timeout_ms: int | None = None,
-    ) -> list[bool]:
-        """Read values into the caller's memory; per key, whether it was there.
+    ) -> list[int | None]:
+        """Read values into the caller's memory; per key, how many bytes that was, or None: a miss.
 
         Args:
             keys: a sequence, or a single key with a single buffer.
@@ -376,10 +376,21 @@ class Client:
         """``match_prefixes``, and how many keys after those are being written at this moment."""
         return self._run(self._operations.match_prefix(keys, namespaces), timeout_ms)
 
+    def lookup(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> list[int | None]:
+        """Which of these are there, and how large: per key the payload's bytes, or None: a miss.
+
+        What was found is leased as by ``get`` (``kvstore-master --lease-ms``), so that a ``get`` or
+        ``get_into`` within that time finds it, and does so without another call to the master.
+        """
+        return self._run(self._operations.lookup(keys, namespace), timeout_ms)
+
     def exists(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> bool:
-        """Whether a complete object is there now. Promises nothing for the next moment."""
+        """Whether a complete object is there now. Promises nothing for the next moment: ``lookup``
+        does."""
         return self._run(self._operations.exists([key], namespace), timeout_ms)[0]
 
     def exists_many(

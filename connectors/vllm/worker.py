@@ -265,15 +265,17 @@ class WorkerSide:
         blocks = size = 0
         for run in self._ours(load.runs):
             for piece in _pieces(run):
-                there = [False] * len(piece.keys)
+                sizes: list[int | None] = [None] * len(piece.keys)
 
                 left_ms = _left_ms(deadline)
 
                 def get(
-                    piece: Run = piece, there: list[bool] = there, left_ms: int = left_ms
+                    piece: Run = piece,
+                    sizes: list[int | None] = sizes,
+                    left_ms: int = left_ms,
                 ) -> None:
                     with self._pages.writing(piece.group, piece.block_ids, order.after) as buffers:
-                        there[:] = self._client.get_into(
+                        sizes[:] = self._client.get_into(
                             piece.keys, buffers,
                             namespace=namespace(order.fingerprint, piece.group, self._part),
                             timeout_ms=left_ms,
@@ -281,11 +283,11 @@ class WorkerSide:
 
                 late = self._give_up or not left_ms
                 done = not late and self._guarded("load", get, left_ms)
-                if done and all(there):
+                if done and None not in sizes:
                     blocks += len(piece.keys)
                     size += len(piece.keys) * self._pages.block_bytes[piece.group]
                     continue
-                first = there.index(False) if done else 0
+                first = sizes.index(None) if done else 0
                 bad.update(run.block_ids[piece.first - run.first + first :])
                 tokens = (piece.first + first) * self._groups.block_tokens[run.group]
                 good_tokens = tokens if good_tokens is None else min(tokens, good_tokens)

@@ -78,7 +78,7 @@ class Engine:
             log.warning("cannot load the prefix, computing it: %s", error)
             return 0
         # A block can be lost between the two calls, with its node. Blocks before it are good.
-        blocks = loaded.index(False) if False in loaded else matched
+        blocks = loaded.index(None) if None in loaded else matched
         self.memory.holds(blocks * BLOCK_TOKENS)
         return blocks
 

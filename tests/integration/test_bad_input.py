@@ -202,8 +202,8 @@ def test_buffers_that_do_not_fit(verbs: Any) -> None:
     for buffers in ([], [bytearray(32)] * 2):
         with pytest.raises(InvalidArgumentError):
             verbs.get_into(["k"], buffers)
-    assert verbs.get_into("k", np.zeros(8, np.float32)) == [True]
-    assert verbs.get_into("none", np.zeros(1, np.int8)) == [False]
+    assert verbs.get_into("k", np.zeros(8, np.float32)) == [32]
+    assert verbs.get_into("none", np.zeros(1, np.int8)) == [None]
 
 
 # --- ranges ------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_a_value_of_no_bytes_is_a_value(verbs: Any) -> None:
     assert verbs.put("nothing", b"") is STORED
     assert verbs.exists("nothing")
     assert verbs.get("nothing") == b""
-    assert verbs.get_into("nothing", bytearray(b"xy")) == [True]
+    assert verbs.get_into("nothing", bytearray(b"xy")) == [0]
     assert verbs.stat("nothing").detail.row.size == 0
     assert verbs.remove("nothing")
     assert verbs.get("nothing") is None
@@ -276,24 +276,33 @@ def test_get_into_fills_what_it_is_given(verbs: Any) -> None:
     array = np.arange(12, dtype=np.float32)
     verbs.put_many([("array", array), ("bytes", b"0123456789")])
     into = np.zeros((3, 4), np.float32)
-    assert verbs.get_into("array", into) == [True]
+    assert verbs.get_into("array", into) == [48]
     assert (into.reshape(-1) == array).all()
     tensor = torch.zeros(12)
     left, right = bytearray(4), bytearray(b"........")
     assert verbs.get_into(["array", "none", "bytes"], [tensor, bytearray(1), [left, right]]) == [
-        True, False, True,
+        48, None, 10,
     ]  # fmt: skip
     assert torch.equal(tensor, torch.from_numpy(array))
     assert (bytes(left), bytes(right)) == (b"0123", b"456789..")
     pieces = [torch.zeros(5), torch.zeros(0), torch.zeros(7)]
-    assert verbs.get_into(["array"], [pieces]) == [True]
+    assert verbs.get_into(["array"], [pieces]) == [48]
     assert torch.equal(torch.cat(pieces), torch.from_numpy(array))
     anything = np.zeros(48, np.uint8)
-    assert verbs.get_into(["array"], [anything]) == [True]
+    assert verbs.get_into(["array"], [anything]) == [48]
     assert anything.tobytes() == array.tobytes()
     with pytest.raises(BufferMismatchError):
         verbs.get_into(["array"], [np.zeros(12, np.int32)])
     assert same(verbs.get("array"), array)
+
+
+def test_lookup_says_sizes_and_leases_what_it_finds(verbs: Any) -> None:
+    verbs.put_many([("nothing", b""), ("ten", b"0123456789")])
+    assert verbs.lookup(["ten", "none", "nothing", "ten"]) == [10, None, 0, 10]
+    assert verbs.lookup(["ten"], namespace="elsewhere") == [None]
+    assert verbs.lookup([]) == []
+    assert verbs.stat("ten").detail.row.leased_ms > 0
+    assert verbs.stats().placements == 2, "a get now makes no call to the master"
 
 
 def test_a_large_batch_of_small_things_and_a_few_large_ones(verbs: Any) -> None:

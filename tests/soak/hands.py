@@ -342,10 +342,10 @@ class Hands:
         done = await self.call("get_into", keys, buffers, namespace=namespace, cancel_s=cancel_s)
         if done.ok:
             rows = zip(keys, buffers, numbers, done.value, strict=True)
-            for key, buffer, number, hit in rows:
-                self.journal.count(self.prefix + "get_into", "hit" if hit else "miss")
-                if hit:
-                    self._judge_into(namespace, key, buffer, number, done)
+            for key, buffer, number, size in rows:
+                self.journal.count(self.prefix + "get_into", "miss" if size is None else "hit")
+                if size is not None:
+                    self._judge_into(namespace, key, buffer, size, number, done)
         for buffer in buffers:
             values.canary(buffer, 201)
         await self.rest(0.03 if done.ok else 0.15)
@@ -357,11 +357,8 @@ class Hands:
                     f"call {done.began:.3f} to {done.ended:.3f}: {changed}",
                 )  # fmt: skip
 
-    def _judge_into(self, namespace: str, key: bytes, buffer: Any, number: int, done: Result
-                    ) -> None:  # fmt: skip
-        size = int(buffer[24:32].view("uint64")[0]) & 0xFFFF_FFFF
-        if not values.BLOCK_BYTES <= size <= len(buffer):
-            size = len(buffer)
+    def _judge_into(self, namespace: str, key: bytes, buffer: Any, size: int, number: int,
+                    done: Result) -> None:  # fmt: skip
         if self.judge(namespace, key, buffer[:size], done, "get_into") and values.touched(
             buffer[size:], number
         ):
