@@ -107,6 +107,7 @@ class AsyncClient:
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)
     get_into = _awaited(Client.get_into)
+    get_ranges = _awaited(Client.get_ranges)
 
     match_prefix = _awaited(Client.match_prefix)
     match_prefixes = _awaited(Client.match_prefixes)
@@ -153,13 +154,17 @@ class AsyncClient:
             if not cleared.removed:
                 return removed
 
-    async def register(self, buffer: Buffer) -> None:
+    async def register(self, memory: Buffer | int, size: int | None = None) -> None:
         """As ``Client.register``."""
-        await asyncio.to_thread(self._client.register, buffer)
+        await asyncio.to_thread(self._client.register, memory, size)
 
-    async def unregister(self, buffer: Buffer) -> None:
+    async def unregister(self, memory: Buffer | int) -> None:
         """As ``Client.unregister``."""
-        await asyncio.to_thread(self._client.unregister, buffer)
+        await asyncio.to_thread(self._client.unregister, memory)
+
+    def memory_at(self, address: int, size: int) -> memoryview:
+        """As ``Client.memory_at``."""
+        return self._client.memory_at(address, size)
 
     def lease(self, view: View) -> Lease | None:
         """As ``Client.lease``."""

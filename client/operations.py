@@ -20,6 +20,7 @@ from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.objects import headers, is_whole
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.putting import Items, PutOptions
+from kvstore.client.flows.ranges import Parts, get_ranges
 from kvstore.client.flows.steps import Context, Flow, ask
 from kvstore.client.lent.leases import Granted, Lease, Named, Place
 from kvstore.client.lent.views import Views, Watched
@@ -69,6 +70,8 @@ TIMEOUT_MS_MAX = 3_600_000
 
 View = Value | memoryview
 """What ``copy=False`` returns: bytes come as a read-only memoryview."""
+Range = tuple[int, Buffer]
+"""Where a part of a payload begins, in bytes, and the memory for it, which says how long it is."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
 
 
@@ -120,12 +123,13 @@ class Operations:
         chain: bool,
         replicas: int | None,
         overwrite: bool,
+        partial: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
     ) -> Flow[list[PutOutcome]]:
         pairs = list(items)
         keys = check_keys([key for key, _ in pairs], distinct=True)
-        options = self._options(namespace, parent, chain, replicas, overwrite)
+        options = self._options(namespace, parent, chain, replicas, overwrite, partial)
         encoded = Items(keys, *encode_all([value for _, value in pairs]))
         if self.views.allocated:
             self._refuse_lost(encoded)
@@ -139,6 +143,7 @@ class Operations:
         namespace: str | None,
         parent: AnyKey | None,
         replicas: int | None,
+        partial: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
     ) -> Flow[list[PutOutcome]]:
@@ -147,7 +152,9 @@ class Operations:
                 f"a chain needs one value per key: {len(keys)} keys, {len(values)} values"
             )
         pairs = zip(keys, values, strict=True)
-        return self.put_many(pairs, namespace, parent, True, replicas, False, wait_ms, timeout_ms)
+        return self.put_many(
+            pairs, namespace, parent, True, replicas, False, partial, wait_ms, timeout_ms
+        )
 
     def allocate(
         self,
@@ -286,6 +293,26 @@ class Operations:
             targets = [Target(key, *writable(each)) for key, each in pairs]
         yield from getting.get(self.context, self._namespace(namespace), targets, timeout_ms)
         return [None if target.placed is None else target.placed.size for target in targets]
+
+    def get_ranges(
+        self,
+        keys: Sequence[AnyKey] | AnyKey,
+        ranges: Sequence[Sequence[Range]] | Sequence[Range],
+        namespace: str | None,
+    ) -> Flow[list[int | None]]:
+        if isinstance(keys, str | bytes):
+            wanted = [_parts(check_key(keys), cast("Sequence[Range]", ranges))]
+        else:
+            checked = check_keys(keys, distinct=False)
+            if len(ranges) != len(checked):
+                raise InvalidArgumentError(
+                    f"{len(checked)} keys and {len(ranges)} lists of ranges",
+                    advice="Give one list of (offset, buffer) pairs per key.",
+                )
+            several = cast("Sequence[Sequence[Range]]", ranges)
+            wanted = [_parts(key, each) for key, each in zip(checked, several, strict=True)]
+        yield from get_ranges(self.context, self._namespace(namespace), wanted)
+        return [None if parts.placed is None else parts.placed.size for parts in wanted]
 
     def _view_many(
         self,
@@ -476,6 +503,7 @@ class Operations:
         chain: bool,
         replicas: int | None,
         overwrite: bool,
+        partial: bool = False,
     ) -> PutOptions:
         count = self.config.replicas if replicas is None else replicas
         if not 1 <= count <= REPLICAS_MAX:
@@ -486,7 +514,18 @@ class Operations:
             chain=chain,
             replicas=count,
             overwrite=overwrite,
+            partial=partial,
         )
+
+
+def _parts(key: Key, ranges: Sequence[Range]) -> Parts:
+    flat: list[tuple[int, memoryview]] = []
+    for offset, buffer in ranges:
+        if offset < 0:
+            raise InvalidArgumentError(f"a range begins at {offset}: offsets are not negative")
+        views, _ = writable(buffer)
+        flat += [(offset, view) for view in views if len(view)]
+    return Parts(key, flat)
 
 
 LIST_PAGE = 1_000

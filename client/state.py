@@ -15,9 +15,11 @@ from kvstore.client.flows.steps import Context
 from kvstore.client.lent.views import MakeCall, Views
 from kvstore.client.movers import Movers
 from kvstore.client.operations import Operations
+from kvstore.client.registered import RegisteredMemory
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.host import address_towards, host_id
+from kvstore.memory.raw import address_of
 
 if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
@@ -73,6 +75,7 @@ class ClientState:
             failover_s=config.timeout_ms / 3000,
         )
         self.operations = Operations(config, self.context, self.movers, self.views)
+        self.registered = RegisteredMemory()
         self.children: list[Child] = []
 
     def begin_anew(self) -> None:
@@ -88,6 +91,7 @@ class ClientState:
         context.segments = SegmentTable()
         context.placements = PlacementCache(self.config.placements_max)
         context.counters = {}
+        self.registered = RegisteredMemory()
         self.views.begin_anew()
         self.movers.begin_anew(context.client_number)
 
@@ -125,6 +129,21 @@ class ClientState:
                 metadata_server=self.config.metadata_server,
             )
             self.children.append(node)
+
+    def register(self, memory: memoryview) -> None:
+        """As ``Client.register``."""
+        self.registered.add(memory)
+        try:
+            self.movers.register(memory)
+        except BaseException:
+            self.registered.take(address_of(memory))
+            raise
+
+    def unregister(self, address: int) -> None:
+        """As ``Client.unregister``."""
+        memory = self.registered.take(address)
+        if memory is not None:
+            self.movers.unregister(memory)
 
     def stats(self, epoch: int) -> ClientStats:
         context = self.context

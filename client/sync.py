@@ -16,12 +16,13 @@ from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
-from kvstore.client.operations import AnyKey, DType, View, seconds
+from kvstore.client.operations import AnyKey, DType, Range, View, seconds
 from kvstore.client.state import ClientState, ClientStats
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
-from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError
+from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
+from kvstore.memory.raw import address_of, memory_at
 from kvstore.stopping import Stop, current
 
 ResultT = TypeVar("ResultT")
@@ -194,17 +195,22 @@ class Client:
         parent: AnyKey | None = None,
         replicas: int | None = None,
         overwrite: bool = False,
+        partial: bool = False,
         wait_ms: int | None = None,
         timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """``put`` of several, in one exchange: room is found for all of them or for none.
+
+        Args:
+            partial: where the pool is full, store the first ones that there is room for; the
+                outcome of the others is NO_SPACE.
 
         Raises:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
         """
         return self._run(
             self._operations.put_many(
-                items, namespace, parent, False, replicas, overwrite, wait_ms, timeout_ms
+                items, namespace, parent, False, replicas, overwrite, partial, wait_ms, timeout_ms
             ),
             timeout_ms,
         )
@@ -217,6 +223,7 @@ class Client:
         namespace: str | None = None,
         parent: AnyKey | None = None,
         replicas: int | None = None,
+        partial: bool = False,
         wait_ms: int | None = None,
         timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
@@ -225,13 +232,15 @@ class Client:
         Args:
             keys: from the root towards the tip, such as the hashes of an engine's blocks.
             parent: of the first; None: the first is a root.
+            partial: where the pool is full, store as much of the front as there is room for; the
+                outcome of the others is NO_SPACE.
 
         Raises:
             As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
         """
         return self._run(
             self._operations.put_chain(
-                keys, values, namespace, parent, replicas, wait_ms, timeout_ms
+                keys, values, namespace, parent, replicas, partial, wait_ms, timeout_ms
             ),
             timeout_ms,
         )
@@ -327,22 +336,66 @@ class Client:
             self._operations.get_into(keys, buffers, namespace, timeout_ms), timeout_ms
         )
 
-    def register(self, buffer: Buffer) -> None:
-        """Let the transfer engine move bytes from and into this memory as it is, where it moves
-        any: without, they pass through a buffer. Ours until ``unregister`` or ``close``.
+    def get_ranges(
+        self,
+        keys: Sequence[AnyKey] | AnyKey,
+        ranges: Sequence[Sequence[Range]] | Sequence[Range],
+        *,
+        namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> list[int | None]:
+        """Read parts of values into the caller's memory; per key the bytes of the whole value, or
+        None: a miss, and its buffers' contents are undefined.
 
-        A ``get_into`` of such memory that fails with MemoryQuarantinedError leaves it in doubt:
-        see there. Needs memory that may be locked (RDMA); does nothing without an engine.
+        The header says that this is the object, and complete; the bytes of a part cannot be
+        compared with the checksum, which covers the whole payload.
+
+        Args:
+            keys: a sequence, or a single key with a single list of ranges.
+            ranges: per key a list of ``(offset, buffer)``: where the part begins in the payload,
+                in bytes, and the memory for it, as of ``get_into``, which says how long it is.
+                Dtypes are not compared.
 
         Raises:
-            TransferEngineError: it cannot be registered, or is in part already.
+            BufferMismatchError: a range ends behind its value, or a buffer cannot be filled.
         """
-        self._state.movers.register(writable(buffer)[0][0])
+        return self._run(self._operations.get_ranges(keys, ranges, namespace), timeout_ms)
 
-    def unregister(self, buffer: Buffer) -> None:
-        """Take memory back. Returns when nothing can be written to it any more: at once, or some
-        5 s after a read was given up."""
-        self._state.movers.unregister(writable(buffer)[0][0])
+    def register(self, memory: Buffer | int, size: int | None = None) -> None:
+        """Lend this memory to the client until ``unregister`` or ``close``: ``memory_at`` gives
+        parts of it by address, and a transfer engine, if there is one, moves bytes from and into
+        it as it is; without, they pass through a buffer.
+
+        A ``get_into`` of such memory that fails with MemoryQuarantinedError leaves it in doubt:
+        see there. RDMA needs memory that may be locked. After a fork the child registers anew.
+
+        Args:
+            memory: a writable tensor, array or buffer, which is kept alive; or the address of
+                ``size`` bytes of this process, which the caller keeps allocated.
+
+        Raises:
+            InvalidArgumentError: it is registered already, in part or whole; or the processor
+                cannot read it: memory of a device, or none at all.
+            TransferEngineError: the engine refuses it.
+        """
+        self._state.register(_lent(memory, size))
+
+    def unregister(self, memory: Buffer | int) -> None:
+        """Take memory back: what was registered, or its address. Returns when nothing can be
+        written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
+        ignored."""
+        if not isinstance(memory, int):
+            memory = address_of(writable(memory)[0][0])
+        self._state.unregister(memory)
+
+    def memory_at(self, address: int, size: int) -> memoryview:
+        """``size`` bytes at an address of registered memory: a value to put, or a buffer to get
+        into. The caller keeps them allocated, and for a put unchanged, until that call returns.
+
+        Raises:
+            InvalidArgumentError: they are not within one registered memory.
+        """
+        return self._state.registered.at(address, size)
 
     def lease(self, view: View) -> Lease | None:
         """The promise under a value from ``get(copy=False)`` or ``allocate``, or under anything
@@ -584,6 +637,16 @@ class Client:
 
     def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
         return self._stub.call(request, uptime() + seconds)
+
+
+def _lent(memory: Buffer | int, size: int | None) -> memoryview:
+    if isinstance(memory, int):
+        if size is None:
+            raise InvalidArgumentError("register(address) needs the size of the memory, in bytes")
+        return memory_at(memory, size)
+    if size is not None:
+        raise InvalidArgumentError("register(buffer) takes no size: a buffer has one")
+    return writable(memory)[0][0]
 
 
 def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:

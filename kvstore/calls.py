@@ -70,6 +70,8 @@ class PutOutcome(enum.IntEnum):
     """Complete now, by this put (only in the answer to ``put_end`` and ``commit``)."""
     REFUSED = 5
     """Not stored: the token is unknown, its deadline passed, or its segment is gone."""
+    NO_SPACE = 6
+    """Not stored: the pool is full (only as the result of ``put_many(..., partial=True)``)."""
 
 
 class Presence(enum.IntEnum):
@@ -311,7 +313,7 @@ class Commit(NamedTuple):
 
 
 class Committed(NamedTuple):
-    outcome: Annotated[int, Between(1, max(PutOutcome))]
+    outcome: Annotated[int, Between(1, PutOutcome.REFUSED)]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
 
 

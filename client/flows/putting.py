@@ -80,15 +80,18 @@ class PutOptions:
     chain: bool = False
     replicas: int = 1
     overwrite: bool = False
+    partial: bool = False
+    """Store what there is room for, and say NO_SPACE of the rest."""
 
 
 def put(
     context: Context, items: Items, options: PutOptions, wait_ms: int
 ) -> Flow[list[PutOutcome]]:
-    """Stores every item that is missing; one outcome (STORED, FOUND, BEING_WRITTEN) each.
+    """Stores every item that is missing; one outcome (STORED, FOUND, BEING_WRITTEN) each; also
+    NO_SPACE, if ``options.partial``.
 
-    Room is granted for all of ``PUT_KEYS_MAX`` items or for none; an error may come after some
-    such pieces were stored.
+    Otherwise room is granted for all of ``PUT_KEYS_MAX`` items or for none; an error may come after
+    some such pieces were stored.
 
     Raises:
         PutRefusedError: ATTEMPTS grants failed, or all nodes that could take the objects did; names
@@ -110,14 +113,12 @@ def put(
             avoid = (*context.segments.avoid(), *quick)[:AVOID_MAX]
             try:
                 for run in _runs(outcomes, options.chain):
-                    first = run[0]
-                    parent = keys[first - 1] if options.chain and first else options.parent
-                    some = items if len(run) == len(keys) else items.of(run)
-                    ended = yield from _put_once(
-                        context, some, parent, options, wait_ms, avoid, failures
-                    )
-                    for index, outcome in zip(run, ended, strict=True):
-                        outcomes[index] = outcome
+                    for started in (
+                        yield from _start(context, items, run, options, wait_ms, avoid)
+                    ):
+                        ended = yield from _finish(context, started, options, failures)
+                        for index, outcome in zip(started.run, ended, strict=True):
+                            outcomes[index] = outcome
             except NoSpaceError as full:
                 if full.fields.get("cause") != "avoided":
                     raise
@@ -194,34 +195,79 @@ def _runs(outcomes: Sequence[PutOutcome], chain: bool) -> list[list[int]]:
     return runs
 
 
-def _put_once(
+class _Started(NamedTuple):
+    """Items of a put that the master has answered for together."""
+
+    run: Sequence[int]
+    """Their indexes."""
+    items: Items
+    parent: Key | None
+    """Of the first."""
+    grants: calls.Grants | None
+    """None: there is no room for them."""
+    at: float
+    """The clock before it was asked."""
+
+
+def _start(
     context: Context,
     items: Items,
-    parent: Key | None,
+    run: Sequence[int],
     options: PutOptions,
     wait_ms: int,
     avoid: Sequence[bytes],
-    failures: list[_Failure],
-) -> Flow[list[PutOutcome]]:
-    """One grant and its transfers; returns the outcomes. Adds to ``failures``."""
-    started = context.clock()
-    grants = yield from ask(
-        calls.PutStart(
-            options.namespace,
-            items.keys,
-            items.sizes,
-            parent,
-            options.chain,
-            options.replicas,
-            options.overwrite,
-            wait_ms,
-            context.host,
-            avoid,
-            context.here_only,
-            context.client_number,
-        ),
-        calls.Grants,
+) -> Flow[list[_Started]]:
+    """Asks for room for the items of ``run``. If there is not enough for all of them, a partial put
+    asks for the first half, and for the second if that may still fit: 2 log2(n) times. Nothing is
+    written before all is granted, because what is complete could be evicted for what follows."""
+    keys, first = items.keys, run[0]
+    parent = keys[first - 1] if options.chain and first else options.parent
+    some = items if len(run) == len(keys) else items.of(run)
+    at = context.clock()
+    request = calls.PutStart(
+        options.namespace,
+        some.keys,
+        some.sizes,
+        parent,
+        options.chain,
+        options.replicas,
+        options.overwrite,
+        wait_ms,
+        context.host,
+        avoid,
+        context.here_only,
+        context.client_number,
     )
+    try:
+        grants = yield from ask(request, calls.Grants)
+        return [_Started(run, some, parent, grants, at)]
+    except NoSpaceError as full:
+        if not options.partial or full.fields.get("cause") != "leased":
+            raise
+    none = _Started(run, some, parent, None, at)
+    if len(run) == 1:
+        return [none]
+    middle = len(run) // 2
+    started = yield from _start(context, items, run[:middle], options, 0, avoid)
+    too_large = [size for each in started if each.grants is None for size in each.items.sizes]
+    if too_large and (options.chain or min(some.sizes[middle:]) >= min(too_large)):
+        return [*started, none._replace(run=run[middle:], items=items.of(run[middle:]))]
+    try:
+        return started + (yield from _start(context, items, run[middle:], options, 0, avoid))
+    except KVStoreError:
+        for each in started:
+            if each.grants is not None and each.grants.tokens:
+                yield from revoke(each.grants.epoch, each.grants.tokens)
+        raise
+
+
+def _finish(
+    context: Context, started: _Started, options: PutOptions, failures: list[_Failure]
+) -> Flow[list[PutOutcome]]:
+    """The transfers of a grant and its end; returns the outcomes. Adds to ``failures``."""
+    _, items, parent, grants, at = started
+    if grants is None:
+        return [PutOutcome.NO_SPACE] * len(items.keys)
     outcomes = [OUTCOMES[outcome] for outcome in grants.outcomes]
     granted: Sequence[int] = range(len(outcomes))
     if outcomes.count(PutOutcome.WRITE) < len(outcomes):
@@ -229,7 +275,7 @@ def _put_once(
     if not granted:
         return outcomes
     segments = yield from describe(context, grants.epoch, grants.segments)
-    deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
+    deadline = at + grants.deadline_ms / 1000 - context.lease_margin_s
     replicas, segment_ids = grants.replicas, grants.segments
     distinct_ids = dict.fromkeys(segment_ids)
     writes = {

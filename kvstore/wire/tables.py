@@ -31,7 +31,7 @@ from kvstore.wire.packed import (
     unpack_number,
 )
 
-_OUTCOMES = bytes(PutOutcome)
+_OUTCOMES = bytes(range(PutOutcome.WRITE, PutOutcome.NO_SPACE))
 _NUMBER_BYTES = 8
 _ROW = struct.Struct("<4Q")
 _EXTENT = struct.Struct("<2Q")

@@ -25,10 +25,11 @@ from kvstore.errors import (
     NodeUnreachableError,
     TransferEngineError,
 )
+from kvstore.memory.raw import address_of
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake import engine as engines
 from kvstore.transport.mooncake import server, transport
-from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of
+from kvstore.transport.mooncake.engine import Engine, EngineSettings
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import ROOT, Peer

@@ -282,3 +282,29 @@ def test_those_who_wait_for_room_are_served_in_order(cluster: Cluster) -> None:
             writer.wait_for("stored", more=20)
     with pytest.raises(KVStoreError):
         client.put_many([(f"b-{n}", content("b", 1 << 20)) for n in range(9)], wait_ms=0)
+
+
+def test_a_partial_put_fills_a_pool_of_leased_objects(cluster: Cluster) -> None:
+    cluster.settings["lease_ms"] = 60_000
+    cluster.start(memory="16MiB")
+    client = cluster.client()
+    size = 1 << 20
+    client.put_many([(f"leased-{number}", content(f"{number}", size)) for number in range(8)])
+    client.lookup([f"leased-{number}" for number in range(8)])
+    items = [(f"new-{number}", content(f"new-{number}", size)) for number in range(12)]
+    items.append(("small", b"small"))
+    outcomes = client.put_many(items, partial=True, wait_ms=0)
+    fit = outcomes.index(PutOutcome.NO_SPACE)
+    assert 4 <= fit < 8
+    assert outcomes == [STORED] * fit + [PutOutcome.NO_SPACE] * (12 - fit) + [STORED]
+    assert client.exists_many([key for key, _ in items]) == [
+        outcome is STORED for outcome in outcomes
+    ]
+    with pytest.raises(NoSpaceError):
+        client.put_many(items[:12], wait_ms=0)
+    keys, values = [key for key, _ in items[:12]], [value for _, value in items[:12]]
+    client.lookup(keys)
+    assert (
+        client.put_chain(keys, values, partial=True, wait_ms=0, namespace="chain")
+        == [PutOutcome.NO_SPACE] * 12
+    )

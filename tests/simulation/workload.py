@@ -100,7 +100,7 @@ class Worker:
         self._note(f"put {_names(keys)} overwrite={overwrite} replicas={replicas}")
         outcomes = await self.client.run(
             self.client.operations.put_many(
-                items, namespace, parent, False, replicas, overwrite, self._wait_ms()
+                items, namespace, parent, False, replicas, overwrite, False, self._wait_ms()
             )
         )
         self._note(f"put {_names(keys)}: {_outcomes(outcomes)}")
@@ -114,7 +114,9 @@ class Worker:
         values = [self._payload(namespace, key) for key in keys]
         self._note(f"put_chain {_names(keys)} parent={parent!r}")
         outcomes = await self.client.run(
-            self.client.operations.put_chain(keys, values, namespace, parent, None, self._wait_ms())
+            self.client.operations.put_chain(
+                keys, values, namespace, parent, None, False, self._wait_ms()
+            )
         )
         self._note(f"put_chain {_names(keys)}: {_outcomes(outcomes)}")
 

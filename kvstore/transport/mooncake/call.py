@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
+from kvstore.memory.raw import address_of
 from kvstore.transport.base import PIECE_BYTES, Hasher, Move
-from kvstore.transport.mooncake.engine import address_of
 from kvstore.transport.mooncake.station import Station
 from kvstore.transport.mooncake.waves import waves
 from kvstore.transport.pieces import deadline_exceeded, feed

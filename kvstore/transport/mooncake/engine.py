@@ -231,13 +231,6 @@ class Engine:
         del engine
 
 
-def address_of(buffer: memoryview) -> int:
-    """Where a buffer begins; read-only ones, too."""
-    import numpy as np  # imported by every client anyway, and not by a node
-
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data) if len(buffer) else 0
-
-
 def address_of_map(mapped: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 

@@ -19,12 +19,8 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kvstore.clocks import uptime
-from kvstore.transport.mooncake.engine import (
-    Engine,
-    EngineSettings,
-    address_of,
-    address_of_map,
-)
+from kvstore.memory.raw import address_of
+from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of_map
 
 CHUNK_BYTES_MAX: Final = 4 << 20
 """Of the buffer, used for one batch: some milliseconds, so that copying and hashing the next goes

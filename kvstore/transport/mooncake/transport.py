@@ -33,11 +33,12 @@ from kvstore.errors import (
     NodeUnreachableError,
     TransferEngineError,
 )
+from kvstore.memory.raw import address_of
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import current
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.call import Call, TransferFailedError
-from kvstore.transport.mooncake.engine import EngineSettings, address_of
+from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Registered, Station, registration
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import ClientConnection

@@ -23,7 +23,7 @@ from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES, WIPE, unpack
 from tests.unit.client.world import EPOCH, A, B, C, D, N, World, grants, items
 
-WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED = PutOutcome
+WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED, _ = PutOutcome
 
 OPTIONS = PutOptions(namespace=N)
 SETTLED = NodeUnreachableError("refused", settled=1)

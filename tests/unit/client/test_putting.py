@@ -19,11 +19,11 @@ from kvstore.errors import (
     PutRefusedError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import SUPERBLOCK_BYTES, unpack
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, unpack
 from tests.unit.client.world import World, grants, items
 
 WRITE, FOUND, BUSY = PutOutcome.WRITE, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN
-STORED, REFUSED = PutOutcome.STORED, PutOutcome.REFUSED
+STORED, REFUSED, NO_SPACE = PutOutcome.STORED, PutOutcome.REFUSED, PutOutcome.NO_SPACE
 AT = SUPERBLOCK_BYTES
 
 
@@ -281,3 +281,68 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
 def test_an_empty_gather_list_is_an_empty_value() -> None:
     assert encode([]).parts == []
     assert encode_all([[]]).sizes == [0]
+
+
+def pool_of(world: World, size: int) -> None:
+    """A master that grants whole calls, for as long as payloads of ``size`` bytes fit."""
+    left, at, tokens = size, AT, iter(range(1, 100))
+
+    def start(request: calls.PutStart) -> calls.Grants:
+        nonlocal left, at
+        wanted = sum(request.sizes)
+        if wanted > left:
+            raise NoSpaceError("full", cause="leased", missing_bytes=wanted - left)
+        left -= wanted
+        places = []
+        for each in request.sizes:
+            places.append((1, at))
+            at += HEADER_BYTES + each
+        count = len(places)
+        return grants([WRITE] * count, [next(tokens) for _ in range(count)], places)
+
+    world.answers[calls.PutStart] = start
+    world.answers[calls.PutEnd] = lambda request: calls.PutEnded([STORED] * len(request.tokens))
+
+
+def partly(world: World, sizes: list[int], **options: object) -> list[PutOutcome]:
+    chosen = PutOptions(namespace=Namespace("default"), partial=True, **options)  # type: ignore[arg-type]
+    rows = [(Key(b"%d" % index), bytes(size)) for index, size in enumerate(sizes)]
+    return world.run(put(world.context, items(*rows), chosen, 100))
+
+
+@pytest.mark.parametrize("room", range(0, 80, 5))
+def test_a_partial_put_stores_the_first_ones_that_there_is_room_for(room: int) -> None:
+    world = World()
+    pool_of(world, room)
+    fit = min(room // 10, 7)
+    assert partly(world, [10] * 7) == [STORED] * fit + [NO_SPACE] * (7 - fit)
+    asked = world.requests(calls.PutStart)
+    assert [each.wait_ms for each in asked] == [100] + [0] * (len(asked) - 1)
+    assert len(asked) <= 1 + 2 * 3, (
+        "halved twice: what is as large as what did not fit is not asked"
+    )
+
+
+def test_a_partial_put_also_stores_what_is_smaller() -> None:
+    world = World()
+    pool_of(world, 25)
+    assert partly(world, [10, 30, 10, 5]) == [STORED, NO_SPACE, STORED, STORED]
+
+
+def test_a_partial_chain_ends_with_the_first_that_does_not_fit() -> None:
+    world = World()
+    pool_of(world, 25)
+    assert partly(world, [10, 30, 10, 5], chain=True) == [STORED] + [NO_SPACE] * 3
+    world = World()
+    pool_of(world, 45)
+    assert partly(world, [10, 10, 10, 10, 10], chain=True) == [STORED] * 4 + [NO_SPACE]
+    pieces = [(list(each.keys), each.parent) for each in world.requests(calls.PutStart)[1:]]
+    assert pieces[0] == ([b"0", b"1"], None)
+    assert all(parent == b"%d" % (int(keys[0]) - 1) for keys, parent in pieces[1:])
+
+
+def test_a_partial_put_is_refused_where_the_pool_is_not_what_is_missing() -> None:
+    world = World()
+    world.answers[calls.PutStart] = NoSpaceError("no node", cause="no_node", missing_bytes=5)
+    with pytest.raises(NoSpaceError, match="no node"):
+        partly(world, [10, 10])

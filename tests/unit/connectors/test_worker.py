@@ -464,7 +464,7 @@ def test_a_load_as_a_whole_has_one_time_out(
     worker = start(Cache(1).pages, transfer_timeout_ms=2_400)
     given: list[int] = []
 
-    def slow(*_: object, timeout_ms: int, **__: object) -> list[bool]:
+    def slow(*_: object, timeout_ms: int, **__: object) -> list[int]:
         given.append(timeout_ms)
         threading.Event().wait(min(1.3, timeout_ms / 1000))
         if timeout_ms < 1_300:

@@ -13,7 +13,7 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster
 from tests.unit.master.conftest import NewCluster
 
-WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED = PutOutcome
+WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED, _ = PutOutcome
 LEASE_MS, DEADLINE_MS, QUARANTINE_MS = 10_000, 30_000, 20_000
 BEFORE = EPOCH - 1
 

@@ -1,0 +1,99 @@
+"""Reading parts of objects: the flow of ``get_ranges``.
+
+Header and parts are read in one go. A checksum covers a whole payload, so that of a part nothing
+but the header is checked: it says that this version of the object lies there, and was complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.client.flows.getting import ATTEMPTS, locate
+from kvstore.client.flows.objects import is_of
+from kvstore.client.flows.placements import Placed, Replica
+from kvstore.client.flows.steps import Context, Flow, Transfer, unreachable
+from kvstore.errors import BufferMismatchError
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES, unpack
+from kvstore.transport.base import Move
+
+
+class Parts:
+    """Parts of one object to read, and the caller's memory for them."""
+
+    __slots__ = ("head", "key", "placed", "ranges")
+
+    def __init__(self, key: Key, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        self.key = key
+        self.ranges = ranges
+        """Where each begins in the payload; none is empty."""
+        self.head = bytearray(HEADER_BYTES)
+        self.placed: Placed | None = None
+        """Where they were read; None: a miss."""
+
+    def moves(self, placed: Placed, offset: int) -> list[Move]:
+        """Raises BufferMismatchError: a range is not within the payload."""
+        moves = [Move(offset, memoryview(self.head))]
+        for start, view in self.ranges:
+            if start + len(view) > placed.size:
+                raise BufferMismatchError(
+                    f"the object has {placed.size} bytes, a range ends at {start + len(view)}",
+                    advice="Ask lookup(keys) for the sizes first.",
+                    size_bytes=placed.size,
+                    key=self.key.hex(),
+                )
+            moves.append(Move(offset + HEADER_BYTES + start, view))
+        return moves
+
+
+def get_ranges(context: Context, namespace: Namespace, wanted: Sequence[Parts]) -> Flow[None]:
+    """Read what is there; sets ``placed`` of those.
+
+    Raises:
+        BufferMismatchError: a range is not within its object; nothing of that batch was read.
+        MasterUnreachableError, DeadlineExceededError
+    """
+    todo = list(wanted)
+    for attempt in range(ATTEMPTS):
+        keys = [parts.key for parts in todo]
+        placed = yield from locate(context, namespace, keys, fresh=attempt > 0)
+        transfers: dict[int, Transfer] = {}
+        reads: list[tuple[Parts, Placed, Replica]] = []
+        for parts, known in zip(todo, placed, strict=True):
+            replicas = () if known is None else context.segments.reachable(known.replicas)
+            if known is None or not replicas:
+                continue
+            segment, offset = replicas[0]
+            transfer = transfers.setdefault(id(segment), Transfer(segment, [], write=False))
+            transfer.moves.extend(parts.moves(known, offset))
+            reads.append((parts, known, replicas[0]))
+        if not reads:
+            return
+        errors = yield list(transfers.values())
+        assert isinstance(errors, list)
+        failed = set()
+        for (segment_id, transfer), error in zip(transfers.items(), errors, strict=True):
+            if error is not None:
+                failed.add(segment_id)
+                yield from unreachable(context, transfer.segment, error)
+                if error.fields.get("final"):
+                    raise error
+        now = context.clock()
+        todo = []
+        for parts, known, replica in reads:
+            if id(replica.segment) not in failed:
+                is_there = _is_there(parts, known, replica, namespace)
+                if is_there and now < known.until:
+                    parts.placed = known
+                    continue
+                context.count("late_reads" if is_there else "stale_reads")
+            context.placements.forget(namespace, parts.key)
+            todo.append(parts)
+        if not todo:
+            return
+
+
+def _is_there(parts: Parts, placed: Placed, replica: Replica, namespace: Namespace) -> bool:
+    header = unpack(parts.head, replica.segment.seed, replica.offset)
+    row = (replica.offset, placed.size, placed.epoch, placed.counter, parts.key, None)
+    return header is not None and is_of(header, namespace, row)

@@ -1,0 +1,86 @@
+"""This process's memory by address, as engines hand it over."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Final
+
+from kvstore.errors import InvalidArgumentError
+
+PROBES_MAX: Final = 64
+"""Bytes of a memory that are looked at, to tell whether the processor can read it."""
+
+_CUDA: Final = "libcuda.so.1"
+_CU_MEMORY_TYPE, _CU_IS_MANAGED = 2, 8
+_CU_DEVICE: Final = 2
+"""Numbers of the CUDA driver's ``CUpointer_attribute`` and ``CUmemorytype``."""
+
+
+def address_of(memory: memoryview) -> int:
+    """Of its first byte, also where it is read-only; 0 for memory of no bytes."""
+    import numpy as np  # imported by every client anyway, and not by a node
+
+    return int(np.frombuffer(memory, np.uint8).ctypes.data) if memory.nbytes else 0
+
+
+def memory_at(address: int, size: int) -> memoryview:
+    """This process's memory at an address, flat and writable. Does not keep it alive.
+
+    Raises:
+        InvalidArgumentError: not a range of addresses, or memory that the processor cannot read: of
+            a device, or not mapped at all.
+    """
+    if size <= 0 or not 0 < address <= (1 << 64) - size:
+        raise InvalidArgumentError(f"{size} bytes at {address:#x} are no memory")
+    if _is_of_cuda_device(address):
+        raise InvalidArgumentError(
+            f"{size} bytes at {address:#x} are memory of a CUDA device, which the processor cannot "
+            "copy",
+            advice="Register the engine's host memory, and let the engine copy between the two.",
+        )
+    unreadable = _unreadable(address, size)
+    if unreadable is not None:
+        raise InvalidArgumentError(
+            f"{size} bytes at {address:#x}: the processor cannot read the byte at {unreadable:#x}; "
+            "that is memory of a device, or no memory at all",
+            advice="Register host memory, and keep it allocated until unregister() has returned.",
+        )
+    array = (ctypes.c_char * size).from_address(address)
+    return memoryview(array).cast("B")
+
+
+def _unreadable(address: int, size: int) -> int | None:
+    """The first address among some of the range that cannot be read, if one cannot: the kernel
+    copies a byte from each into a pipe, and says EFAULT instead of ending the process."""
+    step = max(1, (size - 1) // (PROBES_MAX - 1))
+    libc = ctypes.CDLL(None, use_errno=True)
+    reader, writer = os.pipe()
+    try:
+        each: int
+        for each in (*range(address, address + size, step), address + size - 1):
+            written: int = libc.write(writer, ctypes.c_void_p(each), ctypes.c_size_t(1))
+            if written != 1:
+                return each
+        return None
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def _is_of_cuda_device(address: int) -> bool:
+    """False also where this process does not use CUDA: then it has no such memory."""
+    try:
+        cuda = ctypes.CDLL(_CUDA, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return _cuda_says(cuda, _CU_MEMORY_TYPE, address) == _CU_DEVICE and not _cuda_says(
+        cuda, _CU_IS_MANAGED, address
+    )
+
+
+def _cuda_says(cuda: ctypes.CDLL, attribute: int, address: int) -> int:
+    """0 also where the driver does not know the address."""
+    value = ctypes.c_uint(0)
+    error = cuda.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address))
+    return 0 if error else value.value

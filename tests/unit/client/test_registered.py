@@ -1,0 +1,134 @@
+"""Memory by address: what was registered is lent piece by piece, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import numpy as np
+import pytest
+
+from kvstore.client.registered import RegisteredMemory
+from kvstore.errors import InvalidArgumentError
+from kvstore.memory.raw import address_of, memory_at
+
+PAGE = mmap.PAGESIZE
+
+
+def mapped(pages: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> tuple[mmap.mmap, int]:
+    """Anonymous memory, and its address."""
+    memory = mmap.mmap(-1, pages * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if protection != mmap.PROT_READ | mmap.PROT_WRITE:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert not libc.mprotect(ctypes.c_void_p(address), len(memory), protection)
+    return memory, address
+
+
+def test_memory_at_an_address_is_that_memory() -> None:
+    array = np.arange(10_000, dtype=np.uint8)
+    view = memory_at(array.ctypes.data, array.nbytes)
+    assert view == memoryview(array)  # type: ignore[arg-type]
+    view[5:7] = b"xy"
+    assert array[5:7].tobytes() == b"xy"
+    assert (view.format, view.ndim, view.readonly) == ("B", 1, False)
+    assert address_of(view) == array.ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("address", "size"),
+    [(0, 10), (-4096, 10), (4096, 0), (4096, -1), ((1 << 64) - 8, 16), (1 << 65, 8)],
+)
+def test_what_is_no_range_of_addresses_is_refused(address: int, size: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="are no memory"):
+        memory_at(address, size)
+
+
+def test_what_the_processor_cannot_read_is_refused_and_not_touched() -> None:
+    memory, address = mapped(4, 0)  # what a driver maps for memory of its device
+    with pytest.raises(InvalidArgumentError, match="memory of a device, or no memory at all"):
+        memory_at(address, 4 * PAGE)
+    del memory
+
+
+def test_memory_that_ends_too_early_is_refused() -> None:
+    memory, address = mapped(64)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.mprotect(ctypes.c_void_p(address + 63 * PAGE), PAGE, 0)
+    with pytest.raises(InvalidArgumentError, match=f"the byte at {address + 63 * PAGE:#x}"):
+        memory_at(address, 63 * PAGE + 1)
+    assert len(memory_at(address, 63 * PAGE)) == 63 * PAGE
+    with pytest.raises(InvalidArgumentError):
+        memory_at(address, 64 * PAGE)
+    del memory
+
+
+def test_memory_of_a_cuda_device_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver is loaded, it is asked first: device memory may be readable, and slow."""
+    array = np.zeros(8, np.uint8)
+
+    class Driver:
+        managed = 0
+
+        def cuPointerGetAttribute(  # noqa: N802  # the driver's name
+            self, value: object, attribute: int, pointer: ctypes.c_uint64
+        ) -> int:
+            assert pointer.value == array.ctypes.data
+            target = value._obj  # type: ignore[attr-defined]
+            target.value = 2 if attribute == 2 else self.managed
+            return 0
+
+    driver = Driver()
+    whole = ctypes.CDLL
+    monkeypatch.setattr(
+        ctypes, "CDLL",
+        lambda name, **rest: driver if name == "libcuda.so.1" else whole(name, **rest),
+    )  # fmt: skip
+    with pytest.raises(InvalidArgumentError, match="memory of a CUDA device"):
+        memory_at(array.ctypes.data, 8)
+    driver.managed = 1
+    assert len(memory_at(array.ctypes.data, 8)) == 8
+
+
+def test_parts_are_lent_of_one_region_only() -> None:
+    registered = RegisteredMemory()
+    array = np.arange(200, dtype=np.uint8)
+    left, right = memoryview(array[:100]), memoryview(array[100:])  # type: ignore[arg-type]
+    start = address_of(left)
+    registered.add(right)
+    registered.add(left)
+    assert registered.at(start, 100) == left
+    assert registered.at(start + 90, 10).tolist() == list(range(90, 100))
+    assert registered.at(start + 100, 100) == right
+    for address, size in [(start - 1, 2), (start + 90, 11), (start + 199, 2), (start, -1), (5, 1)]:
+        with pytest.raises(InvalidArgumentError, match="not within memory that was registered"):
+            registered.at(address, size)
+
+
+def test_what_overlaps_is_refused_and_what_was_taken_back_is_unknown() -> None:
+    registered = RegisteredMemory()
+    array = np.zeros(100, np.uint8)
+    whole = memoryview(array)  # type: ignore[arg-type]
+    registered.add(whole[20:60])
+    for overlapping in (whole[20:60], whole[:21], whole[59:], whole, whole[30:31]):
+        with pytest.raises(InvalidArgumentError, match="registered already"):
+            registered.add(overlapping)
+    registered.add(whole[:20])
+    registered.add(whole[60:])
+    registered.add(whole[:0])
+    assert registered.take(address_of(whole[20:])) is not None
+    assert registered.take(address_of(whole[20:])) is None
+    with pytest.raises(InvalidArgumentError):
+        registered.at(address_of(whole[20:]), 1)
+    registered.add(whole[25:30])
+
+
+def test_a_buffer_that_was_registered_is_kept_alive() -> None:
+    registered = RegisteredMemory()
+    array = np.arange(64, dtype=np.uint8)
+    before = sys.getrefcount(array)
+    registered.add(memoryview(array))  # type: ignore[arg-type]
+    assert sys.getrefcount(array) > before
+    registered.take(array.ctypes.data)
+    assert sys.getrefcount(array) == before
