@@ -117,12 +117,12 @@ class DictClient:
 
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[torch.Tensor], *, namespace: str
-    ) -> list[bool]:
+    ) -> list[int | None]:
         self._fail()
         for key, buffer in zip(keys, buffers):
             if key not in self.lost:
                 buffer.copy_(self.blocks[key])
-        return [key not in self.lost for key in keys]
+        return [None if key in self.lost else len(self.blocks[key]) for key in keys]
 
     def _fail(self) -> None:
         if self.error is not None:

@@ -53,9 +53,11 @@ CALLS: dict[str, Verb] = {
     "get a view": lambda c: c.get("a", copy=False),
     "get_many": lambda c: c.get_many(KEYS),
     "get_into": lambda c: c.get_into("b", bytearray(LARGE)),
+    "get_ranges": lambda c: c.get_ranges("c", [(7, bytearray(LARGE - 7))]),
     "match_prefix": lambda c: c.match_prefix(KEYS),
     "match_prefixes": lambda c: c.match_prefixes(KEYS, namespaces=["default", "other"]),
     "matches": lambda c: c.matches(KEYS, namespaces=["default"]),
+    "lookup": lambda c: c.lookup(KEYS),
     "exists": lambda c: c.exists("a"),
     "exists_many": lambda c: c.exists_many(KEYS),
     "stat": lambda c: c.stat("a"),
@@ -70,7 +72,9 @@ CALLS: dict[str, Verb] = {
 PER_CALL = {"timeout_ms": TIMEOUT_MS}
 """What every public call can be given."""
 
-NO_CALLS = {"close", "config", "embedded", "lease", "stats", "register", "unregister"}
+NO_CALLS = {
+    "close", "config", "embedded", "lease", "memory_at", "register", "stats", "unregister",
+}  # fmt: skip
 """Public names that ask nobody, or are tested apart."""
 
 

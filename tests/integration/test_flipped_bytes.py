@@ -58,7 +58,9 @@ def get_batch(client: Any, key: str, size: int) -> bytes | None:
 
 def get_into(client: Any, key: str, size: int) -> bytes | None:
     buffer = bytearray(size)
-    return bytes(buffer) if client.get_into([key], [buffer])[0] else None
+    [got] = client.get_into([key], [buffer])
+    assert got in (size, None)
+    return None if got is None else bytes(buffer)
 
 
 def key_of(number: int) -> tuple[str, int]:

@@ -50,7 +50,7 @@ def test_what_is_put_is_got(store: Cluster) -> None:
     for key, value in values.items():
         assert client.get(key) == value
     buffers = [bytearray(len(value)) for value in values.values()]
-    assert all(client.get_into(list(values), buffers))
+    assert client.get_into(list(values), buffers) == [len(value) for value in values.values()]
     assert buffers == list(values.values())
     others = store.client(transports=("shm",)), store.client(transports=("tcp",))
     for other in others:
@@ -69,7 +69,7 @@ def test_registered_memory(store: Cluster) -> None:
         client.register(memory)
     client.put_many([(f"part-{i}", source[i << 20 : (i + 1) << 20]) for i in range(8)])
     parts = [target[i << 20 : (i + 1) << 20] for i in range(8)]
-    assert all(client.get_into([f"part-{i}" for i in range(8)], parts))
+    assert client.get_into([f"part-{i}" for i in range(8)], parts) == [1 << 20] * 8
     assert (target == source).all()
     for memory in (source, target):
         client.unregister(memory)

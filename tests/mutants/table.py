@@ -677,7 +677,7 @@ MUTANTS: Final = (
     Mutant(
         "missing-block-counts-as-loaded",
         WORKER,
-        "                if done and all(there):\n",
+        "                if done and None not in sizes:\n",
         "                if done:\n",
         CONNECTOR,
     ),
