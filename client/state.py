@@ -139,11 +139,14 @@ class ClientState:
             self.registered.take(address_of(memory))
             raise
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, memory: memoryview | int) -> None:
         """As ``Client.unregister``."""
-        memory = self.registered.take(address)
-        if memory is not None:
-            self.movers.unregister(memory)
+        if isinstance(memory, int):
+            whole = self.registered.take(memory)
+        else:  # also of memory that is a part of what was registered, and in doubt
+            whole = self.registered.take(address_of(memory)) or memory
+        if whole is not None:
+            self.movers.unregister(whole)
 
     def stats(self, epoch: int) -> ClientStats:
         context = self.context

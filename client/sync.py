@@ -22,7 +22,7 @@ from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
-from kvstore.memory.raw import address_of, memory_at
+from kvstore.memory.raw import memory_at
 from kvstore.stopping import Stop, current
 
 ResultT = TypeVar("ResultT")
@@ -384,9 +384,7 @@ class Client:
         """Take memory back: what was registered, or its address. Returns when nothing can be
         written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
         ignored."""
-        if not isinstance(memory, int):
-            memory = address_of(writable(memory)[0][0])
-        self._state.unregister(memory)
+        self._state.unregister(memory if isinstance(memory, int) else writable(memory)[0][0])
 
     def memory_at(self, address: int, size: int) -> memoryview:
         """``size`` bytes at an address of registered memory: a value to put, or a buffer to get

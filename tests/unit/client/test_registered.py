@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from kvstore import Client
 from kvstore.client.registered import RegisteredMemory
 from kvstore.errors import InvalidArgumentError
 from kvstore.memory.raw import address_of, memory_at
@@ -16,13 +17,12 @@ from kvstore.memory.raw import address_of, memory_at
 PAGE = mmap.PAGESIZE
 
 
-def mapped(pages: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> tuple[mmap.mmap, int]:
-    """Anonymous memory, and its address."""
+def mapped(pages: int, unreadable: int) -> tuple[mmap.mmap, int]:
+    """Anonymous memory whose last pages cannot be read, and its address."""
     memory = mmap.mmap(-1, pages * PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if protection != mmap.PROT_READ | mmap.PROT_WRITE:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert not libc.mprotect(ctypes.c_void_p(address), len(memory), protection)
+    denied = ctypes.c_void_p(address + (pages - unreadable) * PAGE)
+    assert not ctypes.CDLL(None).mprotect(denied, unreadable * PAGE, 0)
     return memory, address
 
 
@@ -46,16 +46,14 @@ def test_what_is_no_range_of_addresses_is_refused(address: int, size: int) -> No
 
 
 def test_what_the_processor_cannot_read_is_refused_and_not_touched() -> None:
-    memory, address = mapped(4, 0)  # what a driver maps for memory of its device
+    memory, address = mapped(4, 4)  # what a driver maps for memory of its device
     with pytest.raises(InvalidArgumentError, match="memory of a device, or no memory at all"):
         memory_at(address, 4 * PAGE)
     del memory
 
 
 def test_memory_that_ends_too_early_is_refused() -> None:
-    memory, address = mapped(64)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert not libc.mprotect(ctypes.c_void_p(address + 63 * PAGE), PAGE, 0)
+    memory, address = mapped(64, 1)
     with pytest.raises(InvalidArgumentError, match=f"the byte at {address + 63 * PAGE:#x}"):
         memory_at(address, 63 * PAGE + 1)
     assert len(memory_at(address, 63 * PAGE)) == 63 * PAGE
@@ -132,3 +130,21 @@ def test_a_buffer_that_was_registered_is_kept_alive() -> None:
     assert sys.getrefcount(array) > before
     registered.take(array.ctypes.data)
     assert sys.getrefcount(array) == before
+
+
+def test_unregister_waits_for_all_that_the_transports_may_still_write_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also for a part of what was registered: a read into it may have been given up."""
+    array = np.arange(64, dtype=np.uint8)
+    with Client("127.0.0.1:1") as client:
+        waited: list[list[int]] = []
+        monkeypatch.setattr(
+            client._state.movers, "unregister", lambda view: waited.append(view.tolist())
+        )
+        client.register(array)
+        client.unregister(array[8:16])
+        client.unregister(array[:8])  # where the whole begins
+        client.unregister(array[:8])
+        client.unregister(array.ctypes.data)
+        assert waited == [list(range(8, 16)), list(range(64)), list(range(8))]
