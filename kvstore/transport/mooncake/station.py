@@ -16,10 +16,10 @@ import mmap
 import queue
 import threading
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvstore.clocks import uptime
-from kvstore.memory.raw import address_of
+from kvstore.memory.regions import Region
 from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of_map
 
 CHUNK_BYTES_MAX: Final = 4 << 20
@@ -27,15 +27,6 @@ CHUNK_BYTES_MAX: Final = 4 << 20
 on meanwhile."""
 
 CHUNKS_MIN: Final = 8
-
-
-class Registered(NamedTuple):
-    """Caller's memory that transfers may use as it is."""
-
-    start: int
-    stop: int
-    buffer: memoryview
-    """Keeps it alive."""
 
 
 class Buffer:
@@ -68,7 +59,7 @@ class Station:
         settings: EngineSettings,
         host: str,
         buffer: Buffer,
-        registered: Iterable[Registered],
+        registered: Iterable[Region],
     ) -> None:
         """``buffer`` is ended with the station, unless ``give_up_buffer`` was called before.
 
@@ -125,8 +116,3 @@ class Station:
         """Since the last transfer with that peer; 0: there was none."""
         used_at = self.used_at.get(peer)
         return 0.0 if used_at is None else uptime() - used_at
-
-
-def registration(buffer: memoryview) -> Registered:
-    start = address_of(buffer)
-    return Registered(start, start + len(buffer), buffer)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,12 +33,13 @@ from kvstore.errors import (
     TransferEngineError,
 )
 from kvstore.memory.raw import address_of
+from kvstore.memory.regions import Region, Regions
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import current
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
-from kvstore.transport.mooncake.station import Buffer, Registered, Station, registration
+from kvstore.transport.mooncake.station import Buffer, Station
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import ClientConnection
 
@@ -96,9 +96,9 @@ class MooncakeTransport:
         self._changing = threading.RLock()
         self._station: Station | None = None
         self._retired: list[Station] = []
-        self._registered: list[Registered] = []
-        """In the order of their addresses; disjoint."""
-        self._in_doubt: list[tuple[Registered, Station]] = []
+        self._registered = Regions()
+        """The caller's memory that transfers may use as it is."""
+        self._in_doubt: list[tuple[Region, Station]] = []
         """Caller's memory that may be written to until that station has ended."""
         self._witnesses: dict[tuple[str, bytes, int], _Witness] = {}
         self._broken_until = 0.0
@@ -146,31 +146,27 @@ class MooncakeTransport:
         Raises:
             TransferEngineError: the engine refuses it, or overlaps what is registered.
         """
-        one = registration(buffer)
+        one = Region.of(buffer)
         if one.start == one.stop:
             return
         with self._changing:
-            after = bisect_right(self._registered, one.start, key=_start)
-            beside = self._registered[max(0, after - 1) : after + 1]
-            if any(each.start < one.stop and one.start < each.stop for each in beside):
+            if self._registered.overlap(one):
                 raise TransferEngineError("this memory is registered already, in part or whole")
             if self._station is not None:
                 self._station.engine.register(one.start, one.stop - one.start)
-            insort(self._registered, one, key=_start)
+            self._registered.add(one)
 
     def unregister(self, buffer: memoryview) -> None:
         """Take it back. Returns when no transfer can touch this memory any more: at most the
         engine's own time-out after one that was given up. Unknown memory is ignored."""
         start = address_of(buffer)
         with self._changing:
-            found = [each for each in self._registered if each.start == start]
-            for each in found:
-                self._registered.remove(each)
+            found = self._registered.take(start)
             station = self._station
             doubts = [
-                at for each, at in self._in_doubt if _overlap(each, start, start + len(buffer))
+                at for each, at in self._in_doubt if each.overlaps(start, start + len(buffer))
             ]
-        if found and station is not None:
+        if found is not None and station is not None:
             station.engine.unregister(start)
         for each_station in doubts:
             each_station.ended.wait()
@@ -437,16 +433,11 @@ class MooncakeTransport:
         return until is not None
 
     def _is_registered(self, start: int, length: int) -> bool:
-        registered = self._registered
-        if not registered:
-            return False
-        with self._changing:
-            index = bisect_right(registered, start, key=_start) - 1
-            return index >= 0 and start + length <= registered[index].stop
+        return self._registered.holding(start, length) is not None
 
     def _quarantine(self, buffers: Sequence[memoryview], station: Station) -> None:
         with self._changing:
-            self._in_doubt += [(registration(buffer), station) for buffer in buffers]
+            self._in_doubt += [(Region.of(buffer), station) for buffer in buffers]
 
     def _check_quarantine(self, moves: Sequence[Move]) -> None:
         if not self._in_doubt:
@@ -457,7 +448,7 @@ class MooncakeTransport:
         for move in moves:
             start = address_of(move.buffer)
             for each, _ in doubts:
-                if _overlap(each, start, start + len(move.buffer)):
+                if each.overlaps(start, start + len(move.buffer)):
                     raise MemoryQuarantinedError(
                         "an abandoned read may still write to this memory",
                         advice="Do not use it until client.unregister() of it has returned.",
@@ -510,11 +501,3 @@ class _Witness:
         self._connection.interrupt()
         with self._using:
             self._connection.close()
-
-
-def _start(registered: Registered) -> int:
-    return registered.start
-
-
-def _overlap(registered: Registered, start: int, stop: int) -> bool:
-    return registered.start < stop and start < registered.stop

@@ -1,0 +1,71 @@
+"""Disjoint regions of this process's memory, found by address."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvstore.memory.raw import address_of
+
+
+class Region(NamedTuple):
+    """Memory that somebody has registered."""
+
+    start: int
+    """The address of the first byte."""
+    stop: int
+    memory: memoryview
+    """Flat; keeps a buffer alive that was registered as one."""
+
+    @classmethod
+    def of(cls, memory: memoryview) -> Region:
+        start = address_of(memory)
+        return cls(start, start + len(memory), memory)
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        return self.start < stop and start < self.stop
+
+
+class Regions:
+    """Regions in the order of their addresses. Readers take no lock; those who change it do."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        """Replaced as a whole, never changed."""
+
+    def add(self, region: Region) -> None:
+        """``region`` overlaps none of them."""
+        regions = self._regions.copy()
+        insort(regions, region, key=_start)
+        self._regions = regions
+
+    def take(self, start: int) -> Region | None:
+        """The region that began there, which is none of them any more."""
+        found = [each for each in self._regions if each.start == start]
+        self._regions = [each for each in self._regions if each.start != start]
+        return found[0] if found else None
+
+    def overlap(self, region: Region) -> bool:
+        """Whether any of them overlaps ``region``."""
+        after = bisect_right(self._regions, region.start, key=_start)
+        beside = self._regions[max(0, after - 1) : after + 1]
+        return any(each.overlaps(region.start, region.stop) for each in beside)
+
+    def holding(self, start: int, length: int) -> Region | None:
+        """The one that all of these bytes are in."""
+        regions = self._regions
+        index = bisect_right(regions, start, key=_start) - 1
+        if index < 0 or start + length > regions[index].stop:
+            return None
+        return regions[index]
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions)
+
+    def __bool__(self) -> bool:
+        return bool(self._regions)
+
+
+def _start(region: Region) -> int:
+    return region.start
