@@ -21,7 +21,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.flows.objects import ObjectWrites
 from kvstore.client.flows.putting import revoke
-from kvstore.client.flows.steps import Context, Flow, Transfer, ask, describe, unreachable
+from kvstore.client.flows.steps import Context, Flow, Transfer, ask, carry_out, describe
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
@@ -183,13 +183,7 @@ def _read(
         transfer.moves.append(Move(offset, memoryview(copy.head)))
         if copy.size:
             transfer.moves.append(Move(offset + HEADER_BYTES, memoryview(copy.data), copy.hasher))
-    errors = (yield list(transfers.values())) if transfers else []
-    assert isinstance(errors, list)
-    failed = set()
-    for (segment_id, transfer), error in zip(transfers.items(), errors, strict=True):
-        if error is not None:
-            failed.add(segment_id)
-            yield from unreachable(context, transfer.segment, error)
+    failed = yield from carry_out(context, transfers)
     corrupt = 0
     for copy in copies:
         segment_id, offset = copy.source
@@ -229,13 +223,10 @@ def _write(
                 transfers[place].rows.append((
                     offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor,
                 ))  # fmt: skip
-    errors = (yield list(transfers.values())) if transfers else []
-    assert isinstance(errors, list)
+    failed = yield from carry_out(context, transfers)
     lost: dict[int, list[KVStoreError]] = {}  # by segment
-    for ((segment_id, _), transfer), error in zip(transfers.items(), errors, strict=True):
-        if error is not None:
-            lost.setdefault(segment_id, []).append(error)
-            yield from unreachable(context, transfer.segment, error)
+    for (segment_id, _), error in failed.items():
+        lost.setdefault(segment_id, []).append(error)
     written = []
     for copy in copies:
         on = {segment_id for segment_id, _ in copy.targets}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvstore.client.flows.getting import ATTEMPTS, locate
 from kvstore.client.flows.objects import is_of
 from kvstore.client.flows.placements import Placed, Replica
-from kvstore.client.flows.steps import Context, Flow, Transfer, unreachable
+from kvstore.client.flows.steps import Context, Flow, Transfer, carry_out
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, unpack
@@ -69,15 +69,10 @@ def get_ranges(context: Context, namespace: Namespace, wanted: Sequence[Parts]) 
             reads.append((parts, known, replicas[0]))
         if not reads:
             return
-        errors = yield list(transfers.values())
-        assert isinstance(errors, list)
-        failed = set()
-        for (segment_id, transfer), error in zip(transfers.items(), errors, strict=True):
-            if error is not None:
-                failed.add(segment_id)
-                yield from unreachable(context, transfer.segment, error)
-                if error.fields.get("final"):
-                    raise error
+        failed = yield from carry_out(context, transfers)
+        for error in failed.values():
+            if error.fields.get("final"):
+                raise error
         now = context.clock()
         todo = []
         for parts, known, replica in reads:

@@ -89,6 +89,7 @@ class Pause(NamedTuple):
 
 Step = Ask | Sequence[Transfer] | Pause
 ResultT = TypeVar("ResultT")
+NameT = TypeVar("NameT")
 Flow = Generator[Step, object, ResultT]
 
 
@@ -187,6 +188,26 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
         yield from ask(report, calls.Reported)
     except KVStoreError as unreported:
         log.debug("failure_not_reported node=%s error=%s", segment.node, unreported)
+
+
+def carry_out(
+    context: Context, transfers: Mapping[NameT, Transfer]
+) -> Flow[dict[NameT, KVStoreError]]:
+    """Moves the bytes; the errors of those that failed, each handled by ``unreachable``.
+
+    Raises:
+        As ``unreachable``.
+    """
+    if not transfers:
+        return {}
+    errors = yield list(transfers.values())
+    assert isinstance(errors, list)
+    failed: dict[NameT, KVStoreError] = {}
+    for (name, transfer), error in zip(transfers.items(), errors, strict=True):
+        if error is not None:
+            failed[name] = error
+            yield from unreachable(context, transfer.segment, error)
+    return failed
 
 
 def _one_line(text: str) -> str:
