@@ -54,13 +54,12 @@ def _unreadable(address: int, size: int) -> int | None:
     """The first address among some of the range that cannot be read, if one cannot: the kernel
     copies a byte from each into a pipe, and says EFAULT instead of ending the process."""
     step = max(1, (size - 1) // (PROBES_MAX - 1))
+    probes: list[int] = [*range(address, address + size, step), address + size - 1]
     libc = ctypes.CDLL(None, use_errno=True)
     reader, writer = os.pipe()
     try:
-        each: int
-        for each in (*range(address, address + size, step), address + size - 1):
-            written: int = libc.write(writer, ctypes.c_void_p(each), ctypes.c_size_t(1))
-            if written != 1:
+        for each in probes:
+            if libc.write(writer, ctypes.c_void_p(each), ctypes.c_size_t(1)) != 1:
                 return each
         return None
     finally:
