@@ -203,7 +203,8 @@ class Client:
 
         Args:
             partial: where the pool is full, store the first ones that there is room for; the
-                outcome of the others is NO_SPACE.
+                outcome of the others is NO_SPACE. More than 512 are put in several exchanges, of
+                which one may evict what another has stored.
 
         Raises:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
