@@ -193,6 +193,9 @@ class Movers:
                         transfer.move_by_move(transport, deadline)
                     return None
         except KVStoreError as error:
+            stop = current()
+            if stop is not None and stop.is_set:  # we ended it; the node is not to blame
+                return ClosedError("the call was cancelled", settled=error.fields.get("settled", 0))
             # A caller's deadline says nothing of the segment, which other calls are using.
             if isinstance(error, SegmentGoneError | NodeUnreachableError):
                 for transport in self._transports:
