@@ -84,9 +84,16 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """gRPC logs a traceback when a client cancels a call that is just ending, and when it is gone
-    by the time of the answer (an ``ExecuteBatchError``, which is private to gRPC)."""
-    kind = record.exc_info[0] if record.exc_info else None
-    return kind is not asyncio.CancelledError and getattr(kind, "__name__", "") != _NO_RECEIVER
+    by the time of the answer (an ``ExecuteBatchError``, which is private to gRPC).
+
+    Raises:
+        CancelledError: the one that gRPC logs, which ends its task before it goes on to print the
+            traceback to the error output, where no filter reaches.
+    """
+    kind, error, _ = record.exc_info or (None, None, None)
+    if isinstance(error, asyncio.CancelledError):
+        raise error
+    return getattr(kind, "__name__", "") != _NO_RECEIVER
 
 
 async def _serve(config: MasterConfig, parent: ParentLink) -> int:

@@ -24,9 +24,19 @@ def record_of(error: BaseException | None) -> logging.LogRecord:
     [
         (None, True),
         (ValueError("a bug of ours"), True),
-        (asyncio.CancelledError(), False),
         (NO_RECEIVER("Failed"), False),
     ],
 )
 def test_only_what_is_news_is_logged(error: BaseException | None, news: bool) -> None:
     assert _is_news(record_of(error)) is news
+
+
+def test_a_cancelled_call_prints_nothing() -> None:
+    """gRPC goes on to print the traceback by itself; that the filter raises is what prevents it."""
+    logger = logging.getLogger("test of a cancelled call")
+    logger.addFilter(_is_news)
+    try:
+        raise asyncio.CancelledError
+    except asyncio.CancelledError:
+        with pytest.raises(asyncio.CancelledError):
+            logger.exception("Exception not handled by _handle_exceptions")
