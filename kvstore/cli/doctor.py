@@ -99,6 +99,7 @@ def _checks(
     yield "Python", lambda: software.python(IMPORTS_TIMEOUT_S)
     yield "installation", software.installation
     yield "optional", software.optional
+    yield "mooncake.store", software.mooncake_store
     yield of_host("entries", node.memory)
     yield of_host("numa_nodes")
     yield of_host("locked_memory", node.memory)

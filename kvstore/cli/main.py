@@ -52,9 +52,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in LATE:
             return super().get_command(ctx, cmd_name)
-        command: click.Command = getattr(
-            importlib.import_module(f"kvstore.cli.{cmd_name}"), cmd_name
-        )
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"kvstore.cli.{name}"), name)
         return command
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -77,6 +76,7 @@ class Commands(click.Group):
 
 
 LATE: Final = {
+    "as-mooncake": "Run a command whose mooncake.store is this store.",
     "bench": "Measure this machine.",
     "clean": "Remove memory that dead nodes left on this host.",
     "doctor": "Check this host, its programs and the connection to the cluster.",

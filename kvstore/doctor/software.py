@@ -21,6 +21,7 @@ from typing import Final
 from kvstore import distribution, native
 from kvstore._version import __version__
 from kvstore.doctor.findings import Finding, ok, problem, warning
+from kvstore.mooncake import is_ours
 from kvstore.native import compiled
 
 NEEDED: Final = ("numpy", "grpcio", "protobuf", "pydantic", "xxhash", "click", "rich")
@@ -98,6 +99,21 @@ def optional() -> list[Finding]:
         what = f"{name} {number}" if number else f"{name} is not installed ({purpose})"
         found.append(ok("optional", what))
     return found
+
+
+def mooncake_store() -> list[Finding]:
+    """Whose ``mooncake.store`` an engine would find that is started with this environment."""
+    subject = "mooncake.store"
+    try:
+        found = find_spec("mooncake.store")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        return [ok(subject, "not installed; kvstore as-mooncake -- COMMAND gives it this store")]
+    if is_ours(found.origin):
+        return [ok(subject, "this store (its directory is in front on PYTHONPATH)")]
+    what = f"Mooncake's own ({found.origin}); kvstore as-mooncake -- COMMAND gives it this store"
+    return [ok(subject, what)]
 
 
 def transfer_engine(timeout_s: float, *, transfer: bool) -> list[Finding]:

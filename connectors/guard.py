@@ -1,0 +1,81 @@
+"""How long an engine's thread waits for the store: one rule for adapters that engines call
+synchronously.
+
+A call lasts 2 s at most, and longer only as far as its bytes take time. After failures in a row the
+store is not asked for a while: the engine gets a miss at once, and computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from kvstore.breaker import Breaker
+from kvstore.client.sync import Client
+from kvstore.config import ClientConfig, load
+from kvstore.errors import KVStoreError, UnavailableError
+
+DEADLINE_MS: Final = 2_000
+"""Of one call, if the settings name no other (``timeout_ms``)."""
+
+BYTES_PER_MS: Final = 256 << 10
+"""The slowest network that is worth loading from: a call that moves 1 GiB may last 4 s longer."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Guard:
+    """A client, and the breaker before it. Threads: any."""
+
+    def __init__(self, client: Client, log: logging.Logger) -> None:
+        self.client = client
+        self._log = log
+        self._breaker = Breaker.of_a_store()
+        self._changing = threading.Lock()
+
+    def run(self, call: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
+        """The result of ``call(timeout_ms)``, which moves ``size`` bytes.
+
+        Raises:
+            KVStoreError: from the call.
+            UnavailableError: the store has failed several times in a row; it was not asked.
+        """
+        with self._changing:
+            if self._breaker.is_open(time.monotonic()):
+                raise UnavailableError("the store has failed several times in a row")
+        try:
+            result = call(self.client.config.timeout_ms + size // BYTES_PER_MS)
+        except KVStoreError as error:
+            self._note(error)
+            raise
+        with self._changing:
+            was_closed = self._breaker.state(time.monotonic()) == "closed"
+            self._breaker.succeeded()
+        if not was_closed:
+            self._log.info("the store answers again")
+        return result
+
+    def _note(self, error: KVStoreError) -> None:
+        with self._changing:
+            if not isinstance(error, UnavailableError):
+                self._breaker.succeeded()
+                return
+            opened = self._breaker.failed(time.monotonic())
+        if opened:
+            self._log.warning("the store is not asked for a while, calls are misses: %s", error)
+
+
+def client_of_an_engine(**given: object) -> Client:
+    """A client with the deadline of adapters; settings come from ``given``, the environment and a
+    file, as for ``Client``.
+
+    Raises:
+        ConfigError, StartupError, MasterUnreachableError: as ``Client``.
+    """
+    config = load(ClientConfig, given)
+    if "timeout_ms" not in config.model_fields_set:
+        config = load(ClientConfig, {**given, "timeout_ms": DEADLINE_MS})
+    return Client(config=config)

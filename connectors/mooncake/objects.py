@@ -1,0 +1,248 @@
+"""Objects by Mooncake's names, and memory by address: puts and gets whose errors are codes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from kvstore.calls import Placements, PutOutcome
+from kvstore.client.sync import Client
+from kvstore.client.values import Storable
+from kvstore.connectors.guard import Guard
+from kvstore.connectors.mooncake.names import BufferHandle, Code, ReplicateConfig, code_of
+from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
+
+log = logging.getLogger("kvstore.mooncake")
+
+_OUTCOMES: Final = {
+    PutOutcome.STORED: Code.OK,
+    PutOutcome.FOUND: Code.OK,
+    PutOutcome.BEING_WRITTEN: Code.OK,  # as Mooncake: the same content is about to be there
+    PutOutcome.NO_SPACE: Code.NO_AVAILABLE_HANDLE,
+    PutOutcome.REFUSED: Code.TRANSFER_FAIL,
+}
+
+ResultT = TypeVar("ResultT")
+Found = list[memoryview] | Code
+"""Memory that was named by addresses, or why there is none."""
+
+
+class Objects:
+    """Those of one client, or of none: then every call is invalid. Threads: any."""
+
+    def __init__(self, guard: Guard | None) -> None:
+        self._guard = guard
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.client.close()
+
+    def client(self) -> Client:
+        """Raises ClosedError."""
+        if self._guard is None:
+            raise ClosedError("the store is not set up, or closed")
+        return self._guard.client
+
+    def run(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT:
+        """As ``ask``; raises KVStoreError."""
+        guard = self._guard
+        if guard is None:
+            raise ClosedError("the store is not set up, or closed")
+        return guard.run(lambda timeout_ms: call(guard.client, timeout_ms), size=size)
+
+    def ask(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT | Code:
+        """The result of ``call(client, timeout_ms)``, which moves ``size`` bytes, or its error."""
+        try:
+            return self.run(call, size=size)
+        except KVStoreError as error:
+            log.debug("%s", error)
+            return code_of(error)
+
+    def done(self, call: Callable[[], object]) -> Code:
+        """Of a change that should not fail: the log says why it did."""
+        try:
+            call()
+        except KVStoreError as error:
+            log.error("%s", error)  # noqa: TRY400  # the message says it all
+            return code_of(error)
+        return Code.OK
+
+    def memories(
+        self, pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+    ) -> list[Found]:
+        """Per key the memory at its addresses, which the caller keeps; none at all if there are
+        more addresses than sizes, or fewer."""
+        if len(pointers) != len(sizes):
+            return []
+        return [self.memory(*each) for each in zip(pointers, sizes, strict=True)]
+
+    def memory(self, pointers: Sequence[int], sizes: Sequence[int]) -> Found:
+        if len(pointers) != len(sizes):
+            return Code.INVALID_PARAMS
+        try:
+            at = self.client().memory_at
+            return [at(start, size) for start, size in zip(pointers, sizes, strict=True) if size]
+        except KVStoreError as error:
+            log.debug("%s", error)
+            return code_of(error)
+
+    def put(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Storable | Code],
+        config: ReplicateConfig | None,
+        *,
+        overwrite: bool = False,
+    ) -> list[int]:
+        """Puts those that have a value; per key 0 or a code. Of a key that occurs twice the first
+        one counts, or the last one if values are replaced."""
+        if len(keys) != len(values):
+            return [Code.INVALID_PARAMS] * len(keys)
+        codes: list[int] = [Code.INVALID_PARAMS] * len(keys)
+        wanted: dict[bytes, Storable] = {}
+        names = [name_of(key) for key in keys]
+        for index, (name, value) in enumerate(zip(names, values, strict=True)):
+            if isinstance(value, Code):
+                codes[index] = value
+            elif name and (overwrite or name not in wanted):
+                wanted[name] = value
+        replicas = None if config is None else max(1, config.replica_num)
+        outcomes: dict[bytes, int] = {}
+        for some in _slices(list(wanted.items())):
+            outcomes |= self._put_some(some, replicas, overwrite)
+        return [
+            code if isinstance(value, Code) else outcomes.get(name, code)
+            for name, value, code in zip(names, values, codes, strict=True)
+        ]
+
+    def _put_some(
+        self, items: list[tuple[bytes, Storable]], replicas: int | None, overwrite: bool
+    ) -> dict[bytes, int]:
+        def put(client: Client, timeout_ms: int) -> list[PutOutcome]:
+            return client.put_many(
+                items, replicas=replicas, overwrite=overwrite, partial=True, timeout_ms=timeout_ms
+            )
+
+        try:
+            outcomes = self.run(put, size=sum(_size(value) for _, value in items))
+        except KVStoreError as error:
+            if isinstance(error, ValueTooLargeError) and len(items) > 1:  # the others are not
+                each = [self._put_some([item], replicas, overwrite) for item in items]
+                return {name: code for one in each for name, code in one.items()}
+            log.debug("%s", error)
+            return dict.fromkeys((name for name, _ in items), code_of(error))
+        codes = [_OUTCOMES[outcome] for outcome in outcomes]
+        return dict(zip((name for name, _ in items), codes, strict=True))
+
+    def get_into(self, keys: Sequence[str], buffers: Sequence[Found]) -> list[int]:
+        if len(keys) != len(buffers):
+            return [Code.INVALID_PARAMS] * len(keys)
+        codes: list[int] = [each if isinstance(each, Code) else 0 for each in buffers]
+        wanted = [
+            (index, name_of(key), memory)
+            for index, (key, memory) in enumerate(zip(keys, buffers, strict=True))
+            if not isinstance(memory, Code)
+        ]
+        for some in _slices(wanted):
+            read = self._get_some([name for _, name, _ in some], [memory for *_, memory in some])
+            for (index, *_), code in zip(some, read, strict=True):
+                codes[index] = code
+        return codes
+
+    def _get_some(self, names: list[bytes], memories: list[list[memoryview]]) -> list[int]:
+        def get(client: Client, timeout_ms: int) -> list[int | None]:
+            return client.get_into(names, memories, timeout_ms=timeout_ms)
+
+        try:
+            read = self.run(get, size=sum(_size(memory) for memory in memories))
+        except BufferMismatchError as error:
+            if len(names) == 1:
+                return [code_of(error)]
+            pairs = zip(names, memories, strict=True)
+            return [self._get_some([name], [memory])[0] for name, memory in pairs]
+        except KVStoreError as error:
+            log.debug("%s", error)
+            return [code_of(error)] * len(names)
+        return [Code.OBJECT_NOT_FOUND if size is None else size for size in read]
+
+    def get_range(
+        self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
+    ) -> int:
+        memory = self.memory(pointers, sizes)
+        if isinstance(memory, Code):
+            return memory
+        starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
+        ranges = list(zip(starts, memory, strict=True))
+
+        def get(client: Client, timeout_ms: int) -> list[int | None]:
+            return client.get_ranges(name_of(key), ranges, timeout_ms=timeout_ms)
+
+        found = self.ask(get, size=_size(memory))
+        if isinstance(found, Code):
+            return found
+        return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
+
+    def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
+        names = [name_of(key) for key in keys]
+        there = [name for name in names if name]
+
+        def lookup(client: Client, timeout_ms: int) -> list[int | None]:
+            return [
+                size
+                for some in _slices(there)
+                for size in client.lookup(some, timeout_ms=timeout_ms)
+            ]
+
+        sizes = self.ask(lookup)
+        if isinstance(sizes, Code):
+            return sizes
+        found = dict(zip(there, sizes, strict=True))
+        return [found.get(name) for name in names]
+
+    def placed(self, name: bytes) -> Placements | None:
+        """Where the object is; None: a miss, or an error."""
+        stat = self.ask(lambda client, ms: client.stat(name, timeout_ms=ms))
+        if stat is None or isinstance(stat, Code):
+            return None
+        return stat.detail.placements if stat.detail.placements.segments else None
+
+    def handles(self, keys: Sequence[str]) -> list[BufferHandle | None]:
+        sizes = self.lookup(keys)
+        if isinstance(sizes, Code):
+            return [None] * len(keys)
+        arrays = [None if size is None else np.empty(size, np.uint8) for size in sizes]
+        buffers: list[Found] = [
+            Code.OBJECT_NOT_FOUND if array is None else [array.data] for array in arrays
+        ]
+        read = self.get_into(keys, buffers)
+        return [
+            None if array is None or code < 0 else BufferHandle.of(array[:code])
+            for array, code in zip(arrays, read, strict=True)
+        ]
+
+
+def name_of(key: str | bytes) -> bytes:
+    """The key here: what is longer than a key may be becomes its head and its digest."""
+    if isinstance(key, str):
+        name = key.encode(errors="surrogateescape")
+    else:
+        name = bytes(memoryview(key))
+    if len(name) <= KEY_BYTES_MAX:
+        return name
+    digest = b"#sha256:" + hashlib.sha256(name).hexdigest().encode()
+    return name[: KEY_BYTES_MAX - len(digest)] + digest
+
+
+def _slices(items: list[ResultT]) -> list[list[ResultT]]:
+    return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    return int(value.nbytes)

@@ -1,0 +1,558 @@
+"""``MooncakeDistributedStore``: Mooncake's client, over ours.
+
+Methods return codes (``names.Code``) as Mooncake's do, and raise only for arguments of a wrong
+type. What ``is_exist`` has found is leased, so that a get after it finds it. A get compares a value
+with its checksum before it returns.
+
+Memory by address must be within what ``register_buffer`` was given; otherwise the code is
+``INVALID_PARAMS``. Memory of a device is refused when it is registered, and so by every call.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from kvstore.client.sync import Client
+from kvstore.client.values import Buffer, Storable
+from kvstore.connectors.guard import Guard, client_of_an_engine
+from kvstore.connectors.mooncake.names import (
+    BufferDescriptor,
+    BufferHandle,
+    Code,
+    MemoryDescriptor,
+    ReplicaDescriptor,
+    ReplicaStatus,
+    ReplicateConfig,
+    code_of,
+)
+from kvstore.connectors.mooncake.objects import Objects, log, name_of
+from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.errors import ClosedError, KVStoreError
+from kvstore.limits import BATCH_KEYS_MAX
+
+_DEFAULT_TENANT: Final = "default"
+_SEGMENT_BYTES_MIN: Final = 1 << 20
+
+
+class MooncakeDistributedStore:
+    """Threads: any, after ``setup``. After a fork the child uses it as the parent does."""
+
+    def __init__(self) -> None:
+        self._objects = Objects(None)
+        self._hostname = ""
+        self._sessions = PutSessions()
+        self._reading: dict[bytes, int] = {}
+        """Get sessions: the size of each object."""
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        local_hostname: str | Mapping[str, Any] = "",
+        metadata_server: str = "",
+        global_segment_size: int = 0,
+        local_buffer_size: int = 0,
+        protocol: str = "tcp",
+        rdma_devices: str = "",
+        master_server_addr: str = "",
+        engine: object = None,
+        enable_ssd_offload: bool = False,
+        ssd_offload_path: str = "",
+        tenant_id: str = _DEFAULT_TENANT,
+        enable_client_http_server: bool = False,
+        client_http_port: int = 9300,
+        *,
+        config: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Connects to a master. The first argument may be a dictionary of the others.
+
+        Args:
+            local_hostname: what ``get_hostname`` returns.
+            global_segment_size: bytes that this process contributes, in a child process that ends
+                with it; 0: none.
+            master_server_addr: the kvstore master (``host:port``, or ``etcd://...``). The
+                variable ``KVSTORE_MASTER`` goes before it.
+            tenant_id: the namespace; ``"default"``: the configured one.
+            metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the
+                SSD tier and the HTTP server: have no effect here. ``KVSTORE_PROTOCOL`` and
+                ``KVSTORE_DEVICE_NAME`` let a transfer engine move the bytes.
+
+        Returns:
+            0, or a code: then the log says why, and the store is as before ``setup``.
+        """
+        del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
+        given = local_hostname if isinstance(local_hostname, Mapping) else config
+        if given is not None:
+            master_server_addr = given.get("master_server_addr") or given.get(
+                "master_server_address", master_server_addr
+            )
+            global_segment_size = int(given.get("global_segment_size", global_segment_size))
+            tenant_id = given.get("tenant_id", tenant_id)
+            protocol = given.get("protocol", protocol)
+            local_hostname = given.get("local_hostname", "")
+        assert isinstance(local_hostname, str)
+        self.close()
+        try:
+            client = _connected(master_server_addr, global_segment_size, tenant_id)
+        except KVStoreError as error:
+            log.error("setup failed: %s", error)
+            return code_of(error)
+        without = {
+            f"protocol {protocol}": protocol not in ("", "tcp"),
+            "the SSD tier": enable_ssd_offload,
+            "the HTTP server": enable_client_http_server,
+            "rdma_devices": bool(rdma_devices),
+        }
+        if ignored := [name for name, is_set in without.items() if is_set]:
+            log.info("setup: no effect here: %s", ", ".join(ignored))
+        self._hostname = local_hostname
+        self._objects = Objects(Guard(client, log))
+        log.info("setup: master %s, namespace %r", client.config.master, client.config.namespace)
+        return Code.OK
+
+    def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
+        """As ``setup``: every client here uses shared memory where it can, so Mooncake's second
+        kind of client is the first. ``server_address`` is the master's."""
+        del mem_pool_size, local_buffer_size
+        return self.setup(master_server_addr=server_address)
+
+    def close(self) -> int:
+        """Gives everything back. Idempotent."""
+        self._objects.close()
+        self._objects = Objects(None)
+        self._sessions = PutSessions()
+        self._reading = {}
+        return Code.OK
+
+    def health_check(self) -> int:
+        """0; 1: not set up, or closed; 2: the master does not answer."""
+        try:
+            self._objects.run(lambda client, ms: client.status(timeout_ms=ms))
+        except ClosedError:
+            return 1
+        except KVStoreError:
+            return 2
+        return 0
+
+    def get_hostname(self) -> str:
+        return self._hostname
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Lends ``size`` bytes of host memory, which the caller keeps allocated, until
+        ``unregister_buffer``. Memory of a device is refused: INVALID_PARAMS, and the log says so.
+        """
+        return self._objects.done(lambda: self._objects.client().register(buffer_ptr, size))
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        try:
+            self._objects.client().memory_at(buffer_ptr, 1)
+        except KVStoreError:
+            return Code.INVALID_PARAMS  # as Mooncake: nothing is registered there
+        return self._objects.done(lambda: self._objects.client().unregister(buffer_ptr))
+
+    # --- putting ------------------------------------------------------------------------------
+
+    def put(self, key: str, value: Buffer | bytes, config: ReplicateConfig | None = None) -> int:
+        return self._objects.put([key], [_bytes(value)], config)[0]
+
+    def put_parts(
+        self, key: str, *args: Buffer | bytes, config: ReplicateConfig | None = None
+    ) -> int:
+        """The value is the parts, one after the other."""
+        return self._objects.put([key], [_joined(args)], config)[0]
+
+    def put_batch(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Buffer | bytes],
+        config: ReplicateConfig | None = None,
+    ) -> int:
+        """0, or the first code that is not."""
+        return _worst(self._objects.put(keys, [_bytes(value) for value in values], config))
+
+    def put_from(
+        self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None
+    ) -> int:
+        return self.batch_put_from([key], [buffer_ptr], [size], config)[0]
+
+    def put_from_with_metadata(
+        self,
+        key: str,
+        buffer_ptr: int,
+        metadata_buffer_ptr: int,
+        size: int,
+        metadata_size: int,
+        config: ReplicateConfig | None = None,
+    ) -> int:
+        """The value is the metadata, and after it the data."""
+        pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
+        return self.batch_put_from_multi_buffers([key], [pointers], [sizes], config)[0]
+
+    def batch_put_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """Per key 0 or a code; NO_AVAILABLE_HANDLE for those that a full pool has no room for."""
+        return self._objects.put(
+            keys, self._objects.memories(_each(buffer_ptrs), _each(sizes)), config
+        )
+
+    def batch_put_from_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """As ``batch_put_from``; each value is its buffers, one after the other."""
+        return self._objects.put(keys, self._objects.memories(all_buffer_ptrs, all_sizes), config)
+
+    def put_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
+        return self.batch_put_tensor([key], [tensor], config)[0]
+
+    def batch_put_tensor(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """Of any device, copied before this returns. ``get`` of one gives its plain bytes, without
+        the header that Mooncake puts before them."""
+        values = [each if _is_tensor(each) else Code.INVALID_PARAMS for each in tensors_list]
+        return self._objects.put(keys, values, config)
+
+    # --- putting anew -------------------------------------------------------------------------
+
+    def upsert(self, key: str, value: Buffer | bytes, config: ReplicateConfig | None = None) -> int:
+        """As ``put``; a value that is there is replaced."""
+        return self._objects.put([key], [_bytes(value)], config, overwrite=True)[0]
+
+    def upsert_parts(
+        self, key: str, *args: Buffer | bytes, config: ReplicateConfig | None = None
+    ) -> int:
+        return self._objects.put([key], [_joined(args)], config, overwrite=True)[0]
+
+    def upsert_batch(
+        self,
+        keys: Sequence[str],
+        values: Sequence[Buffer | bytes],
+        config: ReplicateConfig | None = None,
+    ) -> int:
+        values_all: list[Storable | Code] = [_bytes(value) for value in values]
+        return _worst(self._objects.put(keys, values_all, config, overwrite=True))
+
+    def upsert_from(
+        self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None
+    ) -> int:
+        return self.batch_upsert_from([key], [buffer_ptr], [size], config)[0]
+
+    def batch_upsert_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        memories = self._objects.memories(_each(buffer_ptrs), _each(sizes))
+        return self._objects.put(keys, memories, config, overwrite=True)
+
+    # --- putting part by part -----------------------------------------------------------------
+
+    def batch_put_session_start(
+        self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig | None = None
+    ) -> list[int]:
+        """Per key 0, OBJECT_ALREADY_EXISTS, or a code. Until ``batch_put_session_end`` the object
+        is not there, and its parts are collected in this process."""
+        if len(keys) != len(sizes):
+            return [Code.INVALID_PARAMS] * len(keys)
+        there = self.batch_is_exist(keys)
+        return [
+            Code.OBJECT_ALREADY_EXISTS if found == 1 else self._sessions.start(name_of(key), size)
+            for key, size, found in zip(keys, sizes, there, strict=True)
+        ]
+
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        all_dst_offsets: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Copies each buffer to its offset; per key the bytes copied, or a code."""
+        memories = self._objects.memories(all_buffer_ptrs, all_sizes)
+        if not len(keys) == len(memories) == len(all_dst_offsets):
+            return [Code.INVALID_PARAMS] * len(keys)
+        return [
+            memory
+            if isinstance(memory, Code)
+            else self._sessions.write(name_of(key), list(zip(offsets, memory, strict=False)))
+            if len(offsets) == len(memory)
+            else Code.INVALID_PARAMS
+            for key, memory, offsets in zip(keys, memories, all_dst_offsets, strict=True)
+        ]
+
+    def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
+        """Puts the collected objects; per key 0 or a code. The sessions are over in any case."""
+        ended = [self._sessions.end(name_of(key)) for key in keys]
+        values = [Code.INVALID_PARAMS if each is None else each for each in ended]
+        return self._objects.put(keys, values, None)
+
+    def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
+        """Drops what was collected."""
+        ended = [self._sessions.end(name_of(key)) for key in keys]
+        return [Code.INVALID_PARAMS if each is None else Code.OK for each in ended]
+
+    # --- getting ------------------------------------------------------------------------------
+
+    def get(self, key: str) -> bytes:
+        """The value; ``b""`` on a miss or an error."""
+        return self.get_batch([key])[0]
+
+    def get_batch(self, keys: Sequence[str]) -> list[bytes]:
+        return [b"" if each is None else each.tobytes() for each in self._objects.handles(keys)]
+
+    def get_buffer(self, key: str) -> BufferHandle | None:
+        return self._objects.handles([key])[0]
+
+    def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
+        """Per key a buffer of its own, or None: a miss, or an error."""
+        return self._objects.handles(keys)
+
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
+        return self.batch_get_into([key], [buffer_ptr], [size])[0]
+
+    def batch_get_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if its value is longer
+        than ``size``, or another code."""
+        return self._objects.get_into(
+            keys, self._objects.memories(_each(buffer_ptrs), _each(sizes))
+        )
+
+    def batch_get_into_multi_buffers(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        prefer_alloc_in_same_node: bool = False,
+    ) -> list[int]:
+        """As ``batch_get_into``; buffers are filled one after the other."""
+        del prefer_alloc_in_same_node
+        return self._objects.get_into(keys, self._objects.memories(all_buffer_ptrs, all_sizes))
+
+    def get_into_ranges(
+        self,
+        buffer_ptrs: Sequence[int],
+        all_keys: Sequence[Sequence[str]],
+        all_dst_offsets: Sequence[Sequence[Sequence[int]]],
+        all_src_offsets: Sequence[Sequence[Sequence[int]]],
+        all_sizes: Sequence[Sequence[Sequence[int]]],
+    ) -> list[list[list[int]]]:
+        """Ranges of several objects into several buffers: per buffer, key and range the bytes read
+        or a code."""
+        results = []
+        for start, *lists in zip(
+            buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True
+        ):
+            keys, *of_keys = lists
+            of_buffer = []
+            for key, targets, offsets, sizes in zip(keys, *of_keys, strict=True):
+                pointers = [start + target for target in targets]
+                code = self._objects.get_range(key, pointers, sizes, offsets)
+                of_buffer.append([code] * len(sizes) if code < 0 else list(sizes))
+            results.append(of_buffer)
+        return results
+
+    def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
+        """Per key 0, or OBJECT_NOT_FOUND; those are leased. Their places are remembered, so that
+        reading ranges of them asks the master nothing."""
+        sizes = self._objects.lookup(keys)
+        if isinstance(sizes, Code):
+            return [sizes] * len(keys)
+        for key, size in zip(keys, sizes, strict=True):
+            if size is not None:
+                self._reading[name_of(key)] = size
+        return [Code.OBJECT_NOT_FOUND if size is None else Code.OK for size in sizes]
+
+    def batch_get_into_multi_buffer_ranges(
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
+        all_src_offsets: Sequence[Sequence[int]],
+    ) -> list[int]:
+        """Ranges of objects of a get session into buffers; per key the bytes read, or a code."""
+        return [
+            self._objects.get_range(key, pointers, sizes, offsets)
+            if name_of(key) in self._reading
+            else Code.INVALID_PARAMS
+            for key, pointers, sizes, offsets in zip(
+                keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
+            )
+        ]
+
+    def batch_get_session_end(self, keys: Sequence[str]) -> int:
+        for key in keys:
+            self._reading.pop(name_of(key), None)
+        return Code.OK
+
+    def get_tensor(self, key: str) -> Any:
+        """A torch tensor as it was put; None on a miss, an error, or a value that is no tensor."""
+        return self.batch_get_tensor([key])[0]
+
+    def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
+        names = [name_of(key) for key in keys]
+        values = self._objects.ask(lambda c, ms: c.get_many(names, timeout_ms=ms))
+        if isinstance(values, Code):
+            return [None] * len(keys)
+        return [value if _is_tensor(value) else None for value in values]
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def is_exist(self, key: str) -> int:
+        """1 or 0. Also 0 if that cannot be known: some callers take any other number for a hit."""
+        return max(self.batch_is_exist([key])[0], 0)
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """Per key 1, leased so that a get within that time finds it, or 0; -1: an error."""
+        sizes = self._objects.lookup(keys)
+        if isinstance(sizes, Code):
+            return [Code.INTERNAL_ERROR] * len(keys)
+        return [int(size is not None) for size in sizes]
+
+    def get_size(self, key: str) -> int:
+        """Bytes, or a code."""
+        sizes = self._objects.lookup([key])
+        if isinstance(sizes, Code):
+            return sizes
+        return Code.OBJECT_NOT_FOUND if sizes[0] is None else sizes[0]
+
+    def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
+        return self.batch_get_replica_desc([key]).get(key, [])
+
+    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
+        """The complete objects among these, and where their copies are."""
+        status = self._objects.ask(lambda client, ms: client.status(timeout_ms=ms))
+        if isinstance(status, Code):
+            return {}
+        nodes = {each.segment_id: node.name for node in status.nodes for each in node.segments}
+        found = {}
+        for key in keys:
+            placed = self._objects.placed(name_of(key))
+            if placed is not None:
+                [size], segments = placed.sizes, placed.segments
+                found[key] = [_replica(size, nodes.get(segment, "")) for segment in segments]
+        return found
+
+    # --- removing -----------------------------------------------------------------------------
+
+    def remove(self, key: str, force: bool = False) -> int:
+        """0, or OBJECT_NOT_FOUND. Also what is being read is removed; its readers keep its bytes
+        until their lease ends, so ``force`` says nothing new."""
+        return self.batch_remove([key], force)[0]
+
+    def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
+        del force
+        names = [name_of(key) for key in keys]
+        removed = self._objects.ask(lambda c, ms: c.remove_many(names, timeout_ms=ms))
+        if isinstance(removed, Code):
+            return [removed] * len(keys)
+        return [Code.OK if was_there else Code.OBJECT_NOT_FOUND for was_there in removed]
+
+    def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
+        """Removes the objects whose keys the pattern is found in; how many, or a code."""
+        try:
+            pattern = re.compile(regex_pattern)
+        except re.error:
+            return Code.INVALID_PARAMS
+
+        def matching(client: Client, _: int) -> list[str]:
+            rows = client.list_objects(namespace=client.config.namespace)
+            keys = (row.key.decode(errors="surrogateescape") for row in rows)
+            return [key for key in keys if pattern.search(key)]
+
+        keys = self._objects.ask(matching)
+        if isinstance(keys, Code):
+            return keys
+        removed = 0
+        for start in range(0, len(keys), BATCH_KEYS_MAX):
+            removed += self.batch_remove(keys[start : start + BATCH_KEYS_MAX], force).count(Code.OK)
+        return removed
+
+    def remove_all(self, force: bool = False) -> int:
+        """Removes every object of the namespace; how many, or a code."""
+        del force
+        return self._objects.ask(lambda client, _: client.clear(client.config.namespace))
+
+    def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
+        """Removes these objects; with ``segment_name`` those of which all copies are on that node.
+        Returns the keys of those that were there."""
+        if segment_name:
+            held = self.batch_get_replica_desc(keys)
+            keys = [
+                key
+                for key, copies in held.items()
+                if all(_node_of(copy) == segment_name for copy in copies)
+            ]
+        return [
+            key for key, code in zip(keys, self.batch_remove(keys), strict=True) if code == Code.OK
+        ]
+
+
+def _connected(master: str, memory: int, tenant: str) -> Client:
+    """Raises KVStoreError; nothing is left behind then."""
+    given: dict[str, object] = {}
+    if memory > 0:
+        given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
+    if tenant != _DEFAULT_TENANT:
+        given["namespace"] = tenant
+    if master and not os.environ.get("KVSTORE_MASTER"):
+        given["master"] = master
+    client = client_of_an_engine(**given)
+    try:
+        client.status()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _bytes(value: Buffer | bytes) -> memoryview:
+    """The bytes of any buffer. Raises TypeError: it is none."""
+    data = memoryview(value)  # type: ignore[arg-type]
+    return data.cast("B") if data.c_contiguous and data.nbytes else memoryview(data.tobytes())
+
+
+def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview]:
+    return [_bytes(part) for part in parts]
+
+
+def _each(numbers: Sequence[int]) -> list[tuple[int]]:
+    return [(number,) for number in numbers]
+
+
+def _worst(codes: list[int]) -> int:
+    return next((code for code in codes if code), Code.OK)
+
+
+def _replica(size: int, node: str) -> ReplicaDescriptor:
+    memory = MemoryDescriptor(BufferDescriptor(size, node))
+    return ReplicaDescriptor(ReplicaStatus.COMPLETE, memory)
+
+
+def _node_of(copy: ReplicaDescriptor) -> str:
+    return copy.get_memory_descriptor().buffer_descriptor.transport_endpoint
+
+
+def _is_tensor(value: object) -> bool:
+    """Of torch, also where torch is not installed."""
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "dtype")

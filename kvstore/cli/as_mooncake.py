@@ -1,0 +1,50 @@
+"""``kvstore as-mooncake``: runs a command whose ``mooncake.store`` is this store."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+import click
+
+from kvstore.cli.options import CONTEXT, debug_option
+from kvstore.errors import UsageError
+from kvstore.mooncake import python_path
+
+EXAMPLE = """\b
+Examples:
+  kvstore as-mooncake -- vllm serve MODEL --kv-transfer-config '{"kv_connector":
+      "MooncakeStoreConnector", "kv_role": "kv_both"}'
+  kvstore as-mooncake -- python -m sglang.launch_server --hicache-storage-backend mooncake ...
+  eval "$(kvstore as-mooncake --env)"        for the commands after it, in this shell
+
+\b
+The master is the one that the engine's own Mooncake settings name, or KVSTORE_MASTER. Each process
+that imports mooncake.store says so in one line. Under Ray, give the variable to the workers:
+runtime_env={"env_vars": {"PYTHONPATH": ...}}.
+
+\b
+Exit codes: those of the command; 1 if it cannot be started.
+"""
+
+
+@click.command(
+    "as-mooncake",
+    context_settings={**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=EXAMPLE,
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] [COMMAND]...")
+@click.option("--env", "as_env", is_flag=True, help="Print the variable for a shell to evaluate.")
+@debug_option
+def as_mooncake(command: tuple[str, ...], as_env: bool) -> None:
+    """Run a command whose mooncake.store is this store."""
+    path = python_path(os.environ)
+    if as_env:
+        click.echo(f"export PYTHONPATH={shlex.quote(path)}")
+        return
+    if not command:
+        raise click.UsageError("a command is missing: kvstore as-mooncake -- vllm serve ...")
+    try:
+        os.execvpe(command[0], command, {**os.environ, "PYTHONPATH": path})  # noqa: S606
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be started: {error.strerror}") from error

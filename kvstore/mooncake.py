@@ -1,0 +1,59 @@
+"""Which ``mooncake.store`` a process finds: Mooncake's own, or this store in its place.
+
+    import kvstore.mooncake
+
+    kvstore.mooncake.install()
+    from mooncake.store import MooncakeDistributedStore  # is ours
+
+The same for a whole command: ``kvstore as-mooncake -- vllm serve ...``. Both put a directory of
+this package in front on ``PYTHONPATH``. It holds a ``mooncake`` with nothing in it but ``store``,
+which takes its other modules from the ``mooncake`` that is installed: ``mooncake.engine`` stays
+Mooncake's. Every process that an engine spawns inherits the variable, ``env`` shows it, and without
+it nothing has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import UsageError
+
+DIRECTORY: Final = str(Path(__file__).parent / "as_mooncake")
+
+_NAME: Final = "mooncake.store"
+
+
+def python_path(environ: Mapping[str, str]) -> str:
+    """The value of ``PYTHONPATH`` with the directory in front."""
+    rest = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each != DIRECTORY]
+    return os.pathsep.join([DIRECTORY, *filter(None, rest)])
+
+
+def is_ours(file: str | None) -> bool:
+    """Whether the module ``mooncake.store`` of this file is this store."""
+    return file is not None and Path(file).is_relative_to(DIRECTORY)
+
+
+def install() -> None:
+    """Lets ``import mooncake.store`` find this store from now on, in this process and in those that
+    it spawns.
+
+    Raises:
+        UsageError: Mooncake's own has been imported before.
+    """
+    present = sys.modules.get(_NAME)
+    if present is not None and not is_ours(getattr(present, "__file__", None)):
+        raise UsageError(
+            "mooncake.store has been imported already, and it is Mooncake's own",
+            advice="Call kvstore.mooncake.install() before anything imports mooncake.store.",
+        )
+    os.environ["PYTHONPATH"] = python_path(os.environ)
+    if DIRECTORY not in sys.path:
+        sys.path.insert(0, DIRECTORY)
+    package, ours = sys.modules.get("mooncake"), str(Path(DIRECTORY) / "mooncake")
+    if package is not None and ours not in package.__path__:  # imported for another module of it
+        package.__path__.insert(0, ours)

@@ -1,0 +1,531 @@
+"""What engines rely on in ``mooncake.store``, asked of Mooncake's own and of this store in its
+place.
+
+Where the two differ on purpose, a test of its own says what this one does, and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore.mooncake
+from kvstore.bench import mooncake
+from kvstore.children import start_master
+from kvstore.connectors.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
+from kvstore.connectors.mooncake.names import Code
+from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.demo.processes import Children
+from tests import leaks
+from tests.programs import need_engine
+
+MIB = 1 << 20
+POOL_BYTES = 64 * MIB
+MEMORY_BYTES = 4 * MIB
+INVALID, MISS, FULL, DOWN = -600, -704, -200, -900
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Place:
+    """A store that is set up, and memory that is registered with it."""
+
+    def __init__(self, store: Any, config: Any, address: str) -> None:
+        self.store = store
+        self.config = config
+        self.address = address
+        self.memory = np.arange(MEMORY_BYTES, dtype=np.uint32).astype(np.uint8)
+        self.start = int(self.memory.ctypes.data)
+        assert self.setup() == 0
+        assert store.register_buffer(self.start, MEMORY_BYTES) == 0
+
+    @property
+    def is_ours(self) -> bool:
+        return isinstance(self.store, MooncakeDistributedStore)
+
+    def setup(self) -> int:
+        code: int = self.store.setup(
+            "127.0.0.1", "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", self.address
+        )
+        return code
+
+    def bytes_at(self, offset: int, size: int) -> bytes:
+        return self.memory[offset : offset + size].tobytes()
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Place]:
+    need_engine()
+    with Children(dict(os.environ)) as children:
+        servers = mooncake.start(children, POOL_BYTES)
+        module: Any = importlib.import_module("mooncake.store")
+        place = Place(module.MooncakeDistributedStore(), module.ReplicateConfig, servers.master)
+        while place.store.put("is there room", b"1") != 0:  # its memory joins after it listens
+            pass
+        yield place
+        place.store.close()
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[Place]:
+    master = start_master(memory=POOL_BYTES)
+    place = Place(
+        MooncakeDistributedStore(),
+        importlib.import_module("kvstore.connectors.mooncake").ReplicateConfig,
+        f"127.0.0.1:{master.said['port']}",
+    )
+    assert place.store.put("first", b"1") == 0  # connects, maps the segment
+    assert place.store.remove_all() == 1
+    yield place
+    place.store.close()
+    master.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As for all tests, but for those of Mooncake's client, which keeps connections of its own."""
+    before = leaks.snapshot()
+    yield
+    if "either" not in request.fixturenames or request.getfixturevalue("either").is_ours:
+        found = leaks.leaked(before)
+        assert not found, found
+
+
+@pytest.fixture(scope="module", params=["theirs", "ours"])
+def either(request: pytest.FixtureRequest) -> Place:
+    place: Place = request.getfixturevalue(request.param)
+    return place
+
+
+@pytest.fixture
+def place(either: Place) -> Iterator[Place]:
+    yield either
+    either.store.remove_all(True)
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+def test_values(place: Place) -> None:
+    store = place.store
+    assert store.health_check() == 0
+    assert store.put("a", b"hello") == 0
+    assert store.put("a", b"other") == 0  # keys name content: the first one stays
+    assert store.get("a") == b"hello"
+    assert store.get("missing") == b""
+    assert store.put("", b"x") == INVALID
+    assert store.put_parts("parts", b"ab", bytearray(b"cd")) == 0
+    assert store.put_batch(["b", "c"], [b"1", b"22"]) == 0
+    assert store.put_batch(["d", "e"], [b"1"]) == INVALID
+    assert store.get_batch(["b", "missing", "c", "parts"]) == [b"1", b"", b"22", b"abcd"]
+    long = "x" * 300
+    assert store.put(long, b"long") == 0
+    assert store.get(long) == b"long"
+    assert store.get(long[:-1] + "y") == b""
+    for wrong in (7, None):
+        with pytest.raises(TypeError):
+            store.put("a", wrong)
+
+
+def test_asking(place: Place) -> None:
+    store = place.store
+    assert store.put("a", b"hello") == 0
+    assert (store.is_exist("a"), store.is_exist("missing"), store.is_exist("")) == (1, 0, 0)
+    assert store.batch_is_exist(["a", "missing"]) == [1, 0]
+    assert store.batch_is_exist([]) == []
+    assert (store.get_size("a"), store.get_size("missing")) == (5, MISS)
+    assert list(store.batch_get_replica_desc(["a", "missing"])) == ["a"]
+    [replica] = store.get_replica_desc("a")
+    assert replica.is_memory_replica()
+    assert not replica.is_disk_replica()
+    assert replica.status.name == "COMPLETE"
+    assert replica.get_memory_descriptor().buffer_descriptor.size == 5
+    assert store.get_replica_desc("missing") == []
+
+
+def test_buffers(place: Place) -> None:
+    store = place.store
+    assert store.put("a", b"hello") == 0
+    handle = store.get_buffer("a")
+    assert handle
+    assert handle.size() == len(handle) == 5
+    assert handle.ptr()
+    view = memoryview(handle)
+    assert not view.readonly
+    assert bytes(view) == b"hello"
+    assert store.get_buffer("missing") is None
+    found, missing = store.batch_get_buffer(["a", "missing"])
+    assert missing is None
+    assert bytes(memoryview(found)) == b"hello"
+
+
+def test_addresses(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.register_buffer(start, MEMORY_BYTES) == INVALID  # it is already
+    assert store.register_buffer(start + 100, 10) == INVALID
+    assert store.register_buffer(start, 0) == INVALID
+    assert store.register_buffer(0, 10) == INVALID
+    assert store.put_from("f", start, 1000) == 0
+    assert store.get_into("f", start + MIB, 1000) == 1000
+    assert place.bytes_at(MIB, 1000) == place.bytes_at(0, 1000)
+    assert store.get_into("f", start + MIB, 5000) == 1000
+    assert store.get_into("f", start + MIB, 500) == INVALID
+    assert store.get_into("missing", start, 10) == MISS
+    assert store.batch_put_from(["g", "h", "g"], [start, start + 100, start + 200], [100] * 3) == [
+        0, 0, 0,
+    ]  # fmt: skip
+    assert store.get("h") == place.bytes_at(100, 100)
+    read = store.batch_get_into(["g", "missing", "h"], [start + MIB] * 3, [100, 100, 50])
+    assert read == [100, MISS, INVALID]
+    assert store.batch_put_from(["i", "j"], [start], [100]) == [INVALID, INVALID]
+    assert store.batch_get_into(["g"], [start], []) == [INVALID]
+    assert store.batch_get_into([], [], []) == []
+    assert store.put_from_with_metadata("w", start + 500, start, 10, 20) == 0
+    assert store.get("w") == place.bytes_at(0, 20) + place.bytes_at(500, 10)
+
+
+def test_several_buffers_of_one_value(place: Place) -> None:
+    store, start = place.store, place.start
+    pointers, sizes = [[start, start + 100], [start + 200]], [[10, 20], [30]]
+    assert store.batch_put_from_multi_buffers(["m", "n"], pointers, sizes) == [0, 0]
+    assert store.batch_put_from_multi_buffers(["o"], pointers[:1], sizes[:1], place.config()) == [0]
+    assert store.get("m") == place.bytes_at(0, 10) + place.bytes_at(100, 20)
+    into = [[start + MIB, start + MIB + 50], [start + MIB + 100], [start]]
+    read = store.batch_get_into_multi_buffers(["m", "n", "missing"], into, [[10, 20], [30], [1]])
+    assert read == [30, 30, MISS]
+    assert place.bytes_at(MIB + 50, 20) == place.bytes_at(100, 20)
+    assert store.batch_get_into_multi_buffers(["m"], into[:1], [[10, 10]]) == [INVALID]
+    assert store.batch_put_from_multi_buffers(["p", "q"], pointers[:1], sizes[:1]) == [INVALID] * 2
+    assert store.batch_put_from_multi_buffers(["p"], pointers[:1], [[10]]) == [INVALID]
+
+
+def test_ranges(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.put_from("f", start, 1000) == 0
+    assert store.put("a", b"hello") == 0
+    read = store.get_into_ranges(
+        [start + MIB], [["f", "a"]], [[[0, 10], [20]]], [[[5, 0], [1]]], [[[3, 2], [2]]]
+    )
+    assert read == [[[3, 2], [2]]]
+    assert place.bytes_at(MIB, 3) == place.bytes_at(5, 3)
+    assert place.bytes_at(MIB + 20, 2) == b"el"
+    assert store.get_into_ranges([start + MIB], [["no"]], [[[0]]], [[[5]]], [[[3]]]) == [[[MISS]]]
+    behind = store.get_into_ranges([start + MIB], [["f"]], [[[0]]], [[[990]]], [[[30]]])
+    assert behind == [[[INVALID]]]
+
+
+def test_get_sessions(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.batch_put_from(["f", "g"], [start, start], [1000, 100]) == [0, 0]
+    assert store.batch_get_session_start(["f", "missing"]) == [0, MISS]
+    pointers, sizes = [[start + MIB, start + MIB + 50]], [[10, 20]]
+    read = store.batch_get_into_multi_buffer_ranges(["f"], pointers, sizes, [[0, 10]])
+    assert read == [30]
+    assert place.bytes_at(MIB + 50, 20) == place.bytes_at(10, 20)
+    get = store.batch_get_into_multi_buffer_ranges
+    assert get(["f"], [[start + MIB]], [[30]], [[990]]) == [INVALID]
+    assert get(["g"], [[start + MIB]], [[30]], [[0]]) == [INVALID]  # not of the session
+    assert store.batch_get_session_end(["f", "never started"]) == 0
+    assert get(["f"], pointers, sizes, [[0, 10]]) == [INVALID]
+
+
+def test_put_sessions(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.put("a", b"hello") == 0
+    assert store.batch_put_session_start(["s", "t", "a"], [100, 50, 5]) == [0, 0, -705]
+    assert store.batch_put_session_start(["s"], [100]) == [INVALID]
+    assert store.batch_put_session_start(["u", "v"], [1]) == [INVALID] * 2
+    write = store.batch_put_from_multi_buffer_ranges
+    assert write(["s"], [[start, start + 200]], [[50, 50]], [[50, 0]]) == [100]
+    assert write(["s"], [[start]], [[50]], [[80]]) == [INVALID]
+    assert write(["never started"], [[start]], [[50]], [[0]]) == [INVALID]
+    assert store.is_exist("s") == 0
+    assert store.batch_put_session_end(["s"]) == [0]
+    assert store.get("s") == place.bytes_at(200, 50) + place.bytes_at(0, 50)
+    assert store.batch_put_session_revoke(["t", "never started"]) == [0, INVALID]
+    assert store.is_exist("t") == 0
+    assert store.batch_put_session_end(["t"]) == [INVALID]
+
+
+def test_replacing(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.put("a", b"hello") == 0
+    assert store.upsert("a", b"newer") == 0
+    assert store.get("a") == b"newer"
+    assert store.upsert_parts("a", b"1", b"2") == 0
+    assert store.get("a") == b"12"
+    assert store.upsert_batch(["a", "b"], [b"3", b"4"]) == 0
+    assert store.upsert_from("a", start, 10) == 0
+    assert store.batch_upsert_from(["a", "b"], [start, start], [5, 6]) == [0, 0]
+    assert (store.get_size("a"), store.get_size("b")) == (5, 6)
+
+
+def test_tensors(place: Place) -> None:
+    torch = pytest.importorskip("torch")
+    store, tensor = place.store, torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert store.put_tensor("t", tensor) == 0
+    assert store.batch_put_tensor(["u", "v"], [tensor + 1, tensor + 2]) == [0, 0]
+    assert torch.equal(store.get_tensor("t"), tensor)
+    second, missing = store.batch_get_tensor(["v", "missing"])
+    assert torch.equal(second, tensor + 2)
+    assert missing is None
+    assert store.put("a", b"no tensor") == 0
+    assert store.get_tensor("a") is None
+    assert store.put_tensor("w", "no tensor") == INVALID
+
+
+def test_removing(place: Place) -> None:
+    store = place.store
+    assert store.put_batch(["m1", "m2", "n1", "o"], [b"1"] * 4) == 0
+    assert store.remove("missing") == MISS
+    assert store.remove("o", True) == 0
+    assert store.remove("o", force=True) == MISS
+    assert store.remove_by_regex("^m.$", True) == 2
+    assert store.remove_by_regex("[", True) == INVALID
+    assert store.batch_is_exist(["m1", "m2", "n1"]) == [0, 0, 1]
+    assert store.batch_remove(["n1", "missing"], True) == [0, MISS]
+    assert store.put("last", b"1") == 0
+    assert store.remove_all(True) == 1
+
+
+def test_unregistering(place: Place) -> None:
+    other = np.zeros(MIB, np.uint8)
+    address = int(other.ctypes.data)
+    assert place.store.register_buffer(address, MIB) == 0
+    assert place.store.unregister_buffer(address) == 0
+    assert place.store.unregister_buffer(address) == INVALID
+
+
+# --- where this one promises more -----------------------------------------------------------------
+
+
+def test_memory_that_is_not_registered_is_refused(ours: Place) -> None:
+    """Mooncake's copies it over TCP, and needs it registered for RDMA."""
+    other = np.zeros(100, np.uint8)
+    address = int(other.ctypes.data)
+    assert ours.store.put_from("f", address, 100) == INVALID
+    assert ours.store.put_from("f", ours.start + MEMORY_BYTES - 10, 100) == INVALID
+    pointers = [address, ours.start]
+    assert ours.store.batch_put_from(["f", "g"], pointers, [100, 100]) == [INVALID, 0]
+    assert ours.store.batch_get_into(["g", "g"], pointers, [100, 100]) == [INVALID, 100]
+    assert ours.store.register_buffer(16, 10) == INVALID  # Mooncake's takes it, and crashes later
+    ours.store.remove_all()
+
+
+def test_no_bytes_are_a_value(ours: Place) -> None:
+    assert ours.store.put("empty", b"") == 0
+    assert (ours.store.is_exist("empty"), ours.store.get_size("empty")) == (1, 0)
+    assert ours.store.get("empty") == b""
+    ours.store.remove_all()
+
+
+def test_what_is_leased_is_removed_at_once(ours: Place) -> None:
+    """Its readers keep its bytes until their lease ends; Mooncake's says -706 until then."""
+    store = ours.store
+    assert store.put_batch(["a", "b"], [b"1", b"2"]) == 0
+    assert store.batch_is_exist(["a", "b"]) == [1, 1]
+    assert store.remove("a") == 0
+    assert store.batch_replica_clear(["a", "b"]) == ["b"]
+    assert store.batch_is_exist(["a", "b"]) == [0, 0]
+
+
+def test_replicas_are_cleared_by_node(ours: Place) -> None:
+    store = ours.store
+    assert store.put("a", b"1") == 0
+    [replica] = store.get_replica_desc("a")
+    node = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+    assert store.batch_replica_clear(["a"], "another node") == []
+    assert store.batch_replica_clear(["a"], node) == ["a"]
+
+
+def test_a_full_pool_stores_what_fits(ours: Place) -> None:
+    """What is leased cannot be evicted; each key has a code of its own."""
+    store, size = ours.store, MEMORY_BYTES
+    count = POOL_BYTES // size + 4
+    keys = [f"full-{index}" for index in range(count)]
+    codes: list[int] = []
+    for key in keys:
+        codes += store.batch_put_from([key], [ours.start], [size])
+        assert store.is_exist(key) == (codes[-1] == 0)
+    assert codes.count(0) >= POOL_BYTES // size - 2
+    assert set(codes[codes.index(FULL) :]) == {FULL}
+    more = store.batch_put_from(["small", "large"], [ours.start] * 2, [100, size])
+    assert more == [0, FULL]
+    store.remove_all()
+
+
+def test_a_value_that_no_segment_holds_spares_the_others(ours: Place) -> None:
+    store = ours.store
+    store.remove_all()
+    assert store.put("larger than the pool", bytes(POOL_BYTES + 1)) == INVALID
+    assert store.put_batch(["large", "small"], [bytes(POOL_BYTES + 1), b"1"]) == INVALID
+    assert store.get("small") == b"1"
+    store.remove_all()
+
+
+# --- without a store ------------------------------------------------------------------------------
+
+
+def test_every_call_has_an_answer_without_a_store() -> None:
+    """Mooncake's crashes."""
+    store = MooncakeDistributedStore()
+    assert store.health_check() == 1
+    assert store.is_exist("a") == 0  # any other number is a hit to some callers
+    assert store.batch_is_exist(["a"]) == [-1]
+    assert store.put("a", b"1") == INVALID
+    assert store.get("a") == b""
+    assert store.get_size("a") == INVALID
+    assert store.batch_get_buffer(["a"]) == [None]
+    assert store.batch_get_into(["a"], [1], [1]) == [INVALID]
+    assert store.get_tensor("a") is None
+    assert store.remove("a") == INVALID
+    assert store.remove_all() == INVALID
+    assert store.register_buffer(1 << 20, 1) == INVALID
+    assert store.close() == 0
+
+
+def test_a_dead_master_is_a_code_within_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    master = start_master(memory=POOL_BYTES)
+    place = Place(MooncakeDistributedStore(), None, f"127.0.0.1:{master.said['port']}")
+    store = place.store
+    try:
+        assert store.put("a", b"1") == 0
+        os.kill(master.pid, signal.SIGKILL)
+        master.wait()
+        codes = [store.put(f"key {index}", b"1") for index in range(5)]
+        assert codes == [DOWN] * 5
+        assert store.is_exist("b") == 0
+        assert store.batch_is_exist(["b"]) == [-1]
+        assert store.health_check() == 2
+        assert place.setup() == DOWN
+        assert "setup failed" in caplog.text
+    finally:
+        store.close()
+        master.stop()
+
+
+def test_setup_takes_a_dictionary_of_strings(ours: Place) -> None:
+    settings = {"local_hostname": "here", "master_server_address": ours.address, "device_name": ""}
+    store = MooncakeDistributedStore()
+    assert store.setup({**settings, "global_segment_size": "0", "tenant_id": "a-tenant"}) == 0
+    assert store.get_hostname() == "here"
+    assert store.put("a", b"1") == 0
+    assert ours.store.is_exist("a") == 0  # tenants are namespaces
+    assert store.remove_all() == 1
+    store.close()
+
+
+def test_setup_contributes_memory(ours: Place) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("here", "P2PHANDSHAKE", 16 * MIB, 0, "tcp", "", ours.address) == 0
+    assert store.put("a", b"1") == 0
+    assert store.close() == 0
+
+
+def test_an_unusable_setting_is_a_code(ours: Place, caplog: pytest.LogCaptureFixture) -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup("here", "", 0, 0, "tcp", "", "no address at all:x") == INVALID
+    assert "setup failed" in caplog.text
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_sessions_are_bounded() -> None:
+    sessions = PutSessions(bytes_max=100)
+    assert sessions.start(b"a", 60) == Code.OK
+    assert sessions.start(b"b", 60) == Code.NO_AVAILABLE_HANDLE
+    assert sessions.start(b"c", 0) == Code.INVALID_PARAMS
+    assert sessions.end(b"a") is not None
+    assert sessions.start(b"b", 100) == Code.OK
+
+
+def test_allocator() -> None:
+    allocator = MooncakeHostMemAllocator()
+    address = allocator.alloc(MIB)
+    assert address
+    assert allocator.free(address) == 0
+    assert allocator.free(address) == INVALID
+    assert allocator.alloc(0) == 0
+
+
+# --- which mooncake.store is found ----------------------------------------------------------------
+
+WHOSE = "import mooncake.store as s; print(s.MooncakeDistributedStore.__module__)"
+
+
+def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def test_a_command_finds_this_store() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--", sys.executable, "-c", WHOSE],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "kvstore.connectors.mooncake.store")
+    assert done.stderr.startswith("mooncake.store is kvstore ")
+
+
+def test_only_store_is_replaced() -> None:
+    need_engine()
+    path = kvstore.mooncake.python_path({})
+    code = "import mooncake.engine as e, mooncake.store; print(e.__file__)"
+    done = python(code, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert "as_mooncake" not in done.stdout
+
+
+def test_env_prints_what_a_shell_evaluates() -> None:
+    command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--env"]
+    rest = {**os.environ, "PYTHONPATH": "/with a space"}
+    done = subprocess.run(command, env=rest, capture_output=True, text=True, check=True, timeout=60)
+    script = f'{done.stdout}\nprintf %s "$PYTHONPATH"'
+    shell = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert shell.stdout == f"{kvstore.mooncake.DIRECTORY}:/with a space"
+
+
+def test_install_in_a_program() -> None:
+    again = f"import kvstore.mooncake as m; m.install(); m.install(); {WHOSE}"
+    done = python(again)
+    assert done.stdout.strip() == "kvstore.connectors.mooncake.store", done.stderr
+    children = "import os; assert os.environ['PYTHONPATH'].count('as_mooncake') == 1"
+    assert python(f"{again}; {children}").returncode == 0
+
+
+def test_install_comes_first() -> None:
+    need_engine()
+    late = "import mooncake.store, kvstore.mooncake; kvstore.mooncake.install()"
+    done = python(late)
+    assert "UsageError" in done.stderr
+    assert "before anything imports" in done.stderr
+
+
+def test_install_after_another_module_of_a_mooncake(tmp_path: Path) -> None:
+    """The one of today imports its store with any module; not every release does."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "other.py").touch()
+    code = f"import mooncake.other, kvstore.mooncake; kvstore.mooncake.install(); {WHOSE}"
+    done = python(code, PYTHONPATH=str(tmp_path))
+    assert done.stdout.strip() == "kvstore.connectors.mooncake.store", done.stderr
+
+
+def test_a_command_that_is_not_there() -> None:
+    command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--", "no-such-program"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "no-such-program cannot be started" in done.stderr
+    assert "Traceback" not in done.stderr
