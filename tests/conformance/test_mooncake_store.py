@@ -63,8 +63,12 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Iterator[Place]:
+def there_is_mooncake() -> None:
     need_engine()
+
+
+@pytest.fixture(scope="module")
+def theirs(there_is_mooncake: None) -> Iterator[Place]:
     with Children(dict(os.environ)) as children:
         servers = mooncake.start(children, POOL_BYTES)
         module: Any = importlib.import_module("mooncake.store")
@@ -471,16 +475,17 @@ def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_command_finds_this_store() -> None:
+    command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--", sys.executable, "-c", WHOSE],
+        [*command, sys.executable, "-c", WHOSE],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "kvstore.connectors.mooncake.store")
     assert done.stderr.startswith("mooncake.store is kvstore ")
 
 
+@pytest.mark.usefixtures("there_is_mooncake")
 def test_only_store_is_replaced() -> None:
-    need_engine()
     path = kvstore.mooncake.python_path({})
     code = "import mooncake.engine as e, mooncake.store; print(e.__file__)"
     done = python(code, PYTHONPATH=path)
@@ -505,8 +510,8 @@ def test_install_in_a_program() -> None:
     assert python(f"{again}; {children}").returncode == 0
 
 
+@pytest.mark.usefixtures("there_is_mooncake")
 def test_install_comes_first() -> None:
-    need_engine()
     late = "import mooncake.store, kvstore.mooncake; kvstore.mooncake.install()"
     done = python(late)
     assert "UsageError" in done.stderr
