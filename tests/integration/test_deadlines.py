@@ -337,7 +337,8 @@ def test_memory_is_not_given_to_a_master_that_does_not_answer(cluster: Cluster) 
 
 # --- a network that drops everything -----------------------------------------------------------
 
-OF_MASTER, OF_NODE = "198.18.81", "198.18.82"
+OF_MASTER, OF_NODE = f"198.19.{os.getpid() % 128}", f"198.19.{128 + os.getpid() % 128}"
+"""Of this process: tests that run side by side have an island each, and share the host's routes."""
 
 
 class Island:

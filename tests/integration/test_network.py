@@ -4,7 +4,7 @@
     master, nodes  ──── control 10.231.1.0/30 ────  client
                    ──── data    10.231.2.0/30 ────
           │
-          └──────────── watch   198.18.77.0/30 ──── this process
+          └──────────── watch   198.18.*.0/30 ───── this process
 
 Both ends see one ``/dev/shm``, which no two hosts do: so the clients are told to use tcp alone.
 """
@@ -25,7 +25,7 @@ from tests.integration.remote import Remote, RemoteError
 
 pytestmark = pytest.mark.netns
 
-CONTROL, DATA, WATCH = "10.231.1", "10.231.2", "198.18.77"
+CONTROL, DATA, WATCH = "10.231.1", "10.231.2", f"198.18.{os.getpid() % 256}"
 BOUNDED = ("deadline_exceeded", "master_unreachable", "node_unreachable", "put_refused", "no_space")
 TIMEOUT_MS = 3_000
 LONGEST_S = TIMEOUT_MS / 1000 + 1.0
