@@ -103,6 +103,8 @@ class AsyncClient:
     put_many = _awaited(Client.put_many)
     put_chain = _awaited(Client.put_chain)
     allocate = _awaited(Client.allocate)
+    pin = _awaited(Client.pin)
+    unpin = _awaited(Client.unpin)
 
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)

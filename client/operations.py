@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 
@@ -51,7 +52,9 @@ from kvstore.keys import packed_keys
 from kvstore.limits import (
     MATCH_KEYS_MAX,
     NAMESPACES_MAX,
+    PIN_MS_MAX,
     REPLICAS_MAX,
+    TTL_MS_MAX,
     Key,
     Namespace,
     check_key,
@@ -98,9 +101,10 @@ class Operations:
         overwrite: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
+        ttl: float | None = None,
     ) -> Flow[PutOutcome]:
         items = Items([check_key(key)], *encode_all([value]))
-        options = self._options(namespace, parent, False, replicas, overwrite)
+        options = self._options(namespace, parent, False, replicas, overwrite, ttl=ttl)
         parts = items.parts[0]
         if len(parts) > 1 and self.views.allocated:
             self._refuse_lost(items)
@@ -126,10 +130,11 @@ class Operations:
         partial: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
+        ttl: float | None = None,
     ) -> Flow[list[PutOutcome]]:
         pairs = list(items)
         keys = check_keys([key for key, _ in pairs], distinct=True)
-        options = self._options(namespace, parent, chain, replicas, overwrite, partial)
+        options = self._options(namespace, parent, chain, replicas, overwrite, partial, ttl)
         encoded = Items(keys, *encode_all([value for _, value in pairs]))
         if self.views.allocated:
             self._refuse_lost(encoded)
@@ -146,6 +151,7 @@ class Operations:
         partial: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
+        ttl: float | None = None,
     ) -> Flow[list[PutOutcome]]:
         if len(keys) != len(values):
             raise InvalidArgumentError(
@@ -153,7 +159,7 @@ class Operations:
             )
         pairs = zip(keys, values, strict=True)
         return self.put_many(
-            pairs, namespace, parent, True, replicas, False, partial, wait_ms, timeout_ms
+            pairs, namespace, parent, True, replicas, False, partial, wait_ms, timeout_ms, ttl
         )
 
     def allocate(
@@ -452,6 +458,16 @@ class Operations:
     def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         return asking.exists(self._namespace(namespace), packed_keys(keys))
 
+    def pin(
+        self, keys: Sequence[AnyKey], duration_s: float, namespace: str | None
+    ) -> Flow[list[bool]]:
+        hold_ms = _duration_ms("seconds", duration_s, PIN_MS_MAX)
+        checked = check_keys(keys, distinct=False)
+        return asking.pin(self._namespace(namespace), checked, hold_ms)
+
+    def unpin(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
+        return asking.unpin(self._namespace(namespace), check_keys(keys, distinct=False))
+
     def remove(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
         checked = check_keys(keys, distinct=False)
         return asking.remove(self.context, self._namespace(namespace), checked)
@@ -504,6 +520,7 @@ class Operations:
         replicas: int | None,
         overwrite: bool,
         partial: bool = False,
+        ttl: float | None = None,
     ) -> PutOptions:
         count = self.config.replicas if replicas is None else replicas
         if not 1 <= count <= REPLICAS_MAX:
@@ -515,7 +532,17 @@ class Operations:
             replicas=count,
             overwrite=overwrite,
             partial=partial,
+            ttl_ms=0 if ttl is None else _duration_ms("ttl", ttl, TTL_MS_MAX),
         )
+
+
+def _duration_ms(name: str, duration_s: float, most_ms: int) -> int:
+    """Raises InvalidArgumentError: not more than 0 s, or more than ``most_ms``."""
+    if not 0 < duration_s <= most_ms / 1000:  # also refuses what is no number
+        raise InvalidArgumentError(
+            f"{name} is more than 0 and at most {most_ms // 1000} seconds, not {duration_s}"
+        )
+    return math.ceil(duration_s * 1000)
 
 
 def _parts(key: Key, ranges: Sequence[Range]) -> Parts:

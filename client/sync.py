@@ -153,6 +153,7 @@ class Client:
         replicas: int | None = None,
         overwrite: bool = False,
         wait_ms: int | None = None,
+        ttl: float | None = None,
         timeout_ms: int | None = None,
     ) -> PutOutcome:
         """Store a torch tensor, a numpy array or bytes under a key.
@@ -169,6 +170,14 @@ class Client:
             overwrite: write a new version also where one is there, and retire that one.
             wait_ms: how long to wait for leases to end when there is no room; None: as
                 configured.
+            ttl: seconds after which the object is gone, counted from the end of this call, up to a
+                week (rounded up to 64 ms); None: it stays until it is evicted or removed. From
+                then on no call finds it, and its memory is the first to be used again. A reader
+                that has it keeps it until its lease ends. Blocks below it in a chain are not
+                matched any more, and evicted first. A pin does not prolong it. An object that is
+                FOUND keeps the end that it has; ``overwrite`` sets a new one, or none. The end is
+                known to the master only: after a restart of the master, or of the node, the object
+                has none.
 
         Returns:
             STORED by this call, FOUND there already, or BEING_WRITTEN by somebody else.
@@ -176,13 +185,14 @@ class Client:
         Raises:
             UnsupportedValueError: a value without plain bytes (sparse, quantized, objects).
             ValueTooLargeError: larger than any segment.
-            NoSpaceError: everything is leased; ``fields["missing_bytes"]``.
+            NoSpaceError: everything is leased or pinned; ``fields["missing_bytes"]``, and
+                ``fields["pinned_bytes"]`` if objects are pinned.
             PutRefusedError: nodes came and went; try again.
             ReservationLostError: the memory from ``allocate`` is not ours any more.
         """
         return self._run(
             self._operations.put(
-                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms
+                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms, ttl
             ),
             timeout_ms,
         )
@@ -197,6 +207,7 @@ class Client:
         overwrite: bool = False,
         partial: bool = False,
         wait_ms: int | None = None,
+        ttl: float | None = None,
         timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """``put`` of several, in one exchange: room is found for all of them or for none.
@@ -205,13 +216,23 @@ class Client:
             partial: where the pool is full, store the first ones that there is room for; the
                 outcome of the others is NO_SPACE. More than 512 are put in several exchanges, of
                 which one may evict what another has stored.
+            ttl: as of ``put``, of each.
 
         Raises:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
         """
         return self._run(
             self._operations.put_many(
-                items, namespace, parent, False, replicas, overwrite, partial, wait_ms, timeout_ms
+                items,
+                namespace,
+                parent,
+                False,
+                replicas,
+                overwrite,
+                partial,
+                wait_ms,
+                timeout_ms,
+                ttl,
             ),
             timeout_ms,
         )
@@ -226,6 +247,7 @@ class Client:
         replicas: int | None = None,
         partial: bool = False,
         wait_ms: int | None = None,
+        ttl: float | None = None,
         timeout_ms: int | None = None,
     ) -> list[PutOutcome]:
         """Store the blocks of one prefix: each key's parent is the key before it.
@@ -235,13 +257,14 @@ class Client:
             parent: of the first; None: the first is a root.
             partial: where the pool is full, store as much of the front as there is room for; the
                 outcome of the others is NO_SPACE.
+            ttl: as of ``put``, of each block.
 
         Raises:
             As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
         """
         return self._run(
             self._operations.put_chain(
-                keys, values, namespace, parent, replicas, partial, wait_ms, timeout_ms
+                keys, values, namespace, parent, replicas, partial, wait_ms, timeout_ms, ttl
             ),
             timeout_ms,
         )
@@ -482,6 +505,51 @@ class Client:
     def stats(self) -> ClientStats:
         """What this client has done. Makes no call."""
         return self._state.stats(self._stub.epoch)
+
+    # --- keeping ------------------------------------------------------------------------------
+
+    def pin(
+        self,
+        keys: Sequence[AnyKey],
+        seconds: float,
+        *,
+        namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> list[bool]:
+        """Keep objects from eviction; per key, whether it is there and is pinned now.
+
+        A pinned object keeps its ancestors, too: a pin of a chain's tip, or of all its keys, keeps
+        all that a ``match_prefix`` of it needs. Their memory counts towards the bound of the
+        namespace, each object once.
+
+        A pin keeps an object from eviction and from nothing else: ``remove``, ``clear``, a ``ttl``
+        and the loss of a node end it with the object. It stays on its object through an
+        ``overwrite`` and the draining of a node. It is known to the master only: after a restart
+        of the master, pin again. A pin keeps the replicas that exist, and makes none.
+
+        Args:
+            seconds: until the pin ends, counted from this call: more than 0, at most a day. Of two
+                pins of an object, whoever made them, the later end holds.
+
+        Raises:
+            NoSpaceError: the namespace would have more pinned than its share of the pool
+                (``kvstore-master --pinned-max``, half); ``fields["cause"]`` is ``"pins"``. Nothing
+                was pinned; of more than 512 keys, which are pinned in several exchanges, the
+                first ones may have been.
+            InvalidArgumentError: more than 8,192 ancestors would be pinned with one exchange. Pin
+                such a chain from its root, in several calls.
+        """
+        return self._run(self._operations.pin(keys, seconds, namespace), timeout_ms)
+
+    def unpin(
+        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+    ) -> list[bool]:
+        """End the pins of these objects, whoever made them; per key, whether it was pinned.
+
+        What was pinned only as an ancestor is let go with the last pin below it, and need not be
+        named. An ancestor of an object that is still pinned is kept.
+        """
+        return self._run(self._operations.unpin(keys, namespace), timeout_ms)
 
     # --- removing -----------------------------------------------------------------------------
 

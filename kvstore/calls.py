@@ -28,11 +28,13 @@ from kvstore.fields import (
     NumberPerOffset,
     Numbers,
     PageRows,
+    PinMs,
     Port,
     Replicas,
     Rows,
     ShmName,
     Size,
+    TtlMs,
     Uuid,
     WaitMs,
 )
@@ -40,6 +42,7 @@ from kvstore.limits import (
     CONNECTIONS_CUT_MAX,
     NAMESPACES_MAX,
     NODE_SEGMENTS_MAX,
+    PIN_KEYS_MAX,
     PUT_KEYS_MAX,
     SIZE_BYTES_MAX,
     Key,
@@ -243,6 +246,8 @@ class PutStart(NamedTuple):
     """Only segments of ``host``: the putter has no transport that reaches another one."""
     client_number: int = 0
     """That the putter shows to data servers; 0: unknown."""
+    ttl_ms: TtlMs = 0
+    """So long after its put has ended an object is gone; 0: no such end."""
 
 
 class Grants(NamedTuple):
@@ -310,6 +315,8 @@ class Commit(NamedTuple):
     size: Size
     """Payload bytes; not more than were allocated."""
     overwrite: bool
+    ttl_ms: TtlMs = 0
+    """As in ``PutStart``."""
 
 
 class Committed(NamedTuple):
@@ -335,6 +342,32 @@ class Renewed(NamedTuple):
     keys_held: Sequence[int]
     """1 or 0 per key: whether that version is still promised."""
     tokens_held: Sequence[int]
+
+
+class Pin(NamedTuple):
+    """Keep these objects, and their ancestors, from eviction."""
+
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
+    hold_ms: PinMs
+    """So long from now, at least: of two pins of an object the later end holds."""
+
+
+class Pinned(NamedTuple):
+    pinned: Sequence[int]
+    """1 or 0 per key: whether it is there, and is pinned now."""
+
+
+class Unpin(NamedTuple):
+    """End the pins of these objects. What is an ancestor of one that is pinned is still kept."""
+
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
+
+
+class Unpinned(NamedTuple):
+    unpinned: Sequence[int]
+    """1 or 0 per key: whether it was pinned."""
 
 
 class Remove(NamedTuple):
@@ -440,6 +473,10 @@ class NamespaceStatus(NamedTuple):
     objects: int
     size: int
     """Payload bytes, replicas not counted."""
+    pinned_objects: int = 0
+    """That pins hold: named by a pin, or ancestors of those."""
+    pinned_bytes: int = 0
+    """Of memory, with headers and replicas, that those have."""
 
 
 class Counter(NamedTuple):
@@ -594,6 +631,8 @@ ClientRequest = (
     | Allocate
     | Commit
     | Renew
+    | Pin
+    | Unpin
     | Remove
     | Clear
     | DescribeSegments
@@ -612,6 +651,8 @@ Reply = (
     | Revoked
     | Committed
     | Renewed
+    | Pinned
+    | Unpinned
     | Removed
     | Cleared
     | Segments

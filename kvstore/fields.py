@@ -15,8 +15,10 @@ from kvstore.limits import (
     AVOID_MAX,
     BATCH_KEYS_MAX,
     EPOCH_MAX,
+    PIN_MS_MAX,
     REPLICAS_MAX,
     SIZE_BYTES_MAX,
+    TTL_MS_MAX,
     WAIT_MS_MAX,
 )
 
@@ -80,6 +82,8 @@ Port = Annotated[int, Between(0, 65_535)]
 Epoch = Annotated[int, Between(0, EPOCH_MAX)]
 Size = Annotated[int, Between(0, SIZE_BYTES_MAX)]
 WaitMs = Annotated[int, Between(0, WAIT_MS_MAX)]
+PinMs = Annotated[int, Between(1, PIN_MS_MAX)]
+TtlMs = Annotated[int, Between(0, TTL_MS_MAX)]
 Replicas = Annotated[int, Between(1, REPLICAS_MAX)]
 PageRows = Annotated[int, Between(1, BATCH_KEYS_MAX)]
 Numbers = Annotated[Sequence[int], Rows()]

@@ -47,6 +47,16 @@ in blocks of 16."""
 NAMESPACES_MAX = 256
 """Namespaces in one ``match_prefix``: the ranks and cache groups of one engine."""
 
+PIN_KEYS_MAX = 512
+"""Objects that one call pins, all that are there or none: 1 to 2 ms. Clients split larger
+batches."""
+
+PIN_MS_MAX = 86_400_000
+"""The longest pin: a day. It can be pinned again."""
+
+TTL_MS_MAX = 604_800_000
+"""The longest time to live that a put may ask for: a week."""
+
 REPLICAS_MAX = 8
 
 CONNECTIONS_CUT_MAX = 64

@@ -180,6 +180,7 @@ class _Master:
             put_deadline_ms=config.put_deadline_ms,
             quarantine_ms=config.quarantine_ms,
             put_wait_max_ms=config.put_wait_max_ms,
+            pinned_max=config.pinned_max,
             gather_ms=config.gather_ms,
             pending_puts_max=config.pending_puts_max,
             waiting_puts_max=config.waiting_puts_max,

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvstore import calls
-from kvstore.limits import Key, Namespace
+from kvstore.limits import PIN_MS_MAX, TTL_MS_MAX, Key, Namespace
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -157,7 +157,7 @@ SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME)
 NODE_STATUS = st.builds(
     calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3)
 )
-NAMESPACE_STATUS = st.builds(calls.NamespaceStatus, NAMESPACE, U64, U64)
+NAMESPACE_STATUS = st.builds(calls.NamespaceStatus, NAMESPACE, U64, U64, U64, U64)
 OBJECT_ROW = st.builds(calls.ObjectRow, NAMESPACE, KEY, U64, U32, U64, U64, NAME)
 OFFER = st.builds(
     calls.SegmentOffer,
@@ -206,7 +206,11 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     calls.Allocate: st.builds(
         calls.Allocate, SIZES, st.integers(0, 3_600_000), st.just("") | NAME, AVOID, FLAGS, U64
     ),
-    calls.Commit: st.builds(calls.Commit, U64, U64, NAMESPACE, KEY, PARENT, SIZES, FLAGS),
+    calls.Commit: st.builds(
+        calls.Commit, U64, U64, NAMESPACE, KEY, PARENT, SIZES, FLAGS, st.integers(0, TTL_MS_MAX)
+    ),
+    calls.Pin: st.builds(calls.Pin, NAMESPACE, keys(), st.integers(1, PIN_MS_MAX)),
+    calls.Unpin: st.builds(calls.Unpin, NAMESPACE, keys()),
     calls.Renew: renews(),
     calls.Remove: st.builds(calls.Remove, NAMESPACE, keys()),
     calls.Clear: st.builds(calls.Clear, ANY_NAMESPACE, st.integers(1, 16_384)),
@@ -249,6 +253,8 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
     calls.Revoked: st.builds(calls.Revoked, U32),
     calls.Committed: st.builds(calls.Committed, st.integers(1, 5)),
     calls.Renewed: st.builds(calls.Renewed, U64, U64, BYTES, BYTES),
+    calls.Pinned: st.builds(calls.Pinned, BYTES),
+    calls.Unpinned: st.builds(calls.Unpinned, BYTES),
     calls.Removed: st.builds(calls.Removed, BYTES),
     calls.Cleared: st.builds(calls.Cleared, U64, U64),
     calls.Segments: st.builds(calls.Segments, U64, st.lists(SEGMENT_INFO, max_size=4)),

@@ -10,7 +10,7 @@ import numpy as np
 from kvstore import calls
 from kvstore.client.flows.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
 from kvstore.errors import UnavailableError
-from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
+from kvstore.limits import BATCH_KEYS_MAX, PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
 
@@ -61,6 +61,24 @@ def remove(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[
     for key in keys:
         context.placements.forget(namespace, key)
     return [bool(each) for each in removed.removed]
+
+
+def pin(namespace: Namespace, keys: Sequence[Key], hold_ms: int) -> Flow[list[bool]]:
+    """Keeps objects from eviction; per key, whether it is there and is pinned now."""
+    pinned: list[bool] = []
+    for start in range(0, len(keys), PIN_KEYS_MAX):
+        request = calls.Pin(namespace, keys[start : start + PIN_KEYS_MAX], hold_ms)
+        pinned += map(bool, (yield from ask(request, calls.Pinned)).pinned)
+    return pinned
+
+
+def unpin(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
+    """Ends pins; per key, whether it was pinned."""
+    unpinned: list[bool] = []
+    for start in range(0, len(keys), PIN_KEYS_MAX):
+        request = calls.Unpin(namespace, keys[start : start + PIN_KEYS_MAX])
+        unpinned += map(bool, (yield from ask(request, calls.Unpinned)).unpinned)
+    return unpinned
 
 
 CLEAR_STEP = 1_024

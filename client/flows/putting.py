@@ -82,6 +82,8 @@ class PutOptions:
     overwrite: bool = False
     partial: bool = False
     """Store what there is room for, and say NO_SPACE of the rest."""
+    ttl_ms: int = 0
+    """How long the objects live once they are stored; 0: no end."""
 
 
 def put(
@@ -237,6 +239,7 @@ def _start(
         avoid,
         context.here_only,
         context.client_number,
+        options.ttl_ms,
     )
     try:
         grants = yield from ask(request, calls.Grants)
@@ -435,7 +438,8 @@ def commit(
         written[:] = head
     committed = yield from ask(
         calls.Commit(
-            epoch, token, options.namespace, key, options.parent, size, options.overwrite
+            epoch, token, options.namespace, key, options.parent, size, options.overwrite,
+            options.ttl_ms,
         ),
         calls.Committed,
     )  # fmt: skip

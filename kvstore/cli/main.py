@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import click
 
 from kvstore.cli.cluster import drain, status, version
-from kvstore.cli.objects import clear, get, ls, put, rm, stat
+from kvstore.cli.objects import clear, get, ls, pin, put, rm, stat, unpin
 from kvstore.cli.options import (
     CONTEXT,
     SOURCES,
@@ -94,7 +94,7 @@ def cli(context: click.Context, /, config_path: str | None, as_json: bool, **fla
     context.obj = {"config_path": config_path, "as_json": as_json, "flags": flags}
 
 
-for each in (clear, drain, get, ls, put, rm, stat, status, version):
+for each in (clear, drain, get, ls, pin, put, rm, stat, status, unpin, version):
     cli.add_command(each)
 
 

@@ -1,4 +1,4 @@
-"""``kvstore ls``, ``stat``, ``put``, ``get``, ``rm`` and ``clear``."""
+"""``kvstore ls``, ``stat``, ``put``, ``get``, ``pin``, ``unpin``, ``rm`` and ``clear``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, NOT_THERE, print_json_error
 from kvstore.cli.progress import byte_progress, count_progress
 from kvstore.cli.show import duration_text, key_from_text, key_text, plain, print_json, size_text
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.limits import BATCH_KEYS_MAX, Key
 
 LIST_ROWS_MAX = 1_000
 """Rows of ``ls`` on a terminal, where more are of no use; in a pipe ``ls`` prints all."""
@@ -99,6 +99,7 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
 @click.option("--npy", is_flag=True, help="FILE is a NumPy array (.npy): keep dtype and shape.")
 @click.option("--parent", help="Key of the object that this one continues.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing object.")
+@click.option("--ttl", type=float, metavar="SECONDS", help="The object is gone after so long.")
 def put(
     invocation: Invocation,
     key: str,
@@ -107,6 +108,7 @@ def put(
     npy: bool,
     parent: str | None,
     overwrite: bool,
+    ttl: float | None,
 ) -> None:
     """Store a file as one object. FILE may be - for standard input."""
     from kvstore.calls import PutOutcome
@@ -127,6 +129,7 @@ def put(
                 replicas=invocation.config.replicas,
                 overwrite=overwrite,
                 wait_ms=invocation.config.put_wait_ms,
+                ttl=ttl,
             )
     told = {
         PutOutcome.STORED: "stored",
@@ -187,12 +190,40 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
         for start in range(0, len(wanted), BATCH_KEYS_MAX):
             some = wanted[start : start + BATCH_KEYS_MAX]
             removed += client.remove_many(some, namespace=invocation.namespace)
-    missing = [key for key, was_there in zip(wanted, removed, strict=True) if not was_there]
+    return _told(invocation, "removed", wanted, removed)
+
+
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExample:\n  kvstore pin system-prompt --seconds 3600",
+)
+@connects("namespace")
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
+@click.option(
+    "--seconds", type=float, required=True, help="Until the pin ends: up to 86400, a day."
+)
+def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: float) -> int:
+    """Keep objects, and those before them in their chains, from eviction."""
+    wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
+    with invocation.client() as client:
+        pinned = client.pin(wanted, seconds, namespace=invocation.namespace)
+    return _told(invocation, "pinned", wanted, pinned)
+
+
+@click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore unpin system-prompt")
+@connects("namespace")
+@click.argument("keys", nargs=-1, required=True, metavar="KEY...")
+@click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
+def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
+    """End the pins of objects, which can be evicted then."""
+    wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
+    with invocation.client() as client:
+        unpinned = client.unpin(wanted, namespace=invocation.namespace)
     if invocation.as_json:
-        print_json({"removed": sum(removed), "missing": [key_text(key) for key in missing]})
+        print_json({"unpinned": sum(unpinned)})
     else:
-        click.echo(f"removed {sum(removed)}")
-    return not_there(invocation, missing) if missing else 0
+        click.echo(f"unpinned {sum(unpinned)}")
 
 
 @click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore clear --namespace llama")
@@ -216,6 +247,16 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
         print_json({"removed": removed, "namespace": namespace})
     else:
         click.echo(f"removed {removed} of {what}")
+
+
+def _told(invocation: Invocation, what: str, keys: list[Key], done: list[bool]) -> int:
+    """Says how many were done, and which were not there; returns the exit code."""
+    missing = [key for key, was_there in zip(keys, done, strict=True) if not was_there]
+    if invocation.as_json:
+        print_json({what: sum(done), "missing": [key_text(key) for key in missing]})
+    else:
+        click.echo(f"{what} {sum(done)}")
+    return not_there(invocation, missing) if missing else 0
 
 
 def not_there(invocation: Invocation, keys: Iterable[bytes]) -> int:

@@ -67,6 +67,10 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
     short = dict(found.counters).get("under_replicated_objects", 0)
     if short:
         yield f"{short} of them have fewer replicas than wanted"
+    pinned = sum(namespace.pinned_objects for namespace in found.namespaces)
+    if pinned:
+        pinned_size = sum(namespace.pinned_bytes for namespace in found.namespaces)
+        yield f"{pinned} of them pinned, {size_text(pinned_size)} of memory"
     yield ""
 
     if found.nodes:
@@ -91,8 +95,11 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         namespaces = Table("\nnamespace", box=None, pad_edge=False)
         namespaces.add_column("\nobjects", justify="right")
         namespaces.add_column("\nbytes", justify="right")
+        if pinned:
+            namespaces.add_column("\npinned", justify="right")
         for row in found.namespaces:
-            namespaces.add_row(row.name, str(row.objects), size_text(row.size))
+            cells = [row.name, str(row.objects), size_text(row.size)]
+            namespaces.add_row(*cells, *([size_text(row.pinned_bytes)] if pinned else []))
         yield namespaces
 
     if counters:

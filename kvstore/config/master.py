@@ -22,6 +22,7 @@ from kvstore.config.values import (
     Port,
     RefusedError,
     Secret,
+    Share,
     Text,
 )
 from kvstore.errors import InvalidArgumentError
@@ -151,6 +152,13 @@ class MasterConfig(Config):
         ge=0,
         le=600_000,
         description="The longest that a put may ask to wait for room: three default leases.",
+    )
+    pinned_max: Share = Field(
+        default=0.5,
+        ge=0.0,
+        le=1.0,
+        description="Share of the pool's memory that the pins of one namespace may hold, because "
+        "what is pinned is not evicted for puts; 0: pins are refused.",
     )
     lane_spin_us: Microseconds = Field(
         default=200,

@@ -221,20 +221,27 @@ class NamespaceStatus(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    PINNED_OBJECTS_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     objects: _builtins.int
     size: _builtins.int
     """Payload bytes, replicas not counted."""
+    pinned_objects: _builtins.int
+    """Objects that pins hold, and their bytes of memory, with headers and replicas."""
+    pinned_bytes: _builtins.int
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         objects: _builtins.int = ...,
         size: _builtins.int = ...,
+        pinned_objects: _builtins.int = ...,
+        pinned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "objects", b"objects", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -315,6 +315,7 @@ class PutStartRequest(_message.Message):
     AVOID_FIELD_NUMBER: _builtins.int
     HERE_ONLY_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     parent: _builtins.bytes
     """Parent of the first key (`chain`) or of every key (otherwise); empty: a root."""
@@ -332,6 +333,10 @@ class PutStartRequest(_message.Message):
     """Only segments of `host`: the client has no transport that reaches another host."""
     client_number: _builtins.int
     """The number that the client shows to data servers; 0: unknown."""
+    ttl_ms: _builtins.int
+    """So long after its put has ended an object is gone, at most a week; 0: no such end. A master of
+    an earlier release ignores it.
+    """
     @_builtins.property
     def keys(self) -> _common_pb2.Keys:
         """No key twice."""
@@ -361,10 +366,11 @@ class PutStartRequest(_message.Message):
         avoid: _abc.Iterable[_builtins.bytes] | None = ...,
         here_only: _builtins.bool = ...,
         client_number: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "sizes", b"sizes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "chain", b"chain", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "keys", b"keys", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "replicas", b"replicas", "sizes", b"sizes", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "chain", b"chain", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "keys", b"keys", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "replicas", b"replicas", "sizes", b"sizes", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,6 +578,7 @@ class CommitRequest(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     OVERWRITE_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     token: _builtins.int
     namespace: _builtins.str
@@ -581,6 +588,8 @@ class CommitRequest(_message.Message):
     size: _builtins.int
     """Payload bytes; not more than were allocated."""
     overwrite: _builtins.bool
+    ttl_ms: _builtins.int
+    """As in PutStartRequest."""
     def __init__(
         self,
         *,
@@ -591,10 +600,11 @@ class CommitRequest(_message.Message):
         parent: _builtins.bytes = ...,
         size: _builtins.int = ...,
         overwrite: _builtins.bool = ...,
+        ttl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "key", b"key", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "size", b"size", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "key", b"key", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "size", b"size", "token", b"token", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -692,6 +702,100 @@ class RenewReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewReply: _TypeAlias = RenewReply  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    HOLD_MS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    hold_ms: _builtins.int
+    """From now on, 1 ms to a day. Of two pins of an object the later end holds."""
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys:
+        """At most 512."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        keys: _common_pb2.Keys | None = ...,
+        hold_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_ms", b"hold_ms", "keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.bytes
+    """One byte per key, 1 or 0: whether it is there, and is pinned now."""
+    def __init__(
+        self,
+        *,
+        pinned: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinReply: _TypeAlias = PinReply  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys:
+        """At most 512."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        keys: _common_pb2.Keys | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNPINNED_FIELD_NUMBER: _builtins.int
+    unpinned: _builtins.bytes
+    """One byte per key, 1 or 0: whether it was pinned."""
+    def __init__(
+        self,
+        *,
+        unpinned: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unpinned", b"unpinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinReply: _TypeAlias = UnpinReply  # noqa: Y015
 
 @_typing.final
 class RemoveRequest(_message.Message):

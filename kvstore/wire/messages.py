@@ -127,6 +127,8 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.Allocate, calls.Grants, idempotent=False, reply_field="grant"),
     Call(calls.Commit, calls.Committed, idempotent=False),
     Call(calls.Renew, calls.Renewed, idempotent=True),
+    Call(calls.Pin, calls.Pinned, idempotent=True),
+    Call(calls.Unpin, calls.Unpinned, idempotent=True),
     Call(calls.Remove, calls.Removed, idempotent=True),
     Call(calls.Clear, calls.Cleared, idempotent=True),
     Call(calls.DescribeSegments, calls.Segments, idempotent=True),

@@ -7,13 +7,15 @@ walked over in one step, and what would be a miss while a new master hears what 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from kvstore import calls
-from kvstore.calls import NO_PLACEMENTS
+from kvstore.calls import NO_PLACEMENTS, Presence
+from kvstore.limits import Key
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
-from kvstore.master.state.records import ObjectRecord
+from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.returning import Returning
 
 ANSWERED_PER_STEP = 16_384
@@ -36,6 +38,7 @@ class Asking:
         self._common = common
         self._forest = common.forest
         self._granting = granting
+        self._lifetimes = common.pool.lifetimes
         self._returning = returning
         self._gathering = common.rules.gather_ms > 0
         """Whether misses may have to wait for inventories."""
@@ -94,7 +97,12 @@ class Asking:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
                 continue
             keys = request.keys
-            matched, holding, records = self._forest.match(table, keys, records=request.placements)
+            living = keys
+            if now_ms >= self._lifetimes.next_ms:
+                living = self._before_ended(now_ms, table, keys)
+            matched, holding, records = self._forest.match(
+                table, living, records=request.placements
+            )
             if self._forest.unfinished:
                 break
             for record in holding:
@@ -114,14 +122,27 @@ class Asking:
             common.counters["missed_objects"] += len(keys) - matched
         return calls.Matched(common.epoch, common.rules.lease_ms, matches)
 
+    def _before_ended(
+        self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
+    ) -> Sequence[Key]:
+        """The keys before the first whose object's lifetime is over, and is not taken back yet."""
+        for index, record in enumerate(table.get_many(keys)):
+            if record is not None and self._lifetimes.ended(record, now_ms):
+                return keys[:index]
+        return keys
+
     def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
         common = self._common
         table = self._forest.table(request.namespace)
         records: list[ObjectRecord | None]
         records = [None] * len(request.keys) if table is None else table.get_many(request.keys)
         lease_until_ms = now_ms + common.rules.lease_ms
+        some_ended = now_ms >= self._lifetimes.next_ms
         for index, record in enumerate(records):
             if record is None:
+                continue
+            if some_ended and self._lifetimes.ended(record, now_ms):
+                records[index] = None
                 continue
             segment = record.segment
             if segment is not None and (segment.alive or record.complete):
@@ -133,16 +154,23 @@ class Asking:
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 
     def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
-        del now_ms
         table = self._forest.table(request.namespace)
         if table is None:
             return calls.Existing(bytes(len(request.keys)))
-        return calls.Existing(table.presence(request.keys))
+        presence = table.presence(request.keys)
+        if now_ms >= self._lifetimes.next_ms:
+            known = bytearray(presence)
+            for index, record in enumerate(table.get_many(request.keys)):
+                if record is not None and self._lifetimes.ended(record, now_ms):
+                    known[index] = Presence.ABSENT
+            presence = bytes(known)
+        return calls.Existing(presence)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         """Leases of the objects that are still what they were, and deadlines of grants."""
         common, rules = self._common, self._common.rules
         keys_held = bytearray(len(request.keys))
+        some_ended = now_ms >= self._lifetimes.next_ms
         columns = zip(request.keys, request.epochs, request.counters, strict=True)
         for index, (key, epoch, counter) in enumerate(columns):
             record = self._forest.get(request.namespace, key)
@@ -150,6 +178,7 @@ class Asking:
                 record is not None
                 and all(s.alive or not s.segment_id for s, _ in record.extents())
                 and record.segment is not None
+                and not (some_ended and self._lifetimes.ended(record, now_ms))
                 and (record.epoch, record.counter) == (epoch, counter)
             ):
                 record.last_used_ms = now_ms

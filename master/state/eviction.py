@@ -1,4 +1,4 @@
-"""What to evict: an interface of five verbs, and LRU.
+"""What to evict: an interface of six verbs, and LRU.
 
 Candidates are leaves of the forest that are complete: evicting one never breaks a chain. A policy
 orders the candidates of one segment. It never touches the forest; the caller evicts what ``peek``
@@ -50,9 +50,13 @@ class EvictionPolicy(Protocol):
         search is ``unfinished`` after ``moves``."""
         ...
 
+    def hold(self, record: ObjectRecord, until_ms: int) -> None:
+        """``peek`` does not return this candidate before then, unless it is added again."""
+        ...
+
     def next_lease_end_ms(self) -> int | None:
-        """When the first leased candidate may become evictable; None: ``peek`` has seen no leased
-        one."""
+        """When the first leased candidate, or one on ``hold``, may become evictable; None: ``peek``
+        has seen no leased one."""
         ...
 
     def __len__(self) -> int: ...
@@ -130,6 +134,13 @@ class LRU:
             self.moved += 1
             self._put_back(record, now_ms)
 
+    def hold(self, record: ObjectRecord, until_ms: int) -> None:
+        detached = self.detached(record)
+        self.discard(record)
+        self._sequence += 2
+        record.ticket = _PARKED + (until_ms << _SEQUENCE_BITS | self._sequence | detached)
+        self._parked.add(record)
+
     def next_lease_end_ms(self) -> int | None:
         first = self._parked.first()
         return None if first is None else _parked_until_ms(first)
@@ -153,14 +164,11 @@ class LRU:
 
     def _put_back(self, record: ObjectRecord, now_ms: int) -> None:
         """Moves the record to its present place, by its last use or its lease."""
-        detached = self.detached(record)
-        self.discard(record)
         if record.lease_until_ms > now_ms:
-            self._sequence += 2
-            ticket = record.lease_until_ms << _SEQUENCE_BITS | self._sequence | detached
-            record.ticket = _PARKED + ticket
-            self._parked.add(record)
+            self.hold(record, record.lease_until_ms)
         else:
+            detached = self.detached(record)
+            self.discard(record)
             self.add(record, detached=detached)
 
 

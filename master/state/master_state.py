@@ -3,6 +3,7 @@
     asking      what is where: chains, objects, keys; leases of what is found
     putting     puts in two phases, and allocations     waiting    puts that wait for room
     granting    memory for writers, under tokens with deadlines
+    keeping     pins, and objects whose lifetime is over
     removing    removals, and what they wait for        marks      memory that was away meanwhile
     returning   segments that come back with objects
     copying     moves off draining nodes, and repair
@@ -38,6 +39,7 @@ from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Effect
 from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.putting import Putting
@@ -88,7 +90,10 @@ class MasterState:
         self.granting = Granting(common, self.waiting, self.sweeping, self.repairs)
         self.removing = Removing(common, self.marks, self.granting, self.waiting)
         self.copying = Copying(common, self.granting, self.waiting, self.repairs)
-        self.putting = Putting(common, self.granting, self.waiting, self.removing, self.copying)
+        self.keeping = Keeping(common, self.granting, self.waiting)
+        self.putting = Putting(
+            common, self.granting, self.waiting, self.removing, self.copying, self.keeping
+        )
         self.returning = Returning(common, self.marks, self.copying, self.waiting)
         self.asking = Asking(common, self.granting, self.returning)
         self.nodes = Nodes(
@@ -105,6 +110,8 @@ class MasterState:
             calls.PutRevoke: self.putting.put_revoke,
             calls.Allocate: self.putting.allocate,
             calls.Commit: self.putting.commit,
+            calls.Pin: self.keeping.pin,
+            calls.Unpin: self.keeping.unpin,
             calls.Remove: self.removing.remove,
             calls.Clear: self.removing.clear,
             calls.ReportCorrupt: self.removing.report_corrupt,
@@ -121,6 +128,7 @@ class MasterState:
         self._jobs: list[tuple[Callable[[], bool], Callable[[int], None]]] = [
             (self.waiting.due, self.putting.serve_waiting),
             (self.removing.frees, self.removing.free),
+            (self.keeping.goes_on, self.keeping.expire),
             (self.returning.has_claims, self.returning.take_claims),
             (self.asking.answers, self.asking.answer),
             (self.asking.walks, self.asking.walk_on),
@@ -165,6 +173,7 @@ class MasterState:
         self.nodes.tick(now_ms)
         self.granting.expire(now_ms)
         self.removing.free(now_ms)
+        self.keeping.expire(now_ms)
         self.asking.answer(now_ms)
         self.putting.serve_waiting(now_ms)
         self.copying.tick(now_ms)
@@ -178,6 +187,7 @@ class MasterState:
             self.reclaim.next_end_ms(),
             self.repairs.due_ms,
             *self.waiting.next_ms(),
+            *self.keeping.next_ms(),
         ]
         return min((time for time in times if time is not None), default=None)
 

@@ -14,9 +14,11 @@ from operator import attrgetter
 
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repairing
+from kvstore.master.state.ends import Ends
 from kvstore.master.state.eviction import MOVES_PER_STEP, EvictionPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import Node
+from kvstore.master.state.pins import Pins
 from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
 from kvstore.memory.header import extent_bytes
@@ -58,6 +60,9 @@ class Pool:
         """Capacity of the largest of them."""
         self.counters: Counter[str] = Counter()
         self.forest = Forest(self.counters)
+        self.pins = Pins()
+        self.lifetimes = Ends()
+        """When objects are gone that were put with a time to live."""
         self.evicted: list[Remains] = []
         """Objects evicted since the caller last cleared this. Their bytes are free in the
         allocator, but no client may write there before the caller has had their headers wiped."""
@@ -121,6 +126,7 @@ class Pool:
         if len(self._sizes) >= _SIZES_MAX:
             self._sizes.clear()
         self.forest.fill(record, self._sizes.setdefault(size, size))
+        self.pins.replaced(record)
 
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
@@ -168,8 +174,14 @@ class Pool:
                 return segment, offset
         return None
 
-    def strip(self, record: ObjectRecord) -> list[Extent]:
-        """Takes the bytes from a record. Returns the extents, which are still allocated."""
+    def strip(self, record: ObjectRecord, *, replaced: bool = False) -> list[Extent]:
+        """Takes the bytes from a record. Returns the extents, which are still allocated.
+
+        ``replaced``: it gets others at once, and keeps its pin and its lifetime.
+        """
+        if not replaced:
+            self.pins.drop(record)
+            self.lifetimes.drop(record)
         extents = record.extents()
         if record.more and repairing.missing(record):
             self._one_short_less()
@@ -275,6 +287,14 @@ class Pool:
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
         return self.settle(record, detached=detached)
+
+    def let_evict(self, record: ObjectRecord) -> None:
+        """Called when its pin was ended early: if it is a candidate, it has its usual place."""
+        if record.ticket:
+            policy = self._policy_of(record)
+            detached = policy.detached(record)
+            policy.discard(record)
+            policy.add(record, detached=detached)
 
     def marked_detached(self, record: ObjectRecord) -> bool:
         return bool(record.ticket) and self._policy_of(record).detached(record)
@@ -487,6 +507,8 @@ class Pool:
     def check_invariants(self, others: Iterable[tuple[Segment, int, int]]) -> None:
         """``others``: extents that no object owns, as (segment, offset, length)."""
         self.forest.check_invariants(self.unsettled)
+        self.pins.check_invariants()
+        self.lifetimes.check_invariants()
         used: dict[int, list[tuple[int, int]]] = {key: [] for key in self.segments}
         leaves: dict[int, set[ObjectRecord]] = {}
         for record in self.forest.records():
@@ -591,9 +613,20 @@ class _Eviction:
         return self._peek(candidates)
 
     def _peek(self, candidates: EvictionPolicy) -> ObjectRecord | None:
-        head = candidates.peek(self._now_ms, self._moves)
-        self._moves -= candidates.moved
-        return head
+        ends = self._pool.pins.ends
+        while True:
+            head = candidates.peek(self._now_ms, self._moves)
+            self._moves -= candidates.moved
+            if head is None:
+                return None
+            pinned_until_ms = ends.of(head)
+            if pinned_until_ms <= self._now_ms:
+                return head
+            if self._moves <= 0:
+                candidates.unfinished = True
+                return None
+            self._moves -= 1
+            candidates.hold(head, pinned_until_ms)
 
 
 def _keeps_bytes_on(segments: set[Segment], leaf: ObjectRecord) -> bool:

@@ -38,6 +38,7 @@ class PendingPut:
         "repairs",
         "size",
         "token",
+        "ttl_ms",
     )
 
     def __init__(
@@ -53,6 +54,7 @@ class PendingPut:
         moves: Version | None = None,
         repairs: bool = False,
         missing: int = 0,
+        ttl_ms: int = 0,
     ) -> None:
         self.token = token
         self.record = record
@@ -71,6 +73,8 @@ class PendingPut:
         """The copy keeps that version, and is one more replica of it."""
         self.missing = missing
         """Replicas that were asked for and found no node."""
+        self.ttl_ms = ttl_ms
+        """How long the object lives once it is stored; 0: no end."""
 
     def remains(self, epoch: int) -> Remains:
         """The bytes that the writer may have left in the granted extents."""

@@ -16,6 +16,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Later
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.pool import Shortage
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
@@ -38,6 +39,7 @@ class Putting:
         waiting: WaitingPuts,
         removing: Removing,
         copying: Copying,
+        keeping: Keeping,
     ) -> None:
         self._common = common
         self._forest = common.forest
@@ -48,6 +50,7 @@ class Putting:
         self._waiting = waiting
         self._removing = removing
         self._copying = copying
+        self._keeping = keeping
 
     # --- the first phase ----------------------------------------------------------------------
 
@@ -90,7 +93,11 @@ class Putting:
         if result.goes_on:
             wait_ms = max(wait_ms, MAKING_ROOM_MS)
             self._waiting.room_made()
-        if wait_ms <= 0 or not self._could_take(request):
+        if (
+            wait_ms <= 0
+            or not self._could_take(request)
+            or self._waiting.only_pins_end(now_ms + wait_ms, request)
+        ):
             raise self._waiting.no_space(now_ms, request, result)
         return self._waiting.add(now_ms, request, wait_ms)
 
@@ -111,6 +118,7 @@ class Putting:
         if isinstance(request, calls.Allocate):
             return self._try_allocation(now_ms, request)
         keys = list(request.keys)
+        self._keeping.make_room(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
         lease_until_ms = now_ms + self._common.rules.lease_ms
         outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
@@ -184,7 +192,7 @@ class Putting:
             put = PendingPut(
                 token, record, extents, size, deadline_ms,
                 client_number=request.client_number, overwrite=overwrite,
-                missing=request.replicas - len(extents),
+                missing=request.replicas - len(extents), ttl_ms=request.ttl_ms,
             )  # fmt: skip
             record.writer = token
             self._pending.add(put)
@@ -206,6 +214,7 @@ class Putting:
 
     def _try_allocation(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Shortage:
         self._common.changing = True
+        self._keeping.make_room(now_ms, "", [])
         taken = self._granting.take(
             now_ms, [request.size], 1, None, request.host, None, request.avoid, request.here_only
         )
@@ -317,6 +326,7 @@ class Putting:
         if parent == key:
             raise InvalidArgumentError("a key cannot be its own parent")
         common.changing = True
+        self._keeping.make_room(now_ms, namespace, [key])
         outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
         alive = [extent for extent in put.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
@@ -327,6 +337,7 @@ class Putting:
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         record = self._ensure(now_ms, namespace, key, parent)
         still_read = self._reclaim.still_read(record) if request.overwrite else []
+        put.ttl_ms = request.ttl_ms
         self._granting.end(put)
         kept = extent_bytes(request.size)
         if kept < put.length:
@@ -374,11 +385,15 @@ class Putting:
         replaced: list[Remains] = []
         if record.segment is not None:
             replaced.append(Remains.of(record))
-            self._pool.strip(record)
+            self._pool.strip(record, replaced=True)
         if record.writer == put.token:
             record.writer = 0
         lacks = put.missing + len(put.extents) - len(extents)
         self._pool.store(record, extents, size, (self._common.epoch, put.token), now_ms, lacks)
+        if put.moves is None:
+            self._pool.lifetimes.drop(record)  # of what it replaces
+            if put.ttl_ms:
+                self._pool.lifetimes.set(record, now_ms + put.ttl_ms)
         return replaced
 
     def _count_stored(self, objects: int, size: int) -> None:

@@ -10,7 +10,7 @@ from kvstore.master.state import liveness
 from kvstore.master.state.common import Common
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.membership import describe
-from kvstore.master.state.records import Namespaces, ObjectRecord, Segment, shards_from
+from kvstore.master.state.records import ObjectRecord, Segment, shards_from
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
@@ -52,7 +52,7 @@ class Report:
             if cursor >= len(known):
                 cursor = _NAMESPACES
         if cursor & _NAMESPACES:
-            cursor = _namespaces(common.forest.namespaces, cursor ^ _NAMESPACES, left, namespaces)
+            cursor = _namespaces(common, cursor ^ _NAMESPACES, left, namespaces)
         return calls.ClusterStatus(
             epoch=common.epoch,
             version=common.version,
@@ -92,7 +92,8 @@ class Report:
         common = self._common
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
-        if record is None or not (record.complete or record.writer):
+        ended = record is not None and common.pool.lifetimes.ended(record, now_ms)
+        if record is None or ended or not (record.complete or record.writer):
             return calls.ObjectDetail(None, b"", 0, Version(0, 0), 0, NO_PLACEMENTS)
         return calls.ObjectDetail(
             row=_row(common, record, now_ms),
@@ -111,12 +112,19 @@ class Report:
 
 
 def _counters(common: Common) -> list[calls.Counter]:
-    counters = {**common.counters, "under_replicated_objects": common.pool.short_objects}
+    pool = common.pool
+    counters = {
+        **common.counters,
+        "under_replicated_objects": pool.short_objects,
+        "pinned_objects": pool.pins.objects,
+        "pinned_bytes": pool.pins.size,
+    }
     return [calls.Counter(name, value) for name, value in counters.items()]
 
 
-def _namespaces(known: Namespaces, place: int, left: int, rows: list[calls.NamespaceStatus]) -> int:
+def _namespaces(common: Common, place: int, left: int, rows: list[calls.NamespaceStatus]) -> int:
     """Adds up to ``left`` rows; returns the cursor to go on from, 0 at the end."""
+    known, pins = common.forest.namespaces, common.pool.pins
     first, position = divmod(place, 1 << _POSITION_BITS)
     for index in range(first, len(known.shards)):
         for table in islice(known.shards[index].values(), position, None):
@@ -124,7 +132,8 @@ def _namespaces(known: Namespaces, place: int, left: int, rows: list[calls.Names
                 return _NAMESPACES | index << _POSITION_BITS | position
             left -= 1
             position += 1
-            rows.append(calls.NamespaceStatus(table.name, table.objects, table.size))
+            held = pins.held(table.name)
+            rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
         position = 0
     return 0
 

@@ -23,6 +23,8 @@ class MasterRules:
     what it was ordered to, must join anew: removals wait for both."""
     pending_puts_max: int = 65_536
     waiting_puts_max: int = 256
+    pinned_max: float = 0.5
+    """Share of the pool that the pins of one namespace may hold."""
     beat_ms: int = 500
     liveness: LivenessRules = field(
         default_factory=lambda: LivenessRules(suspect_ms=2_000, dead_ms=6_000)

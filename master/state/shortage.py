@@ -28,14 +28,17 @@ def explained(
     request: PutStart | Allocate,
     found: Shortage,
     writing: int,
+    pinned: int,
 ) -> NoSpaceError:
     """The error of a put for which ``found`` is what is missing.
 
     Args:
         segments: all that are mounted.
         writing: puts under way.
+        pinned: bytes that pins hold.
     """
     wanted = asked_bytes(request)
+    segments = list(segments)
     groups: dict[str, list[Segment]] = {}
     for segment in segments:
         groups.setdefault(_cause(segment, membership, now_ms, request), []).append(segment)
@@ -52,13 +55,18 @@ def explained(
     again_ms = min(times, default=now_ms) - now_ms
     if cause == LEASED:
         under_way = f"; {writing} puts are under way" if writing else ""
-        ends = f"; the first lease ends in {again_ms / 1000:.1f} s" if again_ms else ""
+        what = "lease or pin" if pinned else "lease"
+        ends = f"; the first {what} ends in {again_ms / 1000:.1f} s" if again_ms else ""
         said[0] += under_way + ends
+    if pinned:
+        whole = sum(segment.capacity for segment in segments)
+        said.append(f"{shown(pinned)} of the pool's {shown(whole)} are pinned")
     return NoSpaceError(
         f"no space for {shown(wanted)}: {'. '.join(said)}",
-        advice=_ADVICE[cause],
+        advice=_PINNED_ADVICE if pinned and cause == LEASED else _ADVICE[cause],
         cause=cause,
         missing_bytes=found.missing_bytes,
+        **({"pinned_bytes": pinned} if pinned else {}),
         **({"retry_after_ms": again_ms} if again_ms else {}),
     )
 
@@ -165,6 +173,8 @@ _ADVICE = {
     DRAINING: "Add a node, or: kvstore drain --undo NODE",
     NOT_HERE: "Start a kvstore-node on this host, or allow tcp among the client's transports.",
 }
+
+_PINNED_ADVICE = "Unpin objects (kvstore unpin) or let their pins end, put less, or add a node."
 
 
 def _count(segments: Sequence[Segment]) -> str:

@@ -120,8 +120,21 @@ class WaitingPuts:
         """The error of a put for which ``found`` is what is missing."""
         common = self._common
         segments = common.pool.segments.values()
-        writing = len(common.pending)
-        return shortage.explained(segments, common.membership, now_ms, request, found, writing)
+        writing, pinned = len(common.pending), common.pool.pins.size
+        return shortage.explained(
+            segments, common.membership, now_ms, request, found, writing, pinned
+        )
+
+    def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
+        """Whether pins hold so much until then that the rest of the pool is too small: no end of a
+        lease helps."""
+        pool = self._common.pool
+        capacity = sum(segment.capacity for segment in pool.segments.values())
+        return (
+            pool.pins.objects > 0
+            and pool.pins.ends.next_ms > until_ms
+            and shortage.asked_bytes(request) > capacity - pool.pins.size
+        )
 
     def next_ms(self) -> list[int]:
         """When one of them is refused, or memory may have become eligible by itself."""

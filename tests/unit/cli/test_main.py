@@ -229,10 +229,11 @@ def test_put_says_what_it_was(kv: KV, store: FakeClient, tmp_path: Path) -> None
 
 def test_put_hands_its_options_on(kv: KV, store: FakeClient, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"x")
-    words = "--hex --parent 00ff --replicas 2 --put-wait-ms 5 --overwrite --namespace ns"
+    words = "--hex --parent 00ff --replicas 2 --put-wait-ms 5 --overwrite --ttl 1.5 --namespace ns"
     assert kv("put", "0a", str(tmp_path / "in"), *words.split()).code == 0
     assert store.objects == {("ns", b"\n"): b"x"}
-    assert store.puts == [{"parent": b"\x00\xff", "replicas": 2, "overwrite": True, "wait_ms": 5}]
+    options = {"parent": b"\x00\xff", "replicas": 2, "overwrite": True, "wait_ms": 5, "ttl": 1.5}
+    assert store.puts == [options]
 
 
 def test_arrays_keep_dtype_and_shape(kv: KV, store: FakeClient, tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ PUT_START = CALLS[calls.PutStart]
 STATUS = CALLS[calls.Status]
 IDEMPOTENT = {
     "Join", "MatchPrefix", "Lookup", "Exists", "Renew", "Remove", "Clear", "DescribeSegments",
-    "ReportFailure", "ReportCorrupt", "Status", "ListObjects", "StatObject", "Drain",
+    "ReportFailure", "ReportCorrupt", "Status", "ListObjects", "StatObject", "Drain", "Pin",
+    "Unpin",
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from kvstore import calls
 from kvstore.limits import (
     BATCH_KEYS_MAX,
     CLAIMS_PER_MESSAGE_MAX,
+    PIN_KEYS_MAX,
     PROTOCOL_VERSION,
     PUT_KEYS_MAX,
     REPLICAS_MAX,
@@ -280,6 +281,17 @@ def renew(world: World) -> calls.Request:
     return calls.Renew(SPACE, keys, found.epochs, found.counters, EPOCH, tokens)
 
 
+def pin(world: World) -> calls.Request:
+    """Of which the last keeps as many ancestors as there are."""
+    return calls.Pin(SPACE, world.keys[world.count - PIN_KEYS_MAX : world.count][::-1], 1_000)
+
+
+def unpin(world: World) -> calls.Request:
+    request = pin(world)
+    world.ask(request)
+    return calls.Unpin(SPACE, request.keys)  # type: ignore[union-attr]
+
+
 def remove(world: World) -> calls.Request:
     return calls.Remove(SPACE, world.keys[:BATCH_KEYS_MAX])
 
@@ -350,7 +362,7 @@ def join(world: World) -> calls.Request:
 
 BOUNDS: list[Callable[[World], calls.Request]] = [
     match, scan, lookup, exists, put_start, put_below_missing, put_end, put_revoke, allocate,
-    commit, renew, remove, remove_first, report_corrupt, clear, clear_all, describe,
+    commit, renew, pin, unpin, remove, remove_first, report_corrupt, clear, clear_all, describe,
     report_failure, status, listed, stat, drain, start_moves, start_repairs, join,
 ]  # fmt: skip
 
@@ -386,7 +398,8 @@ def test_the_longest_step_is_bounded(bound: Callable[[World], calls.Request]) ->
 
 
 @pytest.mark.parametrize(
-    "bound", [b for b in BOUNDS if b not in (match, scan, lookup, exists, renew, remove)]
+    "bound",
+    [b for b in BOUNDS if b not in (match, scan, lookup, exists, renew, pin, unpin, remove)],
 )
 def test_the_longest_step_does_not_grow_with_what_is_there(
     bound: Callable[[World], calls.Request], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,195 @@
+"""How long objects are kept: by pins, until which they are not evicted, and by lifetimes, after
+which they are gone.
+
+An object whose lifetime is over is in no answer from that moment on (``Ends.ended``). Its memory is
+taken back in slices, before a put evicts anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore import calls
+from kvstore.calls import Version
+from kvstore.errors import InvalidArgumentError, NoSpaceError
+from kvstore.limits import Key
+from kvstore.master.state.common import Common
+from kvstore.master.state.ends import NO_END_MS
+from kvstore.master.state.granting import Granting
+from kvstore.master.state.pins import bytes_held
+from kvstore.master.state.records import NamespaceTable, ObjectRecord, Remains
+from kvstore.master.state.shortage import shown
+from kvstore.master.state.waiting import WaitingPuts
+from kvstore.memory.header import extent_bytes
+
+PIN_STEPS = 8_192
+"""Objects that one call may have counted, those that it names and their ancestors."""
+
+EXPIRED_PER_STEP = 256
+"""Objects that one step takes back after their lifetime: 2 ms."""
+
+ENDED_PER_STEP = 1_024
+"""Pins that one step ends or takes the count of back: 1 ms each."""
+
+HIDE_STEPS = 4_096
+"""Records without bytes that one step forgets with the expired ones; the background work forgets
+the rest."""
+
+
+class Keeping:
+    """See the module."""
+
+    def __init__(self, common: Common, granting: Granting, waiting: WaitingPuts) -> None:
+        self._common = common
+        self._pool = common.pool
+        self._pins = common.pool.pins
+        self._lifetimes = common.pool.lifetimes
+        self._granting = granting
+        self._waiting = waiting
+        self._goes_on = False
+        """Whether more may be over than one step takes back."""
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def pin(self, now_ms: int, request: calls.Pin) -> calls.Pinned:
+        """All that is there of the keys, or nothing.
+
+        Raises:
+            NoSpaceError: the namespace would have more pinned than it may.
+            InvalidArgumentError: they have too many ancestors that are not pinned.
+        """
+        table = self._common.forest.table(request.namespace)
+        found = [] if table is None else self._found(now_ms, table, request.keys)
+        self._check_bound(request, found)
+        pinned = bytearray(len(request.keys))
+        self._common.changing = True
+        for index, record in enumerate(found):
+            if record is not None:
+                self._pins.pin(record, now_ms + request.hold_ms)
+                pinned[index] = 1
+        return calls.Pinned(bytes(pinned))
+
+    def _found(
+        self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
+    ) -> list[ObjectRecord | None]:
+        return [
+            record
+            if record is not None and record.complete and not self._lifetimes.ended(record, now_ms)
+            else None
+            for record in table.get_many(keys)
+        ]
+
+    def _check_bound(self, request: calls.Pin, found: list[ObjectRecord | None]) -> None:
+        added: dict[ObjectRecord, int] = {}
+        for record in found:
+            at = record
+            while at is not None and at.complete and at not in added and not self._pins.holds(at):
+                if len(added) == PIN_STEPS:
+                    raise InvalidArgumentError(
+                        f"more than {PIN_STEPS} ancestors would be pinned with these keys",
+                        advice="Pin the chain in several calls, from its root.",
+                    )
+                added[at] = bytes_held(at)
+                at = at.parent
+        _, before = self._pins.held(request.namespace)
+        wanted = sum(added.values())
+        capacity = sum(segment.capacity for segment in self._pool.segments.values())
+        share = self._common.rules.pinned_max
+        bound = int(capacity * share)
+        if added and before + wanted > bound:
+            self._common.counters["refused_pins"] += 1
+            raise NoSpaceError(
+                f"not pinned: namespace {request.namespace} has {shown(before)} pinned, and "
+                f"{shown(wanted)} more are over its bound, {shown(bound)} of the pool's "
+                f"{shown(capacity)}",
+                advice="Unpin others or let their pins end, add a node, or raise the master's "
+                "--pinned-max.",
+                cause="pins",
+                missing_bytes=before + wanted - bound,
+                pinned_bytes=before,
+                pinned_bytes_max=bound,
+            )
+
+    def unpin(self, now_ms: int, request: calls.Unpin) -> calls.Unpinned:
+        del now_ms
+        table = self._common.forest.table(request.namespace)
+        unpinned = bytearray(len(request.keys))
+        self._common.changing = True
+        for index, key in enumerate(request.keys):
+            record = None if table is None else table.get(key)
+            if record is not None and self._pins.unpin(record):
+                unpinned[index] = 1
+                self._pool.let_evict(record)
+        if any(unpinned):
+            self._settle()
+        return calls.Unpinned(bytes(unpinned))
+
+    def _settle(self) -> None:
+        """Takes back the count of what no pin holds any more."""
+        self._goes_on |= self._pins.settle(ENDED_PER_STEP)
+        self._waiting.room_made()  # it can be evicted
+
+    # --- lifetimes ----------------------------------------------------------------------------
+
+    def make_room(self, now_ms: int, namespace: str, keys: list[Key]) -> None:
+        """Called before a put takes memory: what is over goes first, above all under its keys."""
+        if now_ms < self._lifetimes.next_ms:
+            return
+        table = self._common.forest.table(namespace)
+        if table is not None:
+            records = [record for record in table.get_many(keys) if record is not None]
+            self._take_back(now_ms, [r for r in records if self._lifetimes.ended(r, now_ms)])
+        self.expire(now_ms)
+
+    def next_ms(self) -> list[int]:
+        """When something is over next."""
+        times = (self._lifetimes.next_ms, self._pins.ends.next_ms)
+        return [time for time in times if time < NO_END_MS]
+
+    def goes_on(self) -> bool:
+        return self._goes_on or self._pins.unsettled
+
+    def expire(self, now_ms: int) -> None:
+        """A slice of what is over."""
+        self._goes_on = False
+        ended: list[ObjectRecord] = []
+        while now_ms >= self._lifetimes.next_ms and len(ended) < EXPIRED_PER_STEP:
+            record = self._lifetimes.pop_ended(now_ms)
+            if record is not None:
+                ended.append(record)
+        self._take_back(now_ms, ended)
+        pins = 0
+        while now_ms >= self._pins.ends.next_ms and pins < ENDED_PER_STEP:
+            pins += self._pins.end_next(now_ms) is not None
+        if pins or self._pins.unsettled:
+            self._settle()
+        self._goes_on |= now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)
+
+    def _take_back(self, now_ms: int, ended: list[ObjectRecord]) -> None:
+        """Hides objects. The memory of a leaf without a lease is free at once; that of others one
+        lease later, as if they had been removed."""
+        common, pool = self._common, self._pool
+        freed: list[Remains] = []
+        leased: list[Remains] = []
+        steps_max = common.forest.steps + HIDE_STEPS
+        for record in ended:
+            if not record.complete:
+                continue
+            self._granting.end_copies(now_ms, (record.namespace, record.key))
+            remains = Remains.of(record)
+            if not all(segment.alive for segment, _ in remains.extents):
+                common.tombstones.add_version(Version(remains.epoch, remains.counter))
+            is_read = record.children or record.lease_until_ms > now_ms
+            pool.hide(record, steps_max)
+            if is_read:
+                leased.append(remains)
+            else:
+                freed.append(remains)
+                pool.free(remains.extents, extent_bytes(remains.size))
+            common.counters["expired_objects"] += 1
+            common.counters["expired_bytes"] += remains.size
+        if freed:
+            common.effects += common.reclaim.clean(freed)
+            self._waiting.room_made()
+        if leased:
+            common.when_wiped(now_ms, leased, calls.Dropped(len(leased)))

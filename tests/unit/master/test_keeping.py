@@ -1,0 +1,415 @@
+"""Pins and lifetimes: what is not evicted before its end, and what is gone after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import Presence, PutOutcome
+from kvstore.errors import InvalidArgumentError, NoSpaceError
+from kvstore.limits import Key, Namespace
+from kvstore.master.state import keeping
+from kvstore.master.state.effects import Later
+from kvstore.master.state.rules import MasterRules
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
+from tests.unit.master.conftest import NewCluster
+
+ALL = MasterRules(pinned_max=1.0)
+LEASE_MS = ALL.lease_ms
+MINUTE_MS = 60_000
+
+
+def pin(cluster: Cluster, names: str, ms: int = MINUTE_MS) -> list[int]:
+    request = calls.Pin(NAMESPACE, keys_of(names), ms)
+    return list(cluster.state.keeping.pin(cluster.now_ms, request).pinned)
+
+
+def unpin(cluster: Cluster, names: str) -> list[int]:
+    request = calls.Unpin(NAMESPACE, keys_of(names))
+    return list(cluster.state.keeping.unpin(cluster.now_ms, request).unpinned)
+
+
+def put(cluster: Cluster, names: str | list[str], ttl_ms: int, *, overwrite: bool = False) -> None:
+    sizes = [BLOCK] * len(names)
+    request = calls.PutStart(
+        NAMESPACE, keys_of(names), sizes, None, True, 1, overwrite, 0, "", ttl_ms=ttl_ms
+    )
+    grants = cluster.state.putting.put_start(cluster.now_ms, request)
+    cluster._settle()
+    if isinstance(grants, Later):  # what was over is wiped first
+        answer = cluster.answers.pop(grants.ticket)
+        assert isinstance(answer, calls.Grants)
+        grants = answer
+    cluster.end(grants)
+
+
+def pinned(cluster: Cluster) -> tuple[int, int]:
+    """Objects, and blocks of memory."""
+    (row,) = [row for row in cluster.status().namespaces if row.name == NAMESPACE]
+    return row.pinned_objects, row.pinned_bytes // EXTENT
+
+
+# --- pins --------------------------------------------------------------------------------------
+
+
+def test_what_is_pinned_is_not_evicted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("abcd", chain=False)
+
+    assert pin(cluster, "ax") == [1, 0]
+    cluster.after(LEASE_MS)
+    cluster.put("efg", chain=False)
+
+    assert cluster.present("abcdefg") == "aefg"
+    assert pinned(cluster) == (1, 1)
+
+
+def test_a_pin_of_a_tip_keeps_its_chain_and_counts_it_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=6)
+    cluster.put("abc")
+    cluster.put("d", parent="b")
+
+    pin(cluster, "cd")
+
+    assert pinned(cluster) == (4, 4)
+    cluster.after(LEASE_MS)
+    cluster.put("xy", chain=False)
+    cluster.put("z")
+    assert cluster.match("abc") == 3
+    assert unpin(cluster, "c") == [1]
+    assert pinned(cluster) == (3, 3)
+    assert unpin(cluster, "ad") == [0, 1]
+    assert pinned(cluster) == (0, 0)
+
+
+def test_a_pin_ends(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("a")
+    pin(cluster, "a", 30_000)
+
+    cluster.after(30_000 + 250)
+
+    assert pinned(cluster) == (0, 0)
+    cluster.put("bc", chain=False)
+    assert cluster.present("abc") == "bc"
+
+
+def test_of_two_pins_the_later_end_holds(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("a")
+    pin(cluster, "a", 60_000)
+    pin(cluster, "a", 1_000)
+
+    cluster.after(30_000)
+    with pytest.raises(NoSpaceError):
+        cluster.start("bc", chain=False)
+    cluster.after(31_000)
+    cluster.put("bc", chain=False)
+
+    assert cluster.present("abc") == "bc"
+
+
+def test_what_was_passed_by_an_eviction_is_evicted_once_it_is_unpinned(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(rules=ALL, one=2)
+    cluster.put("ab", chain=False)
+    pin(cluster, "a")
+    cluster.after(LEASE_MS)
+    cluster.put("c")
+    assert cluster.present("abc") == "ac"
+
+    unpin(cluster, "a")
+    cluster.put("d")
+
+    assert cluster.present("abcd") == "cd"
+
+
+def test_a_removal_ends_a_pin(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=6)
+    cluster.put("abc")
+    cluster.put("z")
+    pin(cluster, "c")
+
+    assert cluster.remove("b") == [1]
+    cluster.work()
+
+    assert cluster.present("abc") == "ac"
+    assert pinned(cluster)[0] == 1, "what was above the removed one is let go"
+    cluster.put("b", parent="a")
+    cluster.remove("abc")
+    assert pinned(cluster) == (0, 0)
+
+
+def test_an_overwrite_keeps_the_pin(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=6)
+    cluster.put("a")
+    pin(cluster, "a")
+
+    cluster.put("a", overwrite=True)
+    cluster.after(LEASE_MS)
+    cluster.put("bcdef", chain=False)
+
+    assert "a" in cluster.present("abcdef")
+    assert pinned(cluster) == (1, 1)
+
+
+def test_pins_are_bounded_and_a_call_is_all_or_nothing(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=6)
+    cluster.put("abcde")
+
+    with pytest.raises(NoSpaceError, match="of the pool's 24 KiB") as error:
+        pin(cluster, "aed")
+    assert error.value.fields["cause"] == "pins"
+    assert pinned(cluster) == (0, 0)
+    assert pin(cluster, "bc") == [1, 1]
+    assert pin(cluster, "abc") == [1, 1, 1], "what is pinned already needs no room"
+    with pytest.raises(NoSpaceError):
+        pin(cluster, "d")
+    assert pinned(cluster) == (3, 3)
+
+
+def test_a_pin_that_would_count_too_many_ancestors_is_refused(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "PIN_STEPS", 3)
+    cluster = new_cluster(rules=ALL, one=6)
+    cluster.put("abcde")
+
+    with pytest.raises(InvalidArgumentError, match="several calls"):
+        pin(cluster, "e")
+    pin(cluster, "c")
+    pin(cluster, "e")
+
+    assert pinned(cluster) == (5, 5)
+
+
+def test_a_pool_full_of_pins_says_so_and_lets_no_put_wait(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=4)
+    cluster.put("abcd", chain=False)
+    pin(cluster, "abc")
+
+    with pytest.raises(NoSpaceError, match="12 KiB of the pool's 16 KiB are pinned") as error:
+        cluster.start_or_wait("ef", wait_ms=20_000)
+
+    assert "kvstore unpin" in error.value.advice
+    assert error.value.fields["pinned_bytes"] == 3 * EXTENT
+    assert error.value.fields["cause"] == "leased"
+    cluster.put("d")  # what is not pinned was evicted in vain
+    cluster.match("d")
+    assert isinstance(cluster.start_or_wait("e", wait_ms=20_000), int), "a lease ends"
+
+
+def test_a_put_waits_for_a_pin_that_ends_in_time(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=1)
+    cluster.put("a")
+    pin(cluster, "a", 15_000)
+
+    ticket = cluster.wait("b", wait_ms=20_000)
+    cluster.after(14_000)
+    assert ticket not in cluster.answers
+    cluster.after(2_000)
+
+    assert isinstance(cluster.answers.pop(ticket), calls.Grants)
+
+
+def test_an_unpin_wakes_a_put_that_waits(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=2)
+    cluster.put("ab", chain=False)
+    pin(cluster, "a")
+    cluster.match("b")
+    ticket = cluster.wait("c", wait_ms=20_000)
+
+    unpin(cluster, "a")
+    cluster.work()
+
+    assert isinstance(cluster.answers.pop(ticket), calls.Grants)
+
+
+def test_a_pinned_object_is_moved_off_a_draining_node(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=2, two=2)
+    cluster.put("a", host="host-one")
+    pin(cluster, "a")
+    cluster.state.nodes.drain(cluster.now_ms, calls.Drain("one", calls.DrainStep.BEGIN))
+
+    moves = cluster.state.copying.start_moves(
+        cluster.now_ms, calls.StartMoves("one", 0, 100, 1 << 20)
+    )
+    assert isinstance(moves, calls.MovesStarted)
+    assert cluster.end(moves.grants) == [PutOutcome.STORED]
+
+    assert cluster.where("a") == ["two"]
+    assert pinned(cluster) == (1, 1)
+
+
+# --- lifetimes ---------------------------------------------------------------------------------
+
+
+def test_an_object_is_gone_after_its_time_to_live(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    put(cluster, "a", 5_000)
+    cluster.put("b")
+
+    cluster.after(4_750)
+    assert cluster.present("ab") == "ab"
+    cluster.after(500)
+
+    assert cluster.present("ab") == "b"
+    assert cluster.free_blocks() == 3
+    assert dict(cluster.status().counters)["expired_objects"] == 1
+
+
+def test_what_is_over_is_in_no_answer_before_it_is_taken_back(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=6)
+    cluster.put("a")
+    request = calls.PutStart(
+        NAMESPACE, keys_of("bc"), [BLOCK] * 2, Key(b"a"), True, 1, False, 0, "", ttl_ms=640
+    )
+    grants = cluster.state.putting.put_start(cluster.now_ms, request)
+    assert isinstance(grants, calls.Grants)
+    cluster.end(grants)
+    version = cluster.stat("b").version
+    cluster.now_ms += 640  # no tick
+
+    assert cluster.match("abc") == 1
+    assert cluster.lookup("abc") == [["one"], [], []]
+    assert cluster.present("abc") == "a"
+    assert not cluster.renew("b", version)
+    assert cluster.stat("b").row is None
+    assert pin(cluster, "abc") == [1, 0, 0]
+    assert cluster.state.forest.get(NAMESPACE, Key(b"b")) is not None, "not taken back yet"
+
+
+def test_what_is_over_goes_before_anything_is_evicted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=3)
+    cluster.put("a")
+    put(cluster, "bc", 640)
+    cluster.now_ms += 640
+
+    cluster.put("de", chain=False)
+
+    assert cluster.present("abcde") == "ade"
+
+
+def test_a_reader_keeps_its_lease(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    put(cluster, "ab", 1_000)
+    cluster.after(900)
+    cluster.match("ab")
+
+    cluster.after(500)
+    assert cluster.present("ab") == ""
+    assert cluster.free_blocks() == 0
+    cluster.after(LEASE_MS)
+    assert cluster.free_blocks() == 2
+
+
+def test_descendants_of_what_is_over_are_not_matched(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    put(cluster, "a", 1_000)
+    cluster.put("bc", parent="a")
+
+    cluster.after(1_250)
+
+    assert cluster.match("abc") == 0
+    assert cluster.present("abc") == "bc"
+
+
+def test_a_put_of_what_is_there_changes_no_end_and_an_overwrite_does(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=6)
+    put(cluster, "a", 1_000)
+    put(cluster, "b", 1_000)
+    put(cluster, "c", 1_000)
+
+    put(cluster, "a", 60_000)
+    put(cluster, "b", 60_000, overwrite=True)
+    put(cluster, "c", 0, overwrite=True)
+    cluster.after(30_000)
+    assert cluster.present("abc") == "bc"
+    cluster.after(31_000)
+
+    assert cluster.present("abc") == "c"
+
+
+def test_a_pin_does_not_prolong_a_life(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    put(cluster, "a", 1_000)
+    pin(cluster, "a")
+
+    cluster.after(1_250)
+
+    assert cluster.present("a") == ""
+    assert cluster.state.pool.pins.objects == 0
+
+
+def test_a_key_is_put_anew_after_its_time(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    put(cluster, "a", 640)
+    cluster.now_ms += 640
+
+    put(cluster, "a", 0)
+    cluster.after(60_000)
+
+    assert cluster.present("a") == "a"
+
+
+def test_a_committed_allocation_has_a_time_to_live(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    token = cluster.allocate()
+    request = calls.Commit(EPOCH, token, NAMESPACE, Key(b"a"), None, BLOCK, False, 2_000)
+    cluster.state.putting.commit(cluster.now_ms, request)
+    assert cluster.present("a") == "a"
+
+    cluster.after(2_250)
+
+    assert cluster.present("a") == ""
+
+
+def test_many_are_taken_back_in_slices(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "EXPIRED_PER_STEP", 10)
+    cluster = new_cluster(one=64)
+    names = [f"k{index}" for index in range(35)]
+    put(cluster, names, 1_000)
+    cluster.now_ms += 1_024
+    cluster.say("one", calls.NodeBeat(1))
+
+    free = []
+    cluster.state.tick(cluster.now_ms)
+    while cluster.state.has_work:
+        free.append(dict(cluster.status().counters)["expired_objects"])
+        reply = cluster.state.asking.exists(cluster.now_ms, calls.Exists(NAMESPACE, keys_of(names)))
+        assert set(reply.presence) == {Presence.ABSENT}
+        cluster.state.work(cluster.now_ms)
+        cluster._settle()
+
+    assert free[:3] == [10, 20, 30]
+    assert dict(cluster.status().counters)["expired_objects"] == 35
+
+
+def test_objects_without_pin_or_end_are_in_no_table(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    put(cluster, "a", 1_000)
+    cluster.put("bc", chain=False)
+    pin(cluster, "b")
+
+    assert len(cluster.state.pool.lifetimes) == 1
+    assert len(cluster.state.pool.pins.ends) == 1
+    cluster.clear(10)
+    assert len(cluster.state.pool.lifetimes) == 0
+    assert len(cluster.state.pool.pins.ends) == 0
+    assert cluster.state.pool.lifetimes._buckets == {}
+
+
+def test_another_namespace_has_a_bound_of_its_own(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.put("ab")
+    cluster.put("xy", namespace=Namespace("other"))
+    pin(cluster, "b")
+
+    request = calls.Pin(Namespace("other"), keys_of("y"), MINUTE_MS)
+    assert cluster.state.keeping.pin(cluster.now_ms, request).pinned == b"\x01"
+    assert cluster.state.pool.pins.objects == 4
