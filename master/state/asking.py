@@ -162,7 +162,7 @@ class Asking:
             known = bytearray(presence)
             for index, record in enumerate(table.get_many(request.keys)):
                 if record is not None and self._lifetimes.ended(record, now_ms):
-                    known[index] = Presence.ABSENT
+                    known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
             presence = bytes(known)
         return calls.Existing(presence)
 

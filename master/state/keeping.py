@@ -83,20 +83,20 @@ class Keeping:
         added: dict[ObjectRecord, int] = {}
         for record in found:
             at = record
-            while at is not None and at.complete and at not in added and not self._pins.holds(at):
+            while at is not None and at not in added and not self._pins.holds(at):
                 if len(added) == PIN_STEPS:
                     raise InvalidArgumentError(
                         f"more than {PIN_STEPS} ancestors would be pinned with these keys",
                         advice="Pin the chain in several calls, from its root.",
                     )
-                added[at] = bytes_held(at)
+                added[at] = bytes_held(at) if at.complete else 0
                 at = at.parent
         _, before = self._pins.held(request.namespace)
         wanted = sum(added.values())
         capacity = sum(segment.capacity for segment in self._pool.segments.values())
         share = self._common.rules.pinned_max
         bound = int(capacity * share)
-        if added and before + wanted > bound:
+        if wanted and before + wanted > bound:
             self._common.counters["refused_pins"] += 1
             raise NoSpaceError(
                 f"not pinned: namespace {request.namespace} has {shown(before)} pinned, and "
@@ -118,7 +118,7 @@ class Keeping:
         for index, key in enumerate(request.keys):
             record = None if table is None else table.get(key)
             if record is not None and self._pins.unpin(record):
-                unpinned[index] = 1
+                unpinned[index] = record.complete
                 self._pool.let_evict(record)
         if any(unpinned):
             self._settle()

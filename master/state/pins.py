@@ -5,6 +5,9 @@ is counted with it, each once, however many pins hold it:
 
     count    asked for by a client, until an end, or held by a counted record below, or both
 
+The path above a pin stays known while the pin lasts, also where an object of it is missing: it
+keeps those above it from eviction even so. A missing object counts nothing until it is put again.
+
 What is counted is in a side table: an object that no pin holds costs nothing.
 """
 
@@ -21,10 +24,12 @@ from kvstore.memory.header import extent_bytes
 class _Pin:
     """What is counted of one record."""
 
-    __slots__ = ("above", "below", "dropped", "record", "size")
+    __slots__ = ("above", "below", "dropped", "objects", "record", "size")
 
     def __init__(self, record: ObjectRecord) -> None:
         self.record = record
+        self.objects = 0
+        """1: the object is there and counts; 0: it is missing."""
         self.size = 0
         """Bytes of memory: header, payload and padding of each replica."""
         self.above: _Pin | None = None
@@ -32,7 +37,7 @@ class _Pin:
         self.below = 0
         """Pins whose ``above`` this is."""
         self.dropped = False
-        """Whether it is not counted any more, because its object is gone."""
+        """Whether it is not in the table any more: no pin holds its record."""
 
 
 class Pins:
@@ -50,14 +55,19 @@ class Pins:
         """Counted ones, of all namespaces."""
         self.size = 0
         """Bytes of memory that those have."""
+        self._count_all = 0
+        """Records in the table, also of missing objects."""
+        self._shards_to_measure: list[int] = []
+        """Whose records may have lost memory with a node."""
+        self._to_measure: list[_Pin] = []
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """Objects of this namespace that pins hold, and their bytes of memory."""
         return self._held.get(namespace, (0, 0))
 
     def holds(self, record: ObjectRecord) -> bool:
-        """Whether it is counted."""
-        return bool(self.objects) and record in self._shards[hash(record) % TABLE_SHARDS]
+        """Whether it is counted, or would be if it were not missing."""
+        return bool(self._count_all) and record in self._shards[hash(record) % TABLE_SHARDS]
 
     def pin(self, record: ObjectRecord, end_ms: int) -> None:
         """``record`` is complete. Of two ends the later one holds."""
@@ -66,10 +76,10 @@ class Pins:
         self.ends.set(record, max(end_ms, self.ends.of(record)))
 
     def _count(self, record: ObjectRecord) -> None:
-        """It, and its ancestors that are not counted yet."""
+        """It, and its ancestors that are not held yet."""
         pin = self._new(record)
         above = record.parent
-        while above is not None and above.complete:
+        while above is not None:
             known = self._shards[hash(above) % TABLE_SHARDS].get(above)
             pin.above = self._new(above) if known is None else known
             pin.above.below += 1
@@ -79,14 +89,17 @@ class Pins:
 
     def _new(self, record: ObjectRecord) -> _Pin:
         pin = self._shards[hash(record) % TABLE_SHARDS][record] = _Pin(record)
-        self._add(record.namespace, 1, 0)
+        self._count_all += 1
         self._measure(pin)
         return pin
 
     def _measure(self, pin: _Pin) -> None:
-        size = bytes_held(pin.record)
-        self._add(pin.record.namespace, 0, size - pin.size)
-        pin.size = size
+        there = pin.record.complete
+        self._set(pin, int(there), bytes_held(pin.record) if there else 0)
+
+    def _set(self, pin: _Pin, objects: int, size: int) -> None:
+        self._add(pin.record.namespace, objects - pin.objects, size - pin.size)
+        pin.objects, pin.size = objects, size
 
     def _add(self, namespace: Namespace, objects: int, size: int) -> None:
         self.objects += objects
@@ -117,7 +130,7 @@ class Pins:
     @property
     def unsettled(self) -> bool:
         """Whether ``settle`` has something to do."""
-        return bool(self._ending)
+        return bool(self._ending or self._to_measure or self._shards_to_measure)
 
     def settle(self, steps: int) -> bool:
         """Takes back the count of what no pin holds any more, of ``steps`` records at most. Returns
@@ -127,26 +140,66 @@ class Pins:
             pin = self._ending.popleft()
             if not (pin.dropped or pin.below or self.ends.of(pin.record)):
                 self.drop(pin.record)
-        return bool(self._ending)
+        while steps > 0 and (self._to_measure or self._shards_to_measure):
+            steps -= 1
+            if self._to_measure:
+                self._measure_again(self._to_measure.pop())
+            else:
+                self._to_measure += self._shards[self._shards_to_measure.pop()].values()
+        return self.unsettled
+
+    def segment_died(self) -> None:
+        """``settle`` measures all again, in slices."""
+        if self._count_all:
+            self._shards_to_measure = list(range(TABLE_SHARDS))
+
+    def _measure_again(self, pin: _Pin) -> None:
+        if pin.dropped:
+            return
+        if pin.record.complete:
+            self._measure(pin)
+        else:
+            self.drop(pin.record)
 
     def drop(self, record: ObjectRecord) -> None:
-        """Called when an object is gone, or held by no pin any more."""
+        """Called when an object is gone, or held by no pin any more. Its place stays while there
+        are pins below."""
         if not self.holds(record):
             return
-        pin = self._shards[hash(record) % TABLE_SHARDS].pop(record)
+        shard = self._shards[hash(record) % TABLE_SHARDS]
+        pin = shard[record]
         self.ends.drop(record)
+        self._set(pin, 0, 0)
+        if pin.below:
+            return
+        del shard[record]
+        self._count_all -= 1
         pin.dropped = True
-        self._add(record.namespace, -1, -pin.size)
         above, pin.above = pin.above, None
         if above is not None:
             above.below -= 1
             if not above.below:
                 self._ending.append(above)
 
-    def replaced(self, record: ObjectRecord) -> None:
-        """Called when it has other bytes: a pin stays on its object through an overwrite."""
+    def stored(self, record: ObjectRecord) -> None:
+        """Called when it has bytes, or others, or in more places: a pin stays on its object through
+        an overwrite."""
         if self.holds(record):
             self._measure(self._shards[hash(record) % TABLE_SHARDS][record])
+
+    def linked(self, record: ObjectRecord) -> None:
+        """Called when a missing object gets its place in the forest. Below another parent than
+        before its old ancestors are let go, and the new ones are not counted."""
+        if not self.holds(record):
+            return
+        self.drop(record)  # what was lost was not pinned again
+        pin = self._shards[hash(record) % TABLE_SHARDS].get(record)
+        if pin is None or pin.above is None or pin.above.record is record.parent:
+            return
+        above, pin.above = pin.above, None
+        above.below -= 1
+        if not above.below:
+            self._ending.append(above)
 
     def check_invariants(self) -> None:
         self.ends.check_invariants()
@@ -162,10 +215,18 @@ class Pins:
             assert not pin.dropped
             assert pin.below == below.get(id(pin), 0)
             assert pin.below or self.ends.of(record) or id(pin) in ending, "held by no pin"
-            objects, size = held.get(record.namespace, (0, 0))
-            held[record.namespace] = objects + 1, size + pin.size
+            if pin.objects:
+                objects, size = held.get(record.namespace, (0, 0))
+                held[record.namespace] = objects + 1, size + pin.size
+            else:
+                assert not pin.size
+            if not self.unsettled:
+                assert pin.objects == record.complete
+                assert pin.size == (bytes_held(record) if record.complete else 0)
         assert self._held == held
-        assert (self.objects, self.size) == (len(pins), sum(pin.size for pin in pins.values()))
+        assert self._count_all == len(pins)
+        counted = [pin for pin in pins.values() if pin.objects]
+        assert (self.objects, self.size) == (len(counted), sum(pin.size for pin in counted))
 
 
 def bytes_held(record: ObjectRecord) -> int:

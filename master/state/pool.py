@@ -90,6 +90,7 @@ class Pool:
         protects the parent that it had before, too.
         """
         before = self.forest.link(record, parent)
+        self.pins.linked(record)
         if parent is not None and parent.ticket:
             self._policy_of(parent).discard(parent)
         if before is not None:
@@ -126,7 +127,7 @@ class Pool:
         if len(self._sizes) >= _SIZES_MAX:
             self._sizes.clear()
         self.forest.fill(record, self._sizes.setdefault(size, size))
-        self.pins.replaced(record)
+        self.pins.stored(record)
 
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
@@ -137,12 +138,14 @@ class Pool:
         lacked = repairing.missing(record)
         if instead_of is None:
             record.more = (*record.more, extent)
+            self.pins.stored(record)
             return
         if (record.segment, record.offset) == instead_of:
             self.demote(record, ())  # puts the missing one behind those that are alive
         more = list(record.more)
         more[more.index(instead_of)] = extent
         record.more = tuple(more)
+        self.pins.stored(record)
         if lacked == 1:
             self._one_short_less()
 
@@ -345,6 +348,7 @@ class Pool:
         del self.segments[segment.segment_id]
         self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)
         self.forest.breaks += 1
+        self.pins.segment_died()
 
     def sweep_dead(self, segment: Segment, steps: int) -> bool:
         """Deletes records of a dead segment, about ``steps`` of them. Returns whether the segment

@@ -386,6 +386,8 @@ class Putting:
         if record.segment is not None:
             replaced.append(Remains.of(record))
             self._pool.strip(record, replaced=True)
+        else:
+            self._pool.pins.drop(record)  # of an object that was lost
         if record.writer == put.token:
             record.writer = 0
         lacks = put.missing + len(put.extents) - len(extents)

@@ -83,7 +83,9 @@ class Report:
                     return calls.Listed(rows, index << _POSITION_BITS | position)
                 position += 1
                 common.forest.steps += 1
-                if record.key.startswith(request.prefix) and (record.complete or record.writer):
+                if record.key.startswith(request.prefix) and (
+                    record.writer or _is_there(common, record, now_ms)
+                ):
                     rows.append(_row(common, record, now_ms))
             position = 0
         return calls.Listed(rows, 0)
@@ -92,8 +94,8 @@ class Report:
         common = self._common
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
-        ended = record is not None and common.pool.lifetimes.ended(record, now_ms)
-        if record is None or ended or not (record.complete or record.writer):
+        is_there = record is not None and _is_there(common, record, now_ms)
+        if record is None or not (is_there or record.writer):
             return calls.ObjectDetail(None, b"", 0, Version(0, 0), 0, NO_PLACEMENTS)
         return calls.ObjectDetail(
             row=_row(common, record, now_ms),
@@ -101,7 +103,7 @@ class Report:
             children=record.children,
             version=Version(record.epoch, record.counter),
             idle_ms=now_ms - record.last_used_ms,
-            placements=common.placements([record if record.complete else None], now_ms),
+            placements=common.placements([record if is_there else None], now_ms),
         )
 
     def describe_segments(self, now_ms: int, request: calls.DescribeSegments) -> calls.Segments:
@@ -138,8 +140,13 @@ def _namespaces(common: Common, place: int, left: int, rows: list[calls.Namespac
     return 0
 
 
+def _is_there(common: Common, record: ObjectRecord, now_ms: int) -> bool:
+    """Whether it is complete, and its lifetime is not over."""
+    return record.complete and not common.pool.lifetimes.ended(record, now_ms)
+
+
 def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
-    if not record.complete:
+    if not _is_there(common, record, now_ms):
         described = "being_written"
     else:
         # Of a chain that is too long to be walked over now it is not said that it is cut.

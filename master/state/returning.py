@@ -180,6 +180,7 @@ class Returning:
         elif record is not None and known is not None:
             replaced = [Remains.of(record)]
             self._pool.strip(record, replaced=True)
+            self._pool.lifetimes.drop(record)
             self._pool.store(record, [extent], size, version, used_ms)
             common.when_wiped(now_ms, replaced, calls.Removed(b""))
         else:

@@ -127,12 +127,13 @@ class WaitingPuts:
 
     def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
         """Whether pins hold so much until then that the rest of the pool is too small: no end of a
-        lease helps."""
+        lease, or of a lifetime, helps."""
         pool = self._common.pool
         capacity = sum(segment.capacity for segment in pool.segments.values())
         return (
             pool.pins.objects > 0
-            and pool.pins.ends.next_ms > until_ms
+            and not pool.pins.unsettled
+            and min(pool.pins.ends.next_ms, pool.lifetimes.next_ms) > until_ms
             and shortage.asked_bytes(request) > capacity - pool.pins.size
         )
 

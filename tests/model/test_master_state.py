@@ -1,8 +1,9 @@
 """``MasterState`` against a dictionary: what it promised to whom, worked out the simple way.
 
 The model cannot know what is evicted, so it looks: an object that is gone must have been a leaf of
-which no promise lived. Everything else is predicted: each answer, each reply that comes later, and
-above all that no range of memory is given out while a reader, a writer or a wipe may need it.
+which no promise lived and that no pin held, or its time to live was over. Everything else is
+predicted: each answer, each reply that comes later, and above all that no range of memory is given
+out while a reader, a writer or a wipe may need it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from kvstore.errors import (
     ValueTooLargeError,
 )
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.master.state import pool, reclaim, records, removing, sweeping, waiting
+from kvstore.master.state import keeping, pool, reclaim, records, removing, sweeping, waiting
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Send
+from kvstore.master.state.ends import STEP_MS
 from kvstore.master.state.liveness import AGREEING_MS, LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.putting import MAKING_ROOM_MS
+from kvstore.master.state.records import Extent, ObjectRecord
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
@@ -46,6 +49,7 @@ RULES = MasterRules(
     put_wait_max_ms=120,
     pending_puts_max=10,
     waiting_puts_max=2,
+    pinned_max=0.7,
     liveness=LivenessRules(suspect_ms=25, dead_ms=75),
     repair=RepairRules(bytes_per_s=0),  # the subject of test_repairing
 )
@@ -66,6 +70,8 @@ key_lists = st.integers(1, 8).map(lambda count: KEYS[:count]) | st.lists(
 )
 hosts = st.sampled_from(HOSTS)
 waits = st.sampled_from([0, 0, 40, 500])
+lifetimes = st.sampled_from([0, 0, 0, 1, 100, 400])
+"""Times to live of puts; 0: none."""
 
 
 @dataclass
@@ -77,6 +83,10 @@ class Stored:
     places: list[Place]
     parent: Key | None
     lost_some: bool = False
+    gone_at_ms: int = 0
+    """When its time to live is over; 0: never."""
+    pinned_until_ms: int = 0
+    """What ``pin`` has promised; 0: it is not pinned."""
 
 
 @dataclass
@@ -98,6 +108,7 @@ class Granted:
     places: list[Place]
     deadline_ms: int
     overwrite: bool = False
+    ttl_ms: int = 0
 
 
 @dataclass
@@ -140,6 +151,11 @@ class Taboo:
     why: str
 
 
+def _rounded(end_ms: int) -> int:
+    """As the master keeps ends."""
+    return -(-end_ms // STEP_MS) * STEP_MS
+
+
 class MasterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -166,6 +182,8 @@ class MasterMachine(RuleBasedStateMachine):
         self.cleaning: dict[int, calls.PutStart | calls.Allocate] = {}
         """Granted, but not told before what was evicted for it is wiped."""
         self.tickets: set[int] = set()  # all that were ever given
+        self.expired: set[Name] = set()
+        """Of which a version was ever taken back after its time to live."""
 
     # --- nodes -------------------------------------------------------------------------------
 
@@ -416,6 +434,7 @@ class MasterMachine(RuleBasedStateMachine):
         overwrite=st.sampled_from([False, False, True]),
         wait_ms=waits,
         host=hosts,
+        ttl_ms=lifetimes,
     )
     def put_start(
         self,
@@ -428,11 +447,13 @@ class MasterMachine(RuleBasedStateMachine):
         overwrite: bool,
         wait_ms: int,
         host: str,
+        ttl_ms: int,
     ) -> None:
         sizes = [SIZES[(SIZES.index(size) + index // 3) % 4] for index in range(len(batch))]
         request = calls.PutStart(
-            namespace, batch, sizes, parent, chain, replicas, overwrite, wait_ms, host
-        )
+            namespace, batch, sizes, parent, chain, replicas, overwrite, wait_ms, host,
+            ttl_ms=ttl_ms,
+        )  # fmt: skip
         self._start(request)
 
     @rule(
@@ -442,16 +463,20 @@ class MasterMachine(RuleBasedStateMachine):
         replicas=st.sampled_from([1, 1, 2]),
         overwrite=st.sampled_from([False, False, False, True]),
         skip=st.sampled_from([0, 0, 0, 1, 3]),
+        ttl_ms=lifetimes,
     )
     def store_chain(
-        self, namespace: Namespace, count: int, size: int, replicas: int, overwrite: bool, skip: int
-    ) -> None:
+        self, namespace: Namespace, count: int, size: int, replicas: int, overwrite: bool,
+        skip: int, ttl_ms: int,
+    ) -> None:  # fmt: skip
         batch = KEYS[skip : skip + count]
         parent = KEYS[skip - 1] if skip else None
         sizes = [size] * len(batch)
         before = set(self.granted)
         self._start(
-            calls.PutStart(namespace, batch, sizes, parent, True, replicas, overwrite, 0, "h0")
+            calls.PutStart(
+                namespace, batch, sizes, parent, True, replicas, overwrite, 0, "h0", ttl_ms=ttl_ms
+            )
         )
         tokens = [token for token in self.granted if token not in before]
         if tokens:
@@ -459,7 +484,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, size=st.sampled_from(SIZES))
     def store_whole_chain(self, namespace: Namespace, size: int) -> None:
-        self.store_chain(namespace, len(KEYS), size, 1, False, 0)
+        self.store_chain(namespace, len(KEYS), size, 1, False, 0, 0)
 
     @rule(namespace=namespaces)
     def match_whole_chain(self, namespace: Namespace) -> None:
@@ -514,7 +539,9 @@ class MasterMachine(RuleBasedStateMachine):
             return
         except NoSpaceError as error:
             assert not busy
-            assert request.wait_ms == 0
+            if request.wait_ms:
+                until_ms = self.now_ms + min(request.wait_ms, RULES.put_wait_max_ms)
+                assert self._held_by_pins(until_ms), "refused, and no pin outlasts the wait"
             self._check_shortage(request, error, outcomes)
             self._see(may_evict=True)
             return
@@ -548,7 +575,7 @@ class MasterMachine(RuleBasedStateMachine):
         return [self._outcome((request.namespace, key), request.overwrite) for key in request.keys]
 
     def _outcome(self, name: Name, overwrite: bool) -> PutOutcome:
-        if name in self.objects and not overwrite:
+        if self._present(name) and not overwrite:
             return PutOutcome.FOUND
         writing = any(granted.name == name for granted in self.granted.values())
         return PutOutcome.BEING_WRITTEN if writing else PutOutcome.WRITE
@@ -592,6 +619,7 @@ class MasterMachine(RuleBasedStateMachine):
         quiet &= all(offer.size - SUPERBLOCK_BYTES >= longest for offer in offers)
         quiet &= len(self._choosable()) == len(self.nodes)
         quiet &= not self.state.has_work
+        quiet &= not self._held_by_pins(self.now_ms)
         quiet &= self.now_ms >= self.held_ms + RULES.lease_ms
         if quiet:
             replicas = getattr(request, "replicas", 1)
@@ -647,7 +675,7 @@ class MasterMachine(RuleBasedStateMachine):
             granted = Granted(None, None, sizes[index], its, deadline_ms)
             if isinstance(request, calls.PutStart):
                 granted.name = name = (request.namespace, request.keys[index])
-                granted.overwrite = request.overwrite
+                granted.overwrite, granted.ttl_ms = request.overwrite, request.ttl_ms
                 above = request.keys[index - 1] if request.chain and index else request.parent
                 granted.parent = self.objects[name].parent if name in self.objects else above
                 self.links[name] = granted.parent
@@ -726,12 +754,14 @@ class MasterMachine(RuleBasedStateMachine):
                 expected.append(PutOutcome.REFUSED)
                 continue
             expected.append(PutOutcome.STORED)
+            before = self.objects.get(granted.name)
             replaced |= self._to_be_wiped(granted.name)
             if granted.overwrite:
                 replaced |= self._unwiped_of(granted.name)
-            self.objects[granted.name] = Stored(
-                Version(EPOCH, token), granted.size, places, granted.parent
-            )
+            version = Version(EPOCH, token)
+            stored = Stored(version, granted.size, places, granted.parent)
+            self._keep(stored, granted.ttl_ms, before)
+            self.objects[granted.name] = stored
         result = self.state.putting.put_end(self.now_ms, calls.PutEnd(epoch, tokens))
         reply = self._reply_now_or_later(result, replaced)
         if reply is not None:
@@ -764,6 +794,7 @@ class MasterMachine(RuleBasedStateMachine):
         parent=st.none() | keys,
         size=st.sampled_from(SIZES),
         overwrite=st.booleans(),
+        ttl_ms=lifetimes,
     )
     def commit(
         self,
@@ -774,11 +805,12 @@ class MasterMachine(RuleBasedStateMachine):
         parent: Key | None,
         size: int,
         overwrite: bool,
+        ttl_ms: int,
     ) -> None:
         allocations = [token for token, granted in self.granted.items() if granted.name is None]
         token = data.draw(st.sampled_from([*allocations, *allocations, *self.granted, 10_000]))
         name = namespace, key
-        request = calls.Commit(epoch, token, namespace, key, parent, size, overwrite)
+        request = calls.Commit(epoch, token, namespace, key, parent, size, overwrite, ttl_ms)
         granted = self._valid(epoch, token)
         refused = granted is None or granted.name is not None or size > granted.size
         outcome = self._outcome(name, overwrite)
@@ -801,13 +833,18 @@ class MasterMachine(RuleBasedStateMachine):
             assert result == calls.Committed(outcome if places else PutOutcome.REFUSED)
             self._see()
             return
-        above = self.objects[name].parent if name in self.objects else parent
+        if name in self.objects and not self._present(name):
+            self._expired(name)
+        before = self.objects.get(name)
+        above = parent if before is None else before.parent
         self.links[name] = above
         replaced = self._to_be_wiped(name)
         if overwrite:
             replaced |= self._unwiped_of(name)
-        self.objects[name] = Stored(Version(EPOCH, token), size, places, above)
-        self._promise(self.objects[name])
+        stored = Stored(Version(EPOCH, token), size, places, above)
+        self._keep(stored, ttl_ms, before)
+        self.objects[name] = stored
+        self._promise(stored)
         reply = self._reply_now_or_later(result, replaced)
         assert reply in (None, calls.Committed(PutOutcome.STORED))
         self._see()
@@ -832,7 +869,7 @@ class MasterMachine(RuleBasedStateMachine):
         assert (reply.epoch, reply.lease_ms) == (EPOCH, RULES.lease_ms)
         for namespace, found in zip(asked, reply.matches, strict=True):
             expected = 0
-            while expected < len(batch) and self._reachable((namespace, batch[expected])):
+            while expected < len(batch) and self._is_match((namespace, batch[expected])):
                 expected += 1
             names = [(namespace, key) for key in batch]
             if places or self._is_chain(names[:expected]):
@@ -847,6 +884,9 @@ class MasterMachine(RuleBasedStateMachine):
             following = [*written[expected:], False]
             assert found.being_written == following.index(False)
         self._see()
+
+    def _is_match(self, name: Name) -> bool:
+        return self._present(name) and self._reachable(name)
 
     def _reachable(self, name: Name) -> bool:
         at: Name | None = name
@@ -866,12 +906,12 @@ class MasterMachine(RuleBasedStateMachine):
         names = [(namespace, key) for key in batch]
         self._check_placements(names, reply.placements)
         for name in names:
-            if name in self.objects:
+            if self._present(name):
                 self._promise(self.objects[name])
         presence = self.state.asking.exists(self.now_ms, calls.Exists(namespace, batch)).presence
         written = {granted.name for granted in self.granted.values()}
         for name, known in zip(names, presence, strict=True):
-            if name in self.objects:
+            if self._present(name):
                 assert known == Presence.COMPLETE
             else:
                 expected = Presence.BEING_WRITTEN if name in written else Presence.ABSENT
@@ -882,7 +922,7 @@ class MasterMachine(RuleBasedStateMachine):
         at = 0
         assert len(found.segments) == len(found.offsets) == sum(found.replicas)
         for row, name in enumerate(names):
-            stored = self.objects.get(name)
+            stored = self.objects[name] if self._present(name) else None
             count = found.replicas[row]
             places = list(zip(found.segments, found.offsets, strict=True))[at : at + count]
             at += count
@@ -897,7 +937,8 @@ class MasterMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces, batch=st.lists(keys, max_size=4), old=st.booleans(), data=st.data())
     def renew(self, namespace: Namespace, batch: list[Key], old: bool, data: st.DataObject) -> None:
-        stored = [self.objects.get((namespace, key)) for key in batch]
+        names = [(namespace, key) for key in batch]
+        stored = [self.objects[name] if self._present(name) else None for name in names]
         versions = [s.version if s is not None and not old else Version(EPOCH, 0) for s in stored]
         tokens = self._tokens(data)
         epoch = data.draw(self.epochs)
@@ -925,6 +966,114 @@ class MasterMachine(RuleBasedStateMachine):
             if alive and granted is not None:
                 granted.deadline_ms = self.now_ms + RULES.put_deadline_ms
         self._see()
+
+    # --- keeping -----------------------------------------------------------------------------
+
+    @rule(
+        namespace=namespaces,
+        batch=key_lists | st.lists(keys, min_size=1, max_size=1),
+        hold_ms=st.sampled_from([1, 100, 400]),
+    )
+    def pin(self, namespace: Namespace, batch: list[Key], hold_ms: int) -> None:
+        names = [(namespace, key) for key in batch]
+        pins = self.state.pool.pins
+        before = pins.held(namespace)
+        added = {
+            record: extent_bytes(record.size) * len(self._alive_extents(record))
+            for record in self._with_ancestors(filter(self._present, names))
+            if not pins.holds(record)
+        }
+        capacity = sum(segment.capacity for segment in self.state.pool.segments.values())
+        fits = before[1] + sum(added.values()) <= int(capacity * RULES.pinned_max)
+        try:
+            reply = self.state.keeping.pin(self.now_ms, calls.Pin(namespace, batch, hold_ms))
+        except NoSpaceError:
+            assert any(added.values())
+            assert not fits
+            assert pins.held(namespace) == before
+            self._see()
+            return
+        assert fits or not any(added.values())
+        assert [bool(one) for one in reply.pinned] == [self._present(name) for name in names]
+        for name in filter(self._present, names):
+            stored = self.objects[name]
+            stored.pinned_until_ms = max(stored.pinned_until_ms, _rounded(self.now_ms + hold_ms))
+        assert pins.held(namespace) == (before[0] + len(added), before[1] + sum(added.values()))
+        self._see()
+
+    @rule(namespace=namespaces)
+    def pin_a_tip(self, namespace: Namespace) -> None:
+        chain = [key for key in KEYS if (namespace, key) in self.objects]
+        if chain:
+            self.pin(namespace, chain[-1:], 400)
+
+    @rule(namespace=namespaces, batch=st.lists(keys, min_size=1, max_size=4))
+    def unpin(self, namespace: Namespace, batch: list[Key]) -> None:
+        reply = self.state.keeping.unpin(self.now_ms, calls.Unpin(namespace, batch))
+        for key, unpinned in zip(batch, reply.unpinned, strict=True):
+            stored = self.objects.get((namespace, key))
+            if stored is None:
+                assert not unpinned
+                continue
+            if stored.pinned_until_ms > self.now_ms:
+                assert unpinned
+            elif not stored.pinned_until_ms:
+                assert not unpinned
+            stored.pinned_until_ms = 0
+        self._see()
+
+    def _present(self, name: Name) -> bool:
+        """Whether it is complete, and its time to live is not over."""
+        stored = self.objects.get(name)
+        return stored is not None and not 0 < stored.gone_at_ms <= self.now_ms
+
+    def _keep(self, stored: Stored, ttl_ms: int, before: Stored | None) -> None:
+        """``before``: what it replaces."""
+        if ttl_ms:
+            stored.gone_at_ms = _rounded(self.now_ms + ttl_ms)
+        if before is not None:
+            stored.pinned_until_ms = before.pinned_until_ms
+
+    def _expired(self, name: Name) -> None:
+        """The master has taken back its memory, which may be free one lease later."""
+        del self.objects[name]
+        self.expired.add(name)
+        self.held_ms = self.now_ms
+
+    def _held_by_pins(self, until_ms: int) -> bool:
+        """Whether any pin ends later."""
+        return any(stored.pinned_until_ms > until_ms for stored in self.objects.values())
+
+    def _with_ancestors(self, names: Iterable[Name]) -> set[ObjectRecord]:
+        """The complete ones of these objects and their ancestors, also above gaps."""
+        found: set[ObjectRecord] = set()
+        for name in names:
+            at = self.state.forest.get(*name)
+            while at is not None and at not in found:
+                found.add(at)
+                at = at.parent
+        return {record for record in found if record.complete}
+
+    @staticmethod
+    def _alive_extents(record: ObjectRecord) -> list[Extent]:
+        return [extent for extent in record.extents() if extent[0].alive]
+
+    def _check_counts_of_pins(self) -> None:
+        """All that is over has been taken back."""
+        pins = self.state.pool.pins
+        total = 0, 0
+        for namespace in NAMESPACES:
+            held = self._with_ancestors(
+                name
+                for name, stored in self.objects.items()
+                if name[0] == namespace and stored.pinned_until_ms > self.now_ms
+            )
+            sizes = [
+                extent_bytes(record.size) * len(self._alive_extents(record)) for record in held
+            ]
+            assert pins.held(namespace) == (len(held), sum(sizes)), namespace
+            total = total[0] + len(held), total[1] + sum(sizes)
+        assert (pins.objects, pins.size) == total
 
     # --- removing ----------------------------------------------------------------------------
 
@@ -1003,7 +1152,12 @@ class MasterMachine(RuleBasedStateMachine):
     def _waits_for_others(self) -> bool:
         """Whether there may be more to a removal than wiping what the model knows of."""
         reclaim = self.state.reclaim
-        return bool(self.state.returning.under_way or reclaim._still_read or reclaim._unclean)
+        return bool(
+            self.state.returning.under_way
+            or reclaim._still_read
+            or reclaim._unclean
+            or any(reclaim.of_objects(self.expired))
+        )
 
     # --- time --------------------------------------------------------------------------------
 
@@ -1064,6 +1218,8 @@ class MasterMachine(RuleBasedStateMachine):
                 if not self._alive([item[0]]) and unwiped.free_at_ms <= self.now_ms:
                     self._wiped(item)
             self._see(may_evict=True)
+        if self.ticked_ms == self.now_ms:
+            self._check_counts_of_pins()
         for record in self.state.forest.records():
             segment = record.segment
             if record.complete and segment is not None and not record.children:
@@ -1094,10 +1250,10 @@ class MasterMachine(RuleBasedStateMachine):
             if not cursor:
                 break
         written = {g.name for g in self.granted.values() if g.name is not None}
-        everything = {*self.objects, *written}
+        everything = {*filter(self._present, self.objects), *written}
         assert set(found) == {name for name in everything if namespace in ("", name[0])}
         for name, state in found.items():
-            if name in self.objects:
+            if self._present(name):
                 assert state == ("complete" if self._reachable(name) else "detached")
                 assert self._stat(name).placements.replicas == [len(self.objects[name].places)]
             else:
@@ -1162,6 +1318,8 @@ class MasterMachine(RuleBasedStateMachine):
             self._see_gone(may_evict=True)
             self._take_grants(self.cleaning.pop(ticket), result)
             return
+        if isinstance(result, calls.Dropped):
+            return  # of what is over: no client waits for its wiping
         waited = self.waiting.pop(ticket)  # once only
         request = waited.request
         if isinstance(result, KVStoreError):
@@ -1203,12 +1361,19 @@ class MasterMachine(RuleBasedStateMachine):
                 gone.append(name)
             else:
                 actual.lost_some = stored.lost_some
+                actual.gone_at_ms, actual.pinned_until_ms = (
+                    stored.gone_at_ms, stored.pinned_until_ms
+                )  # fmt: skip
                 actual.places.sort()
                 stored.places.sort()
                 assert actual == stored
+        for name in [name for name in gone if not self._present(name)]:
+            gone.remove(name)
+            self._expired(name)
         assert may_evict or not gone, "lost"
         lost = [self.objects.pop(name) for name in gone]
         for stored in lost:
+            assert stored.pinned_until_ms <= self.now_ms, "evicted, but pinned"
             for segment_id, offset in stored.places:
                 for taboo in self._living_taboos():
                     leased = taboo.where == self.uuids[segment_id] and taboo.start <= offset
@@ -1239,6 +1404,9 @@ class SlicedMachine(MasterMachine):
         (pool, "MOVES_PER_STEP", 2),
         (sweeping, "SWEEP_STEPS", 2),
         (removing, "HIDE_STEPS", 1),
+        (keeping, "HIDE_STEPS", 1),
+        (keeping, "EXPIRED_PER_STEP", 1),
+        (keeping, "ENDED_PER_STEP", 1),
         (reclaim, "WIPES_PER_ORDER", 2),
         (waiting, "SERVED_PER_STEP", 1),
         (records, "ONE_SHARD_RECORDS", 2),

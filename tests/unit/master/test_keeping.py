@@ -94,6 +94,17 @@ def test_a_pin_ends(new_cluster: NewCluster) -> None:
     assert cluster.present("abc") == "bc"
 
 
+def test_what_is_lost_is_not_pinned(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=2)
+    cluster.put("a")
+    pin(cluster, "a")
+    cluster.kill("one")
+
+    assert unpin(cluster, "a") == [0]
+    cluster.work()
+    assert cluster.state.pool.pins.objects == 0
+
+
 def test_of_two_pins_the_later_end_holds(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=2)
     cluster.put("a")
@@ -135,10 +146,72 @@ def test_a_removal_ends_a_pin(new_cluster: NewCluster) -> None:
     cluster.work()
 
     assert cluster.present("abc") == "ac"
-    assert pinned(cluster)[0] == 1, "what was above the removed one is let go"
+    assert pinned(cluster) == (2, 2), "the place of the removed one keeps what is above"
     cluster.put("b", parent="a")
+    assert pinned(cluster) == (3, 3)
     cluster.remove("abc")
+    cluster.work()
     assert pinned(cluster) == (0, 0)
+
+
+def test_a_gap_in_a_pinned_chain_counts_once_it_is_put(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=6)
+    cluster.put("abc")
+    cluster.remove("b")
+    cluster.work()
+    pin(cluster, "c")
+    assert pinned(cluster) == (2, 2)
+
+    cluster.put("b", parent="a")
+    assert pinned(cluster) == (3, 3)
+    unpin(cluster, "c")
+    assert pinned(cluster) == (0, 0)
+
+
+def test_a_removed_ancestor_that_is_put_elsewhere_lets_the_old_ones_go(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(rules=ALL, one=6)
+    cluster.put("abc")
+    cluster.put("z")
+    pin(cluster, "c")
+    cluster.remove("b")
+
+    cluster.put("b", parent="z")
+    cluster.work()
+
+    assert pinned(cluster) == (2, 2)
+    unpin(cluster, "c")
+    assert pinned(cluster) == (0, 0)
+
+
+def test_an_ancestor_that_is_lost_counts_no_more_and_its_own_pin_ends(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(rules=ALL, one=1, two=4)
+    cluster.put("a", host="host-one")
+    cluster.put("b", parent="a", host="host-two")
+    pin(cluster, "ab")
+    cluster.kill("one")
+    cluster.work()
+    assert pinned(cluster) == (1, 1)
+
+    cluster.put("a", host="host-two")
+    assert pinned(cluster) == (2, 2)
+    assert unpin(cluster, "ab") == [0, 1]
+    assert pinned(cluster) == (0, 0)
+
+
+def test_replicas_that_come_and_go_change_what_is_pinned(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=4, two=4)
+    cluster.put("ab", replicas=2)
+    pin(cluster, "b")
+    assert pinned(cluster) == (2, 4)
+
+    cluster.kill("one")
+    cluster.work()
+
+    assert pinned(cluster) == (2, 2)
 
 
 def test_an_overwrite_keeps_the_pin(new_cluster: NewCluster) -> None:
@@ -198,6 +271,32 @@ def test_a_pool_full_of_pins_says_so_and_lets_no_put_wait(new_cluster: NewCluste
     cluster.put("d")  # what is not pinned was evicted in vain
     cluster.match("d")
     assert isinstance(cluster.start_or_wait("e", wait_ms=20_000), int), "a lease ends"
+
+
+def test_a_put_waits_for_a_pinned_object_whose_life_ends_in_time(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(rules=ALL, one=1)
+    put(cluster, "a", 1_000)
+    pin(cluster, "a")
+
+    ticket = cluster.wait("b", wait_ms=20_000)
+    cluster.after(2_000)
+
+    assert isinstance(cluster.answers.pop(ticket), calls.Grants)
+
+
+def test_a_put_waits_while_the_counts_of_ended_pins_are_taken_back(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "ENDED_PER_STEP", 1)
+    cluster = new_cluster(rules=ALL, one=3)
+    cluster.put("abc", chain=False)
+    pin(cluster, "abc")
+    cluster.lookup("abc")
+    request = calls.Unpin(NAMESPACE, keys_of("abc"))
+    cluster.state.keeping.unpin(cluster.now_ms, request)
+
+    waits = cluster.start_or_wait("de", chain=False, wait_ms=20_000)
+    assert isinstance(waits, int), "leases end"
 
 
 def test_a_put_waits_for_a_pin_that_ends_in_time(new_cluster: NewCluster) -> None:
@@ -278,6 +377,25 @@ def test_what_is_over_is_in_no_answer_before_it_is_taken_back(new_cluster: NewCl
     assert cluster.stat("b").row is None
     assert pin(cluster, "abc") == [1, 0, 0]
     assert cluster.state.forest.get(NAMESPACE, Key(b"b")) is not None, "not taken back yet"
+
+
+def test_what_is_over_is_not_listed_and_its_successor_is_being_written(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4)
+    put(cluster, "a", 640)
+    put(cluster, "b", 640)
+    cluster.start("b", overwrite=True)
+    cluster.now_ms += 640  # no tick
+
+    listed = cluster.state.report.list_objects(
+        cluster.now_ms, calls.ListObjects(NAMESPACE, b"", 0, 10)
+    )
+    assert [(row.key, row.state) for row in listed.objects] == [(b"b", "being_written")]
+    asked = calls.Exists(NAMESPACE, keys_of("ab"))
+    presence = cluster.state.asking.exists(cluster.now_ms, asked).presence
+    assert list(presence) == [Presence.ABSENT, Presence.BEING_WRITTEN]
+    assert cluster.stat("b").placements.replicas == [0]
 
 
 def test_what_is_over_goes_before_anything_is_evicted(new_cluster: NewCluster) -> None:
