@@ -94,6 +94,15 @@ def is_pending(state: MasterState, version: Version) -> bool:
     return version.epoch == state.epoch and state.pending.get(version.counter) is not None
 
 
+def ttl_of(state: MasterState, token: int) -> int | None:
+    """Milliseconds that the object of this put may live, 0 for ever; None: it is a copy, which
+    changes nothing."""
+    put = state.pending.get(token)
+    if put is None:
+        return 0
+    return put.ttl_ms if put.moves is None else None
+
+
 def replaced_by(state: MasterState, token: int) -> Name | None:
     """The complete object that this put overwrites if it ends now."""
     put = state.pending.get(token)
@@ -150,5 +159,9 @@ def leftovers(state: MasterState) -> dict[str, int]:
         "waiting_puts": len(state.waiting),
         "not_free_yet": sum(1 for _ in (*state.pending.ranges(), *state.reclaim.ranges())),
         "sweeps": len(state.sweeping),
+        "pinned_objects": state.pool.pins.objects,
+        "pinned_bytes": state.pool.pins.size,
+        "pins": len(state.pool.pins.ends),
+        "lifetimes": len(state.pool.lifetimes),
         "lost_bytes": used - objects,
     }

@@ -6,7 +6,9 @@ rules, each with the place where it is checked:
 
 * ``MasterState.check_invariants`` holds, and no object vanishes from the master without a reason:
   removed, replaced, evicted (and counted) or on a dead segment (``master_stepped``).
-* Nothing is evicted while a lease on it lives (``master_stepped``).
+* Nothing is evicted while a lease on it lives, or while it is pinned (``master_stepped``).
+* An object whose time to live is over is in no answer of the master that knows so
+  (``_promises``), and a get that begins one lease later does not return it (``read``).
 * No extent is granted over bytes that some client still believes to be leased (``_granted``).
 * A write lands only in what its own put was granted, or in quarantine (``write``).
 * Bytes under a view that is held do not change (``check_views``).
@@ -29,9 +31,10 @@ from typing import NamedTuple, Protocol
 from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
-from kvstore.calls import MasterWipe, PutOutcome, Version
+from kvstore.calls import MasterWipe, Presence, PutOutcome, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
+from kvstore.master.state.ends import STEP_MS
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import Segment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
@@ -128,6 +131,16 @@ class Oracle:
         """Of a single master: it may begin with a lower epoch than the one before it."""
         self._earlier_leases_end_us = 0
         """Those of the master before this one."""
+        self._pinned: dict[Name, int] = {}
+        """Until when this master has promised to keep an object from eviction (its own ms)."""
+        self._ttls: dict[int, int | None] = {}
+        """Of the puts that the present step ends, by token (``inside.ttl_of``)."""
+        self._may_end: dict[Version, int] = {}
+        """When the time to live is over that this master was told (its own ms)."""
+        self._must_end: dict[Version, tuple[int, int]] = {}
+        """The same, and by when no get returns the version (true us). Not of versions that were
+        lost with a node and came back: those may stay."""
+        self._expired = 0
         self._evicted = 0
         self._claimed = 0
         self._repaired = 0
@@ -163,6 +176,8 @@ class Oracle:
         self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
+        self._pinned, self._ttls, self._may_end, self._must_end = {}, {}, {}, {}
+        self._expired = 0
         self._evicted = self._claimed = self._repaired = self._last_token = 0
         self._calls = {}
 
@@ -178,7 +193,11 @@ class Oracle:
         del now_ms
         names: list[Name | None] = []
         copies: set[int] = set()
+        self._ttls = {}
         match request:
+            case calls.Unpin(namespace, keys):
+                for key in keys:
+                    self._pinned.pop((namespace, key), None)
             case calls.Clear(namespace):
                 for name, versions in self._history.items():
                     if not namespace or name[0] == namespace:
@@ -194,8 +213,10 @@ class Oracle:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
                 names = [inside.replaced_by(state, token) for token in tokens]
                 copies = {row for row, each in enumerate(tokens) if inside.is_copy(state, each)}
-            case calls.Commit() if request.overwrite:
-                names = [(request.namespace, request.key)]
+                self._ttls = {token: inside.ttl_of(state, token) for token in tokens}
+            case calls.Commit():
+                names = [(request.namespace, request.key)] if request.overwrite else []
+                self._ttls = {request.token: request.ttl_ms}
             case _:
                 pass
         doomed = [[] if name is None else self._versions_of(name, state) for name in names]
@@ -260,6 +281,7 @@ class Oracle:
                 for name, version in complete.items():
                     self._is_whole(state, name, version)
         self._evicted = state.counters["evicted_objects"]
+        self._expired = state.counters["expired_objects"]
         if reply is not None and not isinstance(reply, Later):
             self._promises(state, now_ms, request, reply)
         self._granted(state)
@@ -278,22 +300,42 @@ class Oracle:
         complete: dict[Name, Version],
     ) -> None:
         evicted: list[tuple[Name, Version]] = []
+        over_and_replaced = 0
         for name, version in self._now_complete.items():
             new = complete.get(name)
             if new == version:
                 continue
             if new is not None:
+                over_and_replaced += self._may_end.get(version, now_ms + 1) <= now_ms
                 # A put that overwrites, or memory that holds a newer version.
                 if not isinstance(request, calls.PutEnd | calls.Commit) and new < version:
                     self.broken("vanished", f"{name} {version} became {new}", name[1].decode())
             elif _removes(request, name):
+                self._pinned.pop(name, None)
                 self.note(f"removed {_show(name)} {_v(version)}")
             elif not any(segment.alive for segment, _ in self._places[version]):
+                self._pinned.pop(name, None)
                 self.note(f"lost {_show(name)} {_v(version)}")
                 self.count("lost")
             else:
                 evicted.append((name, version))
+        expired = [
+            (name, version)
+            for name, version in evicted
+            if self._may_end.get(version, now_ms + 1) <= now_ms
+        ]
+        for name, version in expired:
+            self.note(f"over {_show(name)} {_v(version)}")
+            evicted.remove((name, version))
+            self._pinned.pop(name, None)
         for name, version in evicted:
+            pinned_until_ms = self._pinned.pop(name, 0)
+            if pinned_until_ms > now_ms:
+                self.broken(
+                    "evicted_pinned",
+                    f"{_show(name)} {_v(version)} is pinned for {pinned_until_ms - now_ms} ms more",
+                    name[1].decode(),
+                )
             until_ms = self._promised.get(version, 0)
             self.note(f"evicted {_show(name)} {_v(version)}")
             if until_ms > now_ms:
@@ -303,14 +345,20 @@ class Oracle:
                     name[1].decode(),
                 )
         counted = state.counters["evicted_objects"] - self._evicted
-        if counted != len(evicted):
+        over = state.counters["expired_objects"] - self._expired
+        gone = len(evicted) + len(expired)
+        if counted < len(evicted) or not gone <= counted + over <= gone + over_and_replaced:
             self.broken(
-                "vanished", f"{len(evicted)} objects vanished, {counted} evictions: {evicted}"
+                "vanished",
+                f"{counted} evictions, and {over} are over; but there vanished {evicted}, and of "
+                f"those that may be over {expired}",
             )
         self.count("evicted", len(evicted))
-        self._ended.update(version for _, version in evicted)
+        self.count("expired", len(expired))
+        self._ended.update(version for _, version in (*evicted, *expired))
         for name, version in complete.items():
             if self._now_complete.get(name) != version:
+                self._lives(state, now_ms, version, self._now_complete.get(name))
                 self._ended.update(v for v in self._history.get(name, ()) if v < version)
                 if version in self._stored:
                     self.count("claimed")
@@ -323,6 +371,26 @@ class Oracle:
                 self._places[version] = inside.extents_of(state, name)
                 self.note(f"complete {_show(name)} {_v(version)}")
         self._now_complete = complete
+
+    def _lives(
+        self, state: MasterState, now_ms: int, version: Version, before: Version | None
+    ) -> None:
+        """Notes the end of a version that is complete now; ``before``: the one that it replaces."""
+        ttl_ms: int | None = 0
+        if version.epoch == state.epoch:
+            ttl_ms = self._ttls.get(version.counter, 0)
+        if ttl_ms is None:  # moved
+            if before in self._may_end:
+                self._may_end[version] = self._may_end[before]
+            if before in self._must_end:
+                self._must_end[version] = self._must_end[before]
+        elif ttl_ms:
+            end_ms = -(-(now_ms + ttl_ms) // STEP_MS) * STEP_MS
+            last_ms = (end_ms - now_ms + state.rules.lease_ms) * 1.02  # clocks differ
+            self._may_end[version] = end_ms
+            self._must_end[version] = end_ms, self._scheduler.now_us + int(last_ms * MS)
+        else:
+            self._must_end.pop(version, None)  # it was lost, and is back
 
     def _is_whole(self, state: MasterState, name: Name, version: Version) -> None:
         """What memory is believed to hold again, it holds."""
@@ -375,6 +443,18 @@ class Oracle:
                 for namespace, match in zip(namespaces, reply.matches, strict=True):
                     names += [(namespace, key) for key in keys[: match.matched]]
                     self.count("matched", match.matched)
+            case calls.Pin(namespace, keys, hold_ms), calls.Pinned():
+                until_ms = -(-(now_ms + hold_ms) // STEP_MS) * STEP_MS
+                for key, is_pinned in zip(keys, reply.pinned, strict=True):
+                    if is_pinned:
+                        name = namespace, key
+                        self._pinned[name] = max(self._pinned.get(name, 0), until_ms)
+                return
+            case calls.Exists(namespace, keys), calls.Existing():
+                for key, presence in zip(keys, reply.presence, strict=True):
+                    if presence == Presence.COMPLETE:
+                        self._is_not_over((namespace, key), now_ms)
+                return
             case calls.Renew(namespace, keys), calls.Renewed():
                 held = zip(keys, reply.keys_held, strict=True)
                 names = [(namespace, key) for key, is_held in held if is_held]
@@ -389,7 +469,18 @@ class Oracle:
                     f"{_show(name)} is promised and not complete", name[1].decode(),
                 )  # fmt: skip
             else:
+                self._is_not_over(name, now_ms)
                 self._promised[version] = now_ms + state.rules.lease_ms
+
+    def _is_not_over(self, name: Name, now_ms: int) -> None:
+        version = self._now_complete.get(name)
+        if version in self._must_end and self._must_end[version][0] <= now_ms:
+            late_ms = now_ms - self._must_end[version][0]
+            self.broken(
+                "answered_over",
+                f"{_show(name)} {_v(version)} is in an answer {late_ms} ms after its time to live",
+                name[1].decode(),
+            )
 
     def _granted(self, state: MasterState) -> None:
         """New grants must not lie on what somebody believes to be leased."""
@@ -569,6 +660,14 @@ class Oracle:
             self.broken(
                 "wrong_bytes",
                 f"{client} got other bytes for {_show(name)} {_v(version)}",
+                name[1].decode(),
+            )
+        _, last_us = self._must_end.get(version, (0, started_us))
+        if last_us < started_us:
+            self.broken(
+                "over_read",
+                f"{client} got {_show(name)} {_v(version)} at a get that began "
+                f"{started_us - last_us} us after the last lease on it",
                 name[1].decode(),
             )
         gone_us, rule = self._gone.get(version, (started_us, ""))

@@ -23,6 +23,10 @@ CHAIN_KEYS = 8
 SHARED_KEYS = 3
 """Of the keys of two chains: their common prefix."""
 
+PIN_S_MAX = 8.0
+TTL_S_MAX = 4.0
+"""Both are over when the phase without faults begins."""
+
 
 @dataclass(kw_only=True)
 class Mix:
@@ -34,6 +38,8 @@ class Mix:
     overwrite: float
     replicas: float
     hold_s: float
+    ttl: float = 0.0
+    """Share of puts with a time to live."""
 
     @classmethod
     def draw(cls, random: Random, size_bytes_max: int) -> Mix:
@@ -47,6 +53,9 @@ class Mix:
         }
         weights["put"] = max(weights["put"], 1.0)
         weights["get"] = max(weights["get"], 1.0)
+        keeping = Random(repr(weights))  # the other draws stay what they were
+        for name, weight in (("pin", 1.0), ("unpin", 0.3)):
+            weights[name] = weight * keeping.choice((0, 0.3, 1, 3))
         return cls(
             weights=weights,
             size_bytes_max=size_bytes_max,
@@ -54,6 +63,7 @@ class Mix:
             overwrite=random.choice((0.0, 0.2, 0.5)),
             replicas=random.choice((0.0, 0.3, 0.8)),
             hold_s=random.choice((0.1, 1.0, 5.0)),
+            ttl=keeping.choice((0.0, 0.1, 0.5)),
         )
 
 
@@ -100,7 +110,15 @@ class Worker:
         self._note(f"put {_names(keys)} overwrite={overwrite} replicas={replicas}")
         outcomes = await self.client.run(
             self.client.operations.put_many(
-                items, namespace, parent, False, replicas, overwrite, False, self._wait_ms()
+                items,
+                namespace,
+                parent,
+                False,
+                replicas,
+                overwrite,
+                False,
+                self._wait_ms(),
+                ttl=self._ttl(),
             )
         )
         self._note(f"put {_names(keys)}: {_outcomes(outcomes)}")
@@ -115,7 +133,7 @@ class Worker:
         self._note(f"put_chain {_names(keys)} parent={parent!r}")
         outcomes = await self.client.run(
             self.client.operations.put_chain(
-                keys, values, namespace, parent, None, False, self._wait_ms()
+                keys, values, namespace, parent, None, False, self._wait_ms(), ttl=self._ttl()
             )
         )
         self._note(f"put_chain {_names(keys)}: {_outcomes(outcomes)}")
@@ -200,6 +218,21 @@ class Worker:
     async def _clear(self) -> None:
         await self.client.run(self.client.operations.clear_some(self.random.choice(NAMESPACES)))
 
+    async def _pin(self) -> None:
+        namespace = self.random.choice(NAMESPACES)
+        keys = [self._a_key()] if self.random.random() < 0.6 else self._chain()
+        seconds = self.random.choice((0.1, 1.0, PIN_S_MAX))
+        pinned = await self.client.run(self.client.operations.pin(keys, seconds, namespace))
+        self._note(f"pin {namespace} {_names(keys)} {seconds} s: {pinned}")
+        self.client.oracle.count("pinned", sum(pinned))
+
+    async def _unpin(self) -> None:
+        namespace = self.random.choice(NAMESPACES)
+        keys = [self._a_key()] if self.random.random() < 0.6 else self._chain()
+        unpinned = await self.client.run(self.client.operations.unpin(keys, namespace))
+        self._note(f"unpin {namespace} {_names(keys)}: {unpinned}")
+        self.client.oracle.count("unpinned", sum(unpinned))
+
     async def _look(self) -> None:
         operations = self.client.operations
         await self.client.run(operations.status())
@@ -260,7 +293,9 @@ class Worker:
             for _ in range(self.random.choice((1, 1, 3))):
                 try:
                     outcome = await self.client.run(
-                        self.client.operations.put(key, array, namespace, None, None, overwrite, 0)
+                        self.client.operations.put(
+                            key, array, namespace, None, None, overwrite, 0, ttl=self._ttl()
+                        )
                     )
                 except KVStoreError as error:
                     failed = error
@@ -339,6 +374,11 @@ class Worker:
         data = self.random.randbytes(max(least, min(size, self.mix.size_bytes_max)))
         self.client.oracle.putting(namespace, key, data)
         return data
+
+    def _ttl(self) -> float | None:
+        if not self.mix.ttl or self.random.random() >= self.mix.ttl:
+            return None
+        return self.random.choice((0.1, 1.0, TTL_S_MAX))
 
     def _wait_ms(self) -> int:
         return self.random.choice((0, 200, 1_500))
