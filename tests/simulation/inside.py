@@ -36,6 +36,11 @@ def mounted(state: MasterState, uuid: bytes) -> Segment | None:
     return None
 
 
+def mounted_uuids(state: MasterState | None) -> set[bytes]:
+    segments = () if state is None else state.pool.segments.values()
+    return {segment.offer.uuid for segment in segments}
+
+
 def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int]]:
     """(token, segment, offset, length) of every grant that can still end."""
     for put in state.pending:

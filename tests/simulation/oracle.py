@@ -117,6 +117,8 @@ class Oracle:
         self._stored: set[Version] = set()
         self._gone: dict[Version, tuple[int, str]] = {}
         """When it was acknowledged that this version is no more, and the rule."""
+        self._marked: dict[Version, tuple[int, set[bytes]]] = {}
+        """The master that acknowledged that end, and the memory that it had then."""
         self._calls: dict[int, _Call] = {}
         self._now_complete: dict[Name, Version] = {}
         self._places: dict[Version, list[tuple[Segment, int]]] = {}
@@ -642,7 +644,9 @@ class Oracle:
                 gone_us = self._scheduler.now_us
                 if rule == "removed_read_from_dead":  # not guaranteed before (ADR 11)
                     gone_us = max(gone_us, self._earlier_leases_end_us)
-                self._gone.setdefault(version, (gone_us, rule))
+                if version not in self._gone:
+                    self._gone[version] = gone_us, rule
+                    self._marked[version] = self._epoch, inside.mounted_uuids(self._state)
 
     def _was_stored(self, version: Version) -> None:
         if version not in self._stored:
@@ -671,7 +675,9 @@ class Oracle:
                 name[1].decode(),
             )
         gone_us, rule = self._gone.get(version, (started_us, ""))
-        if gone_us < started_us:
+        if gone_us < started_us and self._has_no_mark(version):
+            self.count("read_before_the_mark")
+        elif gone_us < started_us:
             dead = not all(segment.alive for segment, _ in self._places.get(version, ()))
             self.broken(
                 "removed_read_from_dead" if dead else rule,
@@ -679,6 +685,14 @@ class Oracle:
                 f"{started_us - gone_us} us after its removal was acknowledged",
                 name[1].decode(),
             )
+
+    def _has_no_mark(self, version: Version) -> bool:
+        """Whether the version is on memory that was away when its end was acknowledged, and joined
+        a later master before all memory that knew so: not guaranteed (ADR 11)."""
+        epoch, uuids = self._marked[version]
+        places = {segment.offer.uuid for segment, _ in self._places.get(version, ())}
+        now = inside.mounted_uuids(self._state)
+        return epoch != self._epoch and bool(uuids) and not uuids & places and not uuids & now
 
 
 def _removes(request: calls.Request | None, name: Name) -> bool:
