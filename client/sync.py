@@ -172,9 +172,10 @@ class Client:
                 configured.
             ttl: seconds after which the object is gone, counted from the end of this call, up to a
                 week (rounded up to 64 ms); None: it stays until it is evicted or removed. From
-                then on no call finds it, and its memory is the first to be used again. A reader
-                that has it keeps it until its lease ends. Blocks below it in a chain are not
-                matched any more, and evicted first. A pin does not prolong it. An object that is
+                then on the master does not find it, and its memory is the first to be used
+                again. A client that has found it before may get it until that lease ends
+                (``kvstore-master --lease-ms``). Blocks below it in a chain are not matched any
+                more, and evicted first. A pin does not prolong it. An object that is
                 FOUND keeps the end that it has; ``overwrite`` sets a new one, or none. The end is
                 known to the master only: after a restart of the master, or of the node, the object
                 has none.
