@@ -382,9 +382,9 @@ class Oracle:
         if version.epoch == state.epoch:
             ttl_ms = self._ttls.get(version.counter, 0)
         if ttl_ms is None:  # moved
-            if before in self._may_end:
+            if before is not None and before in self._may_end:
                 self._may_end[version] = self._may_end[before]
-            if before in self._must_end:
+            if before is not None and before in self._must_end:
                 self._must_end[version] = self._must_end[before]
         elif ttl_ms:
             end_ms = -(-(now_ms + ttl_ms) // STEP_MS) * STEP_MS
@@ -476,7 +476,11 @@ class Oracle:
 
     def _is_not_over(self, name: Name, now_ms: int) -> None:
         version = self._now_complete.get(name)
-        if version in self._must_end and self._must_end[version][0] <= now_ms:
+        if (
+            version is not None
+            and version in self._must_end
+            and self._must_end[version][0] <= now_ms
+        ):
             late_ms = now_ms - self._must_end[version][0]
             self.broken(
                 "answered_over",
