@@ -58,6 +58,8 @@ CALLS: dict[str, Verb] = {
     "match_prefixes": lambda c: c.match_prefixes(KEYS, namespaces=["default", "other"]),
     "matches": lambda c: c.matches(KEYS, namespaces=["default"]),
     "lookup": lambda c: c.lookup(KEYS),
+    "pin": lambda c: c.pin(KEYS, 60),
+    "unpin": lambda c: c.unpin(KEYS),
     "exists": lambda c: c.exists("a"),
     "exists_many": lambda c: c.exists_many(KEYS),
     "stat": lambda c: c.stat("a"),

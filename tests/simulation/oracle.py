@@ -360,7 +360,10 @@ class Oracle:
         self._ended.update(version for _, version in (*evicted, *expired))
         for name, version in complete.items():
             if self._now_complete.get(name) != version:
-                self._lives(state, now_ms, version, self._now_complete.get(name))
+                if version in self._stored:  # it was lost, and is back without its end
+                    self._must_end.pop(version, None)
+                else:
+                    self._lives(state, now_ms, version, self._now_complete.get(name))
                 self._ended.update(v for v in self._history.get(name, ()) if v < version)
                 if version in self._stored:
                     self.count("claimed")
@@ -391,8 +394,6 @@ class Oracle:
             last_ms = (end_ms - now_ms + state.rules.lease_ms) * 1.02  # clocks differ
             self._may_end[version] = end_ms
             self._must_end[version] = end_ms, self._scheduler.now_us + int(last_ms * MS)
-        else:
-            self._must_end.pop(version, None)  # it was lost, and is back
 
     def _is_whole(self, state: MasterState, name: Name, version: Version) -> None:
         """What memory is believed to hold again, it holds."""
