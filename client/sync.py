@@ -177,8 +177,8 @@ class Client:
                 (``kvstore-master --lease-ms``). Blocks below it in a chain are not matched any
                 more, and evicted first. A pin does not prolong it. An object that is
                 FOUND keeps the end that it has; ``overwrite`` sets a new one, or none. The end is
-                known to the master only: after a restart of the master, or of the node, the object
-                has none.
+                known to the master only: after a restart of the master, or when its node was away,
+                the object has none.
 
         Returns:
             STORED by this call, FOUND there already, or BEING_WRITTEN by somebody else.

@@ -44,15 +44,16 @@ class Objects:
 
     def client(self) -> Client:
         """Raises ClosedError."""
+        return self._guarded().client
+
+    def _guarded(self) -> Guard:
         if self._guard is None:
             raise ClosedError("the store is not set up, or closed")
-        return self._guard.client
+        return self._guard
 
     def run(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT:
         """As ``ask``; raises KVStoreError."""
-        guard = self._guard
-        if guard is None:
-            raise ClosedError("the store is not set up, or closed")
+        guard = self._guarded()
         return guard.run(lambda timeout_ms: call(guard.client, timeout_ms), size=size)
 
     def ask(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT | Code:
@@ -103,21 +104,18 @@ class Objects:
         one counts, or the last one if values are replaced."""
         if len(keys) != len(values):
             return [Code.INVALID_PARAMS] * len(keys)
-        codes: list[int] = [Code.INVALID_PARAMS] * len(keys)
         wanted: dict[bytes, Storable] = {}
         names = [name_of(key) for key in keys]
-        for index, (name, value) in enumerate(zip(names, values, strict=True)):
-            if isinstance(value, Code):
-                codes[index] = value
-            elif name and (overwrite or name not in wanted):
+        for name, value in zip(names, values, strict=True):
+            if not isinstance(value, Code) and name and (overwrite or name not in wanted):
                 wanted[name] = value
         replicas = None if config is None else max(1, config.replica_num)
         outcomes: dict[bytes, int] = {}
-        for some in _slices(list(wanted.items())):
+        for some in slices(list(wanted.items())):
             outcomes |= self._put_some(some, replicas, overwrite)
         return [
-            code if isinstance(value, Code) else outcomes.get(name, code)
-            for name, value, code in zip(names, values, codes, strict=True)
+            value if isinstance(value, Code) else outcomes.get(name, Code.INVALID_PARAMS)
+            for name, value in zip(names, values, strict=True)
         ]
 
     def _put_some(
@@ -148,7 +146,7 @@ class Objects:
             for index, (key, memory) in enumerate(zip(keys, buffers, strict=True))
             if not isinstance(memory, Code)
         ]
-        for some in _slices(wanted):
+        for some in slices(wanted):
             read = self._get_some([name for _, name, _ in some], [memory for *_, memory in some])
             for (index, *_), code in zip(some, read, strict=True):
                 codes[index] = code
@@ -194,7 +192,7 @@ class Objects:
         def lookup(client: Client, timeout_ms: int) -> list[int | None]:
             return [
                 size
-                for some in _slices(there)
+                for some in slices(there)
                 for size in client.lookup(some, timeout_ms=timeout_ms)
             ]
 
@@ -203,6 +201,12 @@ class Objects:
             return sizes
         found = dict(zip(there, sizes, strict=True))
         return [found.get(name) for name in names]
+
+    def remove(self, names: list[bytes]) -> list[int]:
+        removed = self.ask(lambda client, ms: client.remove_many(names, timeout_ms=ms))
+        if isinstance(removed, Code):
+            return [removed] * len(names)
+        return [Code.OK if was_there else Code.OBJECT_NOT_FOUND for was_there in removed]
 
     def placed(self, name: bytes) -> Placements | None:
         """Where the object is; None: a miss, or an error."""
@@ -238,7 +242,7 @@ def name_of(key: str | bytes) -> bytes:
     return name[: KEY_BYTES_MAX - len(digest)] + digest
 
 
-def _slices(items: list[ResultT]) -> list[list[ResultT]]:
+def slices(items: list[ResultT]) -> list[list[ResultT]]:
     return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
 
 

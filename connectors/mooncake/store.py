@@ -28,10 +28,9 @@ from kvstore.connectors.mooncake.names import (
     ReplicateConfig,
     code_of,
 )
-from kvstore.connectors.mooncake.objects import Objects, log, name_of
+from kvstore.connectors.mooncake.objects import Objects, log, name_of, slices
 from kvstore.connectors.mooncake.sessions import PutSessions
 from kvstore.errors import ClosedError, KVStoreError
-from kvstore.limits import BATCH_KEYS_MAX
 
 _DEFAULT_TENANT: Final = "default"
 _SEGMENT_BYTES_MIN: Final = 1 << 20
@@ -44,8 +43,8 @@ class MooncakeDistributedStore:
         self._objects = Objects(None)
         self._hostname = ""
         self._sessions = PutSessions()
-        self._reading: dict[bytes, int] = {}
-        """Get sessions: the size of each object."""
+        self._reading: set[bytes] = set()
+        """Objects of get sessions."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -124,7 +123,7 @@ class MooncakeDistributedStore:
         self._objects.close()
         self._objects = Objects(None)
         self._sessions = PutSessions()
-        self._reading = {}
+        self._reading = set()
         return Code.OK
 
     def health_check(self) -> int:
@@ -378,9 +377,9 @@ class MooncakeDistributedStore:
         sizes = self._objects.lookup(keys)
         if isinstance(sizes, Code):
             return [sizes] * len(keys)
-        for key, size in zip(keys, sizes, strict=True):
-            if size is not None:
-                self._reading[name_of(key)] = size
+        self._reading.update(
+            name_of(key) for key, size in zip(keys, sizes, strict=True) if size is not None
+        )
         return [Code.OBJECT_NOT_FOUND if size is None else Code.OK for size in sizes]
 
     def batch_get_into_multi_buffer_ranges(
@@ -401,8 +400,7 @@ class MooncakeDistributedStore:
         ]
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
-        for key in keys:
-            self._reading.pop(name_of(key), None)
+        self._reading.difference_update(map(name_of, keys))
         return Code.OK
 
     def get_tensor(self, key: str) -> Any:
@@ -462,11 +460,10 @@ class MooncakeDistributedStore:
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         del force
-        names = [name_of(key) for key in keys]
-        removed = self._objects.ask(lambda c, ms: c.remove_many(names, timeout_ms=ms))
-        if isinstance(removed, Code):
-            return [removed] * len(keys)
-        return [Code.OK if was_there else Code.OBJECT_NOT_FOUND for was_there in removed]
+        codes: list[int] = []
+        for names in slices([name_of(key) for key in keys]):
+            codes += self._objects.remove(names)
+        return codes
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
         """Removes the objects whose keys the pattern is found in; how many, or a code."""
@@ -483,10 +480,7 @@ class MooncakeDistributedStore:
         keys = self._objects.ask(matching)
         if isinstance(keys, Code):
             return keys
-        removed = 0
-        for start in range(0, len(keys), BATCH_KEYS_MAX):
-            removed += self.batch_remove(keys[start : start + BATCH_KEYS_MAX], force).count(Code.OK)
-        return removed
+        return self.batch_remove(keys, force).count(Code.OK)
 
     def remove_all(self, force: bool = False) -> int:
         """Removes every object of the namespace; how many, or a code."""

@@ -24,7 +24,7 @@ that imports mooncake.store says so in one line. Under Ray, give the variable to
 runtime_env={"env_vars": {"PYTHONPATH": ...}}.
 
 \b
-Exit codes: those of the command; 1 if it cannot be started.
+Exit codes: those of the command; 2 if it cannot be started.
 """
 
 
