@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.client.flows.asking import Match
 from kvstore.client.sync import Client
 from kvstore.config import ConnectorConfig
+from kvstore.connectors.fleet import Fleet
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, before_reset
 from kvstore.connectors.vllm.events import Events, audit
@@ -296,14 +297,21 @@ class SchedulerRole:
         models = list(served) if isinstance(served, list | tuple) else [served or model.model]
         names = [name for names in self._namespaces.values() for name in names]
         try:
-            fleet = fingerprint.Fleet(self._patient)
+            fleet = Fleet(self._patient)
             while self._left:
                 fleet.leave(models, self._left[0])
                 self._left.pop(0)
             warnings = fleet.announce(
-                models, mark, self._identified, names,
-                self._groups.scheduler_block_tokens, self._groups.hash_block_tokens,
-            )  # fmt: skip
+                "vllm",
+                models,
+                mark,
+                self._identified,
+                names,
+                block_size=self._groups.scheduler_block_tokens,
+                hash_block_size=self._groups.hash_block_tokens,
+                hash_algorithm=self._identified["hash_algorithm"],
+                none_hash=self._identified["none_hash"],
+            )
             self._client.exists(mark)  # connects, so that the first lookup need not
         except KVStoreError as error:
             log.warning("fleet_not_announced reason=%s", error)

@@ -70,7 +70,7 @@ def parse(data: bytes) -> FleetRecord | None:
         value = json.loads(data)
         if value["format"] != FORMAT:
             raise ValueError(f"format {value['format']!r}")
-        if value["hash_algorithm"] not in ALGORITHMS:
+        if value.get("engine", "vllm") != "vllm" or value["hash_algorithm"] not in ALGORITHMS:
             return None
         record = FleetRecord(
             models=frozenset(_text(each) for each in value["models"]),

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.connectors.vllm.fingerprint import (
-    Fleet,
     describe,
-    files_digest,
     fingerprint,
     hash_warnings,
     identified,
@@ -20,8 +18,6 @@ from kvstore.connectors.vllm.fingerprint import (
     weights_id,
 )
 from kvstore.connectors.vllm.messages import Hello
-from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
-from kvstore.proxy.records import parse
 
 HELLO = Hello("layout", [0], "p0t0", weights="w")
 
@@ -67,51 +63,6 @@ def mark(vllm_config: Any, *hellos: Hello, name: str = "", **cache: int) -> str:
 # --- weights --------------------------------------------------------------------------------------
 
 
-TENSORS = {
-    "model.embed": 100,
-    "model.layers.0.attn": 40_000,
-    "model.layers.0.mlp": 90_000,
-    "model.norm": 1,
-}
-
-
-def safetensors(changed: str = "", at: int = 0) -> bytes:
-    """A file of these tensors, of one byte each element; one byte may be another."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    data = bytearray()
-    for name, size in TENSORS.items():
-        header[name] = {
-            "dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size],
-        }  # fmt: skip
-        data += bytes(size)
-        if name == changed:
-            data[len(data) - size + at] = 1
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(data)
-
-
-def model_directory(path: Path, weights: bytes | None = None, **more: bytes) -> Path:
-    path.mkdir(parents=True)
-    (path / "model.safetensors").write_bytes(safetensors() if weights is None else weights)
-    for name, data in more.items():
-        (path / name.replace("_", ".")).write_bytes(data)
-    return path
-
-
-def test_the_same_files_elsewhere_are_the_same_weights(tmp_path: Path) -> None:
-    here = model_directory(tmp_path / "here" / "model")
-    there = model_directory(tmp_path / "there" / "other", README_md=b"text", tokenizer_json=b"{}")
-    assert files_digest(here) == files_digest(there)
-    assert weights_id(config(str(here))) == weights_id(config(str(there) + "/"))
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_every_tensor_of_a_file_counts(tmp_path: Path, name: str) -> None:
-    first = model_directory(tmp_path / "first")
-    second = model_directory(tmp_path / "second", safetensors(name, TENSORS[name] // 2))
-    assert files_digest(first) != files_digest(second)
-
-
 def test_other_formats_count_as_a_whole(tmp_path: Path) -> None:
     data = bytearray(3 << 20)
     (tmp_path / "a.gguf").write_bytes(data)
@@ -121,16 +72,6 @@ def test_other_formats_count_as_a_whole(tmp_path: Path) -> None:
     assert weights_id(config(str(tmp_path / "a.gguf"))) != first
     (tmp_path / "elsewhere.gguf").write_bytes(bytes(3 << 20))
     assert weights_id(config(str(tmp_path / "elsewhere.gguf"))) == first
-
-
-def test_sizes_and_names_of_files_count(tmp_path: Path) -> None:
-    directories = [
-        model_directory(tmp_path / "a"),
-        model_directory(tmp_path / "b", safetensors() + b"more"),
-        model_directory(tmp_path / "c", more_bin=b""),
-        model_directory(tmp_path / "d", most_bin=b""),
-    ]
-    assert len({files_digest(each) for each in directories}) == len(directories)
 
 
 def test_weights_that_are_not_here_are_named_with_the_commit_that_was_loaded() -> None:
@@ -243,109 +184,3 @@ def test_the_first_hash_is_vllms_own(no_seed: pytest.MonkeyPatch) -> None:
     before = none_hash("sha256_cbor")
     no_seed.setenv("PYTHONHASHSEED", "7")
     assert none_hash("sha256_cbor") != before
-
-
-# --- the fleet ------------------------------------------------------------------------------------
-
-
-class Board:
-    """As much of a client as the fleet uses: keys and bytes."""
-
-    def __init__(self) -> None:
-        self.objects: dict[bytes, bytes] = {}
-
-    def list_objects(self, *, namespace: str, prefix: bytes) -> list[Any]:
-        assert namespace == FLEET_NAMESPACE
-        return [SimpleNamespace(key=key) for key in self.objects if key.startswith(prefix)]
-
-    def get(self, key: bytes, *, namespace: str, kind: str) -> bytes | None:
-        return self.objects.get(key)
-
-    def put(self, key: bytes, value: bytes, *, namespace: str) -> None:
-        assert len(key) <= KEY_BYTES_MAX
-        self.objects[key] = value
-
-    def remove(self, key: bytes, *, namespace: str) -> bool:
-        assert namespace == FLEET_NAMESPACE
-        return self.objects.pop(key, None) is not None
-
-
-def announce(board: Board, name: str = "org/name", model: str = "m", **changes: Any) -> list[str]:
-    description = {**describe(config(name), cache_config()), **changes}
-    fleet = Fleet(board)  # type: ignore[arg-type]
-    return fleet.announce(
-        [model], fingerprint(description, [HELLO]), description, ["n"], 16, 16
-    )  # fmt: skip
-
-
-def test_engines_that_agree_are_told_nothing() -> None:
-    board = Board()
-    assert announce(board) == []
-    assert announce(board) == []
-    assert len(board.objects) == 1
-
-
-def test_the_proxy_understands_what_engines_leave() -> None:
-    board = Board()
-    announce(board)
-    ((key, data),) = board.objects.items()
-    record = parse(data)
-    assert record is not None
-    assert record.fingerprint == key.rpartition(b"/")[2].decode()
-
-
-def test_engines_that_differ_are_told_in_what() -> None:
-    board = Board()
-    announce(board)
-    (warning,) = announce(board, dtype="torch.bfloat16", tensor_parallel=2)
-    assert "dtype: 'torch.bfloat16' here, 'torch.float16' there" in warning
-    assert "tensor_parallel: 2 here, 1 there" in warning
-    assert "quantization" not in warning
-    assert len(board.objects) == 2
-
-
-def test_what_only_one_of_them_has_is_told() -> None:
-    board = Board()
-    announce(board)
-    (warning,) = announce(board, newer="yes")
-    assert "newer: 'yes' here, None there" in warning
-
-
-def test_other_models_are_nobodys_business() -> None:
-    board = Board()
-    announce(board)
-    assert announce(board, model="m2", dtype="torch.bfloat16") == []
-
-
-def test_an_engine_that_was_another_one_takes_that_back() -> None:
-    board = Board()
-    announce(board, dtype="torch.bfloat16")
-    ((key, _),) = board.objects.items()
-    Fleet(board).leave(["m"], key.rpartition(b"/")[2].decode())  # type: ignore[arg-type]
-    assert announce(board) == []
-    assert key not in board.objects
-
-
-def test_engines_that_differ_only_in_layout_are_told() -> None:
-    board = Board()
-    description = describe(config(), cache_config())
-    fleet = Fleet(board)  # type: ignore[arg-type]
-    fleet.announce(["m"], "one", description, [], 16, 16)
-    (warning,) = fleet.announce(["m"], "two", description, [], 16, 16)
-    assert "only the layout of the cache" in warning
-
-
-def test_what_strangers_left_is_no_error() -> None:
-    board = Board()
-    for index, data in enumerate(
-        (b"", b"{", b"[]", b"7", b"{}", b'{"description": 7}', b'{"description": []}', b"\xff")
-    ):
-        board.objects[b"m/%d" % index] = data
-    assert announce(board) == []
-
-
-def test_long_names_of_models_fit_into_keys() -> None:
-    board = Board()
-    for model in ("x" * 500, "模" * 500):
-        assert announce(board, model=model) == []
-    assert len(board.objects) == 2

@@ -1,0 +1,107 @@
+"""The descriptions that engines put into the store, so that a difference between them can be seen.
+
+A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
+engine serves which models, in which namespaces its blocks are, and what was described. Engines warn
+of records of the same model that differ from theirs; ``kvstore why`` shows all of them; the proxy
+reads those of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvstore.client.sync import Client
+from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
+
+FORMAT: Final = 1
+"""Version of fleet records; the proxy reads only this one."""
+
+
+class Fleet:
+    """The fleet records of one store, seen by one engine. Threads: those of the client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def announce(
+        self,
+        engine: str,
+        models: Sequence[str],
+        mark: str,
+        description: Mapping[str, object],
+        namespaces: Sequence[str],
+        **more: object,
+    ) -> list[str]:
+        """Puts this engine's description, and returns warnings of different ones of the same model.
+
+        Args:
+            engine: ``"vllm"``, ``"sglang"``, ``"lmcache"`` ...
+            models: names of the model, the first one the name or path that was loaded.
+            mark: the fingerprint.
+            namespaces: where its blocks are.
+            more: what readers of this engine's records need besides.
+
+        Raises:
+            KVStoreError: the store did not answer.
+        """
+        record = {
+            "format": FORMAT,
+            "engine": engine,
+            "models": list(models),
+            "fingerprint": mark,
+            "namespaces": list(namespaces),
+            "description": description,
+            **more,
+        }
+        prefix = _prefix(models)
+        warnings = []
+        for row in self._client.list_objects(namespace=FLEET_NAMESPACE, prefix=prefix):
+            if row.key == prefix + mark.encode():
+                continue
+            other = self._client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
+            if isinstance(other, bytes):
+                warnings += _warnings(models[0], record, other)
+        data = json.dumps(record, default=str).encode()
+        self._client.put(prefix + mark.encode(), data, namespace=FLEET_NAMESPACE)
+        return warnings
+
+    def leave(self, models: Sequence[str], mark: str) -> None:
+        """Removes this engine's description under another fingerprint; an engine that still has
+        that fingerprint puts it again.
+
+        Raises:
+            KVStoreError: the store did not answer.
+        """
+        self._client.remove(_prefix(models) + mark.encode(), namespace=FLEET_NAMESPACE)
+
+
+def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """The fields in which two descriptions differ, in words."""
+    ours = json.loads(json.dumps(ours, default=str))
+    return [
+        f"{key}: {ours.get(key)!r} here, {theirs.get(key)!r} there"
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    ]
+
+
+def _warnings(model: str, record: Mapping[str, object], raw: bytes) -> list[str]:
+    try:
+        other = json.loads(raw)
+        theirs = other["description"]
+        engine = other.get("engine", "vllm")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    ours = record["description"]
+    if not isinstance(theirs, dict) or not isinstance(ours, Mapping) or engine != record["engine"]:
+        return []  # other engines keep other bytes
+    told = "; ".join(differences(ours, theirs)) or "only the layout of the cache"
+    return [f"another engine serves {model}, and shares no block with this one. {told}"]
+
+
+def _prefix(models: Sequence[str]) -> bytes:
+    """Records of one model stand beside each other, whatever path it was loaded from."""
+    name = models[0].rstrip("/").rsplit("/", 1)[-1]
+    return name.encode()[: KEY_BYTES_MAX // 2] + b"/"

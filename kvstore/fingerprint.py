@@ -1,0 +1,118 @@
+"""What a model's weights are, and the fingerprint of all that the bytes of a block depend on.
+
+Adapters of engines describe what their blocks mean, as plain JSON values: the weights, and every
+setting that changes bytes or keys. The digest of such a description, the *fingerprint*, is part of
+the namespaces that the engine uses. So engines whose descriptions differ never see each other's
+blocks. No engine is imported here.
+
+    description = {"format": 1, "weights": weights_of("/models/llama"), "dtype": "bfloat16"}
+    namespace = f"my-engine/{fingerprint(description)}"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, Final
+
+SAMPLE_BYTES: Final = 4 << 10
+"""Bytes read of each tensor in a file of weights, spread over three places."""
+
+CHUNK_BYTES: Final = 16 << 20
+
+WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.npz")
+
+
+def fingerprint(description: Mapping[str, object]) -> str:
+    """32 hexadecimal digits, equal for equal descriptions; the order of keys does not count."""
+    return digest(description)[:32]
+
+
+def digest(value: object) -> str:
+    """SHA-256 of plain values: 64 hexadecimal digits."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_of(model: str, *, revision: str | None = None) -> str:
+    """Says which weights a model's name or path means: for files a digest of their content,
+    wherever they are; otherwise name and commit.
+
+    Use it if the engine does not let an adapter read the live weights. It does not see weights that
+    are replaced in place.
+
+    Args:
+        model: a file or directory, or a name on the Hugging Face hub. Of a model in the hub's local
+            cache the files count, too.
+        revision: of a name; None: the default branch.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    # Unlike Path.exists, this is False for names that no path can have.
+    found = Path(model) if os.path.exists(model) else _snapshot(model, revision)
+    if found is None:
+        return f"{model}@{revision or 'main'}"
+    return f"files {files_digest(found)[:32]}"
+
+
+def files_digest(path: Path) -> str:
+    """The digest of a file of weights, or of the files in a directory: their names and a sample of
+    each tensor; the whole file for formats that do not say where their tensors are."""
+    found = [path]
+    if path.is_dir():
+        found = sorted({file for pattern in WEIGHTS for file in path.glob(pattern)})
+    total = hashlib.sha256()
+    for file in found:
+        size = file.stat().st_size
+        total.update(f"{file.name if path.is_dir() else ''}\0{size}\0".encode())
+        with file.open("rb") as opened:
+            if file.suffix == ".safetensors":
+                _sample_tensors(opened, size, total)
+            else:
+                while data := opened.read(CHUNK_BYTES):
+                    total.update(data)
+    return total.hexdigest()
+
+
+def meaningful(config: Mapping[str, object]) -> dict[str, object]:
+    """A model's configuration (of ``config.json``) without its path and the version that wrote it;
+    nested configurations as well."""
+    return {
+        key: meaningful(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in ("_name_or_path", "transformers_version", "_commit_hash")
+    }
+
+
+def _snapshot(model: str, revision: str | None) -> Path | None:
+    """The directory of a model in the hub's local cache; a branch moves, what was loaded does
+    not."""
+    try:
+        from huggingface_hub import try_to_load_from_cache  # comes with engines, not with kvstore
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _sample_tensors(file: BinaryIO, size: int, total: hashlib._Hash) -> None:
+    """Adds the header, and each tensor's beginning, middle and end, to the digest."""
+    length = int.from_bytes(file.read(8), "little")
+    header = file.read(min(length, size))
+    total.update(header)
+    for name, tensor in sorted(json.loads(header).items()):
+        if name == "__metadata__":
+            continue
+        start, stop = tensor["data_offsets"]
+        part = SAMPLE_BYTES // 4
+        for at in (start, (start + stop) // 2, max(start, stop - part)):
+            file.seek(8 + length + at)
+            total.update(file.read(min(part, stop - at)))

@@ -1,0 +1,126 @@
+"""Which weights a name or a path means, and the fingerprint of a description."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvstore.fingerprint import files_digest, fingerprint, meaningful, weights_of
+
+TENSORS = {
+    "model.embed": 100,
+    "model.layers.0.attn": 40_000,
+    "model.layers.0.mlp": 90_000,
+    "model.norm": 1,
+}
+
+
+def safetensors(changed: str = "", at: int = 0) -> bytes:
+    """A file of these tensors, of one byte each element; one byte may be another."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    data = bytearray()
+    for name, size in TENSORS.items():
+        header[name] = {
+            "dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size],
+        }  # fmt: skip
+        data += bytes(size)
+        if name == changed:
+            data[len(data) - size + at] = 1
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+def model_directory(path: Path, weights: bytes | None = None, **more: bytes) -> Path:
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(safetensors() if weights is None else weights)
+    for name, data in more.items():
+        (path / name.replace("_", ".")).write_bytes(data)
+    return path
+
+
+def test_the_same_files_elsewhere_are_the_same_weights(tmp_path: Path) -> None:
+    here = model_directory(tmp_path / "here" / "model")
+    there = model_directory(tmp_path / "there" / "other", README_md=b"text", tokenizer_json=b"{}")
+    assert files_digest(here) == files_digest(there)
+    assert weights_of(str(here)) == weights_of(str(there) + "/")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_tensor_of_a_file_counts(tmp_path: Path, name: str) -> None:
+    first = model_directory(tmp_path / "first")
+    second = model_directory(tmp_path / "second", safetensors(name, TENSORS[name] // 2))
+    assert files_digest(first) != files_digest(second)
+
+
+def test_sizes_and_names_of_files_count(tmp_path: Path) -> None:
+    directories = [
+        model_directory(tmp_path / "a"),
+        model_directory(tmp_path / "b", safetensors() + b"more"),
+        model_directory(tmp_path / "c", more_bin=b""),
+        model_directory(tmp_path / "d", most_bin=b""),
+    ]
+    assert len({files_digest(each) for each in directories}) == len(directories)
+
+
+def test_a_file_of_any_format_counts_as_a_whole(tmp_path: Path) -> None:
+    data = bytearray(3 << 20)
+    (tmp_path / "a.gguf").write_bytes(data)
+    first = weights_of(str(tmp_path / "a.gguf"))
+    data[1_000_001] = 1
+    (tmp_path / "a.gguf").write_bytes(data)
+    assert weights_of(str(tmp_path / "a.gguf")) != first
+
+
+def test_a_name_that_is_not_here_is_named_with_its_revision() -> None:
+    assert weights_of("org/name-of-nothing") == "org/name-of-nothing@main"
+    assert weights_of("org/name-of-nothing", revision="v1") == "org/name-of-nothing@v1"
+
+
+def test_of_a_name_in_the_hubs_cache_the_files_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch moves; the snapshot that it means here does not."""
+    snapshot = model_directory(tmp_path / "snapshots" / "0123abc")
+    asked = []
+
+    def cached(model: str, file: str, *, revision: str | None) -> object:
+        asked.append((model, file, revision))
+        return {"org/name": str(snapshot / file), "org/never": object()}.get(model)
+
+    hub, errors = ModuleType("huggingface_hub"), ModuleType("huggingface_hub.errors")
+    hub.try_to_load_from_cache = cached  # type: ignore[attr-defined]
+    errors.HFValidationError = ValueError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
+    assert weights_of("org/name", revision="v1") == weights_of(str(snapshot))
+    assert asked == [("org/name", "config.json", "v1")]
+    assert weights_of("org/never") == "org/never@main"
+    assert weights_of("org/unknown") == "org/unknown@main"
+
+
+def test_without_the_hubs_library_a_name_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert weights_of("org/name") == "org/name@main"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b/c", "\0", "-", "x" * 5000])
+def test_names_of_no_model_are_names(name: str) -> None:
+    assert weights_of(name or "?") == f"{name or '?'}@main"
+
+
+def test_equal_descriptions_have_one_fingerprint() -> None:
+    first = fingerprint({"a": 1, "b": ["x"]})
+    assert (
+        first == fingerprint({"b": ["x"], "a": 1}) == fingerprint(json.loads('{"b":["x"],"a":1}'))
+    )
+    assert len(first) == 32
+    assert len({first, fingerprint({"a": 2, "b": ["x"]}), fingerprint({"a": 1})}) == 3
+
+
+def test_where_a_model_lies_and_what_wrote_it_means_nothing() -> None:
+    placed = {"layers": 2, "_name_or_path": "/x", "text": {"transformers_version": "5", "size": 3}}
+    assert meaningful(placed) == {"layers": 2, "text": {"size": 3}}

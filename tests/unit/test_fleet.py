@@ -1,0 +1,153 @@
+"""Fleet records: what engines put into the store, and what a fleet that disagrees is told."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.connectors.fleet import Fleet
+from kvstore.fingerprint import fingerprint
+from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
+from kvstore.proxy.records import parse
+
+DESCRIPTION = {"dtype": "torch.float16", "quantization": "None", "tensor_parallel": 1}
+OF_VLLM = {
+    "block_size": 16, "hash_block_size": 16, "hash_algorithm": "sha256_cbor", "none_hash": "00",
+}  # fmt: skip
+
+
+class Board:
+    """As much of a client as the fleet uses: keys and bytes."""
+
+    def __init__(self) -> None:
+        self.objects: dict[bytes, bytes] = {}
+
+    def list_objects(self, *, namespace: str, prefix: bytes) -> list[Any]:
+        assert namespace == FLEET_NAMESPACE
+        return [SimpleNamespace(key=key) for key in self.objects if key.startswith(prefix)]
+
+    def get(self, key: bytes, *, namespace: str, kind: str) -> bytes | None:
+        return self.objects.get(key)
+
+    def put(self, key: bytes, value: bytes, *, namespace: str) -> None:
+        assert len(key) <= KEY_BYTES_MAX
+        self.objects[key] = value
+
+    def remove(self, key: bytes, *, namespace: str) -> bool:
+        assert namespace == FLEET_NAMESPACE
+        return self.objects.pop(key, None) is not None
+
+
+def announce(board: Board, model: str = "m", engine: str = "vllm", **changes: object) -> list[str]:
+    description = {**DESCRIPTION, **changes}
+    fleet = Fleet(board)  # type: ignore[arg-type]
+    return fleet.announce(engine, [model], fingerprint(description), description, ["n"], **OF_VLLM)
+
+
+def test_engines_that_agree_are_told_nothing() -> None:
+    board = Board()
+    assert announce(board) == []
+    assert announce(board) == []
+    assert len(board.objects) == 1
+
+
+def test_the_proxy_understands_what_engines_leave() -> None:
+    board = Board()
+    announce(board)
+    ((key, data),) = board.objects.items()
+    record = parse(data)
+    assert record is not None
+    assert record.fingerprint == key.rpartition(b"/")[2].decode()
+
+
+def test_engines_that_differ_are_told_in_what() -> None:
+    board = Board()
+    announce(board)
+    (warning,) = announce(board, dtype="torch.bfloat16", tensor_parallel=2)
+    assert "dtype: 'torch.bfloat16' here, 'torch.float16' there" in warning
+    assert "tensor_parallel: 2 here, 1 there" in warning
+    assert "quantization" not in warning
+    assert len(board.objects) == 2
+
+
+def test_what_only_one_of_them_has_is_told() -> None:
+    board = Board()
+    announce(board)
+    (warning,) = announce(board, newer="yes")
+    assert "newer: 'yes' here, None there" in warning
+
+
+def test_other_models_are_nobodys_business() -> None:
+    board = Board()
+    announce(board)
+    assert announce(board, model="m2", dtype="torch.bfloat16") == []
+
+
+def test_an_engine_that_was_another_one_takes_that_back() -> None:
+    board = Board()
+    announce(board, dtype="torch.bfloat16")
+    ((key, _),) = board.objects.items()
+    Fleet(board).leave(["m"], key.rpartition(b"/")[2].decode())  # type: ignore[arg-type]
+    assert announce(board) == []
+    assert key not in board.objects
+
+
+def test_engines_that_differ_only_in_layout_are_told() -> None:
+    board = Board()
+    fleet = Fleet(board)  # type: ignore[arg-type]
+    fleet.announce("vllm", ["m"], "one", DESCRIPTION, [])
+    (warning,) = fleet.announce("vllm", ["m"], "two", DESCRIPTION, [])
+    assert "only the layout of the cache" in warning
+
+
+def test_what_strangers_left_is_no_error() -> None:
+    board = Board()
+    for index, data in enumerate(
+        (b"", b"{", b"[]", b"7", b"{}", b'{"description": 7}', b'{"description": []}', b"\xff")
+    ):
+        board.objects[b"m/%d" % index] = data
+    assert announce(board) == []
+
+
+def test_long_names_of_models_fit_into_keys() -> None:
+    board = Board()
+    for model in ("x" * 500, "模" * 500):
+        assert announce(board, model=model) == []
+    assert len(board.objects) == 2
+
+
+def test_engines_of_another_kind_do_not_differ_but_keep_other_bytes() -> None:
+    board = Board()
+    announce(board)
+    assert announce(board, engine="sglang", dtype="torch.bfloat16") == []
+    assert announce(board, engine="sglang", dtype="torch.float32") != []
+
+
+def test_the_proxy_leaves_records_of_other_engines_alone() -> None:
+    board = Board()
+    announce(board, engine="sglang")
+    ((_, data),) = board.objects.items()
+    assert parse(data) is None
+
+
+def test_records_of_the_release_before_name_no_engine_and_are_vllms() -> None:
+    board = Board()
+    announce(board)
+    ((key, data),) = board.objects.items()
+    record = json.loads(data)
+    del record["engine"]
+    board.objects = {key: json.dumps(record).encode()}
+    assert parse(board.objects[key]) is not None
+    (warning,) = announce(board, tensor_parallel=2)
+    assert "tensor_parallel" in warning
+
+
+@pytest.mark.parametrize("value", ["org/m", "/models/org/m/", "m"])
+def test_records_of_one_model_stand_beside_each_other(value: str) -> None:
+    board = Board()
+    announce(board, model=value)
+    (key,) = board.objects
+    assert key.startswith(b"m/")
