@@ -181,6 +181,7 @@ def start_master(*, memory: int) -> Child:
     """A whole store of ``memory`` bytes on loopback; its gRPC port is ``said["port"]``."""
     return Child.start(
         "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
+        "--http-port", "0",
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 

@@ -102,6 +102,7 @@ class Pages:
         self._fresh_until = 0.0
 
     async def close(self) -> None:
+        self._link.close()
         await self._client.close()
 
     def application(self, doors: Doors) -> web.Application:

@@ -59,6 +59,10 @@ class Link:
         except (OSError, ValueError) as error:
             raise UnavailableError(f"the process that this belongs to is gone: {error}") from None
 
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
     async def _ask(self, question: str) -> dict[str, Any]:
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket, limit=ANSWER_BYTES_MAX)

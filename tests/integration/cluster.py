@@ -206,7 +206,8 @@ class Cluster:
         self.reached_at = reached_at
         self.directory = directory
         self.prefix = list(prefix)
-        self.settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0} | dict(settings or {})
+        usual = {"host": "127.0.0.1", "port": 0, "http_port": 0}
+        self.settings: dict[str, Any] = usual | dict(settings or {})
         self.master_server: Server | None = None
         self.nodes: list[Node] = []
         self._servers: list[Server] = []
