@@ -34,6 +34,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.web.serving import bind
 
 log = logging.getLogger("kvstore.master")
 
@@ -137,9 +138,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
         if config.http_port:
             given = "http_port" in config.model_fields_set
-            listener = await asyncio.to_thread(
-                web.bind, config.host, config.http_port, is_given=given
-            )
+            listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
             answers = {"role": master.role, "measures": master.measures}
             at = join_address(_reached(config.host), endpoints.port)
             serving = web.keep_serving(listener, answers, master=at, cluster=config.cluster)

@@ -25,7 +25,7 @@ def command(
 ) -> None:
     del config  # every child of ours is given one
     logs.configure(log_level)
-    from kvstore.web.app import Served, serve
+    from kvstore.web.of_master import Served, serve
 
     parent = ParentLink(parent_fd)
     try:

@@ -17,6 +17,9 @@ DEFAULT_PORT = 50001
 DATA_PORT = 50003
 """Of a node: the one after the master's two."""
 HTTP_PORT = 50080
+"""Of a master."""
+
+NODE_HTTP_PORT = 50100
 DATA_PORTS = 16
 """Tried from there on: a host with one node per NUMA node or GPU needs no more."""
 

@@ -1,8 +1,8 @@
-"""Every metric of a master: name, kind, labels, meaning. ``docs/metrics.md`` is this table.
+"""Every metric of masters and nodes: name, kind, labels, meaning; docs/metrics.md is this table.
 
 Names follow Prometheus: base units, ``_total`` for what only grows. What concerns the store as a
-whole begins with ``kvstore_`` and is served by the master that leads; what concerns one master
-begins with ``kvstore_master_``.
+whole begins with ``kvstore_`` and is served by the master that leads; what concerns one process
+begins with ``kvstore_master_`` or ``kvstore_node_``.
 """
 
 from __future__ import annotations
@@ -70,6 +70,19 @@ STORE: Final = (
     Family("kvstore_repaired_bytes_total", "counter", (), "Bytes of these replicas."),
     Family("kvstore_claimed_objects_total", "counter", (), "Objects that nodes reported when they joined and that were taken up."),
     Family("kvstore_refused_claims_total", "counter", (), "Objects that nodes reported and that were refused: removed, replaced, or not whole."),
+)  # fmt: skip
+
+NODE: Final = (
+    Family("kvstore_node_info", "gauge", ("version", "cluster", "node"), "Always 1; the labels say what runs."),
+    Family("kvstore_node_joined", "gauge", (), "1 if a master has this node, 0 while it looks for one."),
+    Family("kvstore_node_memory_bytes", "gauge", (), "Size of the node's segment."),
+    Family("kvstore_node_connections", "gauge", (), "Open connections to the data port."),
+    Family("kvstore_node_connections_total", "counter", (), "Connections that the data port accepted, refused ones included."),
+    Family("kvstore_node_refused_connections_total", "counter", ("reason",), "Connections that were refused: busy (too many), hello (another protocol, token, segment or generation)."),
+    Family("kvstore_node_bad_requests_total", "counter", (), "Requests outside the segment, of an older generation, or of another protocol."),
+    Family("kvstore_node_stalls_total", "counter", (), "Connections that were cut because the peer stalled within a request."),
+    Family("kvstore_node_requests_total", "counter", ("direction",), "Requests over tcp: read, write. What clients of this host move through shared memory passes no process of the node."),
+    Family("kvstore_node_moved_bytes_total", "counter", ("direction",), "Bytes of these requests."),
 )  # fmt: skip
 
 OF_COUNTERS: Final = {

@@ -1,10 +1,10 @@
-"""The metrics of a master as Prometheus text: what the link says of this process, and, if it leads,
+"""Metrics as Prometheus text. Of a master: what the link says of its process, and, if it leads,
 what the status says of the store."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -14,14 +14,11 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from kvstore.calls import ClusterStatus
 from kvstore.histograms import cumulative
 from kvstore.web.families import MASTER, OF_COUNTERS, STORE, Family
-
-CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 NAMESPACES_SHOWN: Final = 50
 NODE_STATES: Final = ("alive", "suspect", "dead", "draining")
@@ -31,30 +28,34 @@ Rows = dict[Labels, Any]
 """Values by labels; of a histogram its counts, in microseconds, and their sum."""
 
 
-class Shown(Collector):
-    """What was measured, for one scrape."""
+class _Shown(Collector):
+    """The values of one scrape."""
 
-    def __init__(self, measured: Mapping[str, Any], status: ClusterStatus | None) -> None:
-        """
-        Args:
-            measured: the answer of the master to ``measures``.
-            status: None: it does not lead, or the store could not be asked.
-        """
-        self._of_master = _of_master(measured)
-        self._of_store = None if status is None else _of_store(status)
+    def __init__(self, families: Sequence[Family], values: Mapping[str, Rows]) -> None:
+        self._families = families
+        self._values = values
 
     def collect(self) -> Iterator[Metric]:
-        for family in MASTER:
-            yield _metric(family, self._of_master.get(family.name, {}))
-        if self._of_store is not None:
-            for family in STORE:
-                yield _metric(family, self._of_store.get(family.name, {}))
+        for family in self._families:
+            yield _metric(family, self._values.get(family.name, {}))
 
 
-def text(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int) -> bytes:
-    """The page. ``pid``: the master's process, whose processor time and memory are shown, too."""
+def of_master(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int) -> bytes:
+    """The page of a master.
+
+    Args:
+        measured: its answer to ``measures``.
+        status: None: it does not lead, or the store could not be asked.
+        pid: its process, whose processor time and memory are shown, too.
+    """
+    if status is None:
+        return page(MASTER, _of_master(measured), pid=pid)
+    return page((*MASTER, *STORE), {**_of_master(measured), **_of_store(status)}, pid=pid)
+
+
+def page(families: Sequence[Family], values: Mapping[str, Rows], *, pid: int) -> bytes:
     registry = CollectorRegistry()
-    registry.register(Shown(measured, status))
+    registry.register(_Shown(families, values))
     ProcessCollector(pid=lambda: pid, registry=registry)
     return generate_latest(registry)
 

@@ -246,7 +246,13 @@ class Cluster:
 
     def launch_node(self, **settings: Any) -> Node:
         """Start one; it need not be able to join."""
-        given = {"master": self.address, "name": unique_name(), "memory": "32MiB"} | settings
+        given: dict[str, Any] = {
+            "master": self.address,
+            "name": unique_name(),
+            "memory": "32MiB",
+            "http_port": 0,
+        }
+        given |= settings
         keep = "--keep" if given.pop("keep", False) else "--no-keep"
         node = Node(NODE, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix)
         node.name = given["name"]

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.demo.processes import free_port
-from tests.integration.cluster import MASTER, Cluster, Server, children_of, is_running, until
+from tests.integration.cluster import MASTER, NODE, Cluster, Server, children_of, is_running, until
 from tests.programs import need_program
 
 
@@ -184,6 +184,32 @@ def test_readers_that_send_and_read_nothing_hold_up_nobody(served: tuple[Cluster
         assert metric(port, "kvstore_master_leads") == 1
         with cluster.client(timeout_ms=5_000) as client:
             client.put("k", b"v")
+
+
+def test_a_node_says_how_it_is_and_what_it_moved(served: tuple[Cluster, int]) -> None:
+    cluster, _ = served
+    port = free_port()
+    cluster.nodes[0].terminate()
+    node = cluster.node(http_port=port)
+    assert get(port, "/readyz") == (200, "joined\n")
+    with cluster.client(transports=("tcp",)) as client:
+        client.put("k", b"x" * 5000)
+        assert client.get("k") == b"x" * 5000
+    until(lambda: (metric(port, "kvstore_node_moved_bytes_total", direction="read") or 0) >= 5000)
+    assert metric(port, "kvstore_node_memory_bytes") == 32 << 20
+    assert cluster.master_server is not None
+    cluster.master_server.kill()
+    until(lambda: get(port, "/readyz").status == 503)
+    assert get(port, "/healthz").status == 200
+    assert metric(port, "kvstore_node_joined") == 0
+    cluster.master()
+    until(lambda: get(port, "/readyz").status == 200)
+    refused = cluster.launch(
+        NODE, {"master": cluster.address, "memory": "32MiB", "name": "x", "http_port": port}
+    )
+    assert refused.wait() == 1
+    assert f"port {port} for HTTP is taken" in refused.errors
+    assert node.process.poll() is None
 
 
 def test_prometheus_scrapes_it(served: tuple[Cluster, int], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import UnavailableError
-from kvstore.web.link import Link, answer_forever
+from kvstore.web.link import Answers, Link, answer_forever
 
 LONG_S = 30.0
 
@@ -33,7 +33,7 @@ def run(test: Callable[[Link, socket.socket], Coroutine[Any, Any, None]]) -> Non
 def test_each_question_gets_its_answer() -> None:
     async def test(link: Link, ours: socket.socket) -> None:
         counted = iter(range(100))
-        answers = {"a": lambda: {"n": next(counted)}, "b": lambda: {"b": "x" * 100_000}}
+        answers: Answers = {"a": lambda: {"n": next(counted)}, "b": lambda: {"b": "x" * 100_000}}
         answering = asyncio.create_task(answer_forever(ours, answers))
         assert not answering.done()
         found = await asyncio.gather(*(link.ask("a", LONG_S) for _ in range(10)))

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
 from kvstore.histograms import Histogram
-from kvstore.web.families import MASTER, STORE
-from kvstore.web.metrics import NAMESPACES_SHOWN, text
+from kvstore.web.families import MASTER, NODE, STORE
+from kvstore.web.metrics import NAMESPACES_SHOWN, of_master
 
 TABLE = Path(__file__).parents[3] / "docs/metrics.md"
 
@@ -45,7 +45,7 @@ def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def page(*args: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return samples(text(*args, pid=os.getpid()))
+    return samples(of_master(*args, pid=os.getpid()))
 
 
 def test_what_was_measured_is_there_with_its_labels() -> None:
@@ -115,14 +115,15 @@ def test_the_documented_table_is_what_is_served() -> None:
     }
     families = {
         family.name: (family.kind, ", ".join(family.labels), family.text)
-        for family in (*MASTER, *STORE)
+        for family in (*MASTER, *STORE, *NODE)
     }
     assert documented == families
     served = {
         family.name
         for family in text_string_to_metric_families(
-            text(measured(), status(NamespaceStatus("n", 1, 1)), pid=os.getpid()).decode()
+            of_master(measured(), status(NamespaceStatus("n", 1, 1)), pid=os.getpid()).decode()
         )
         if not family.name.startswith("process_")
     }
-    assert served == {name.removesuffix("_total") for name in families}
+    expected = {family.name for family in (*MASTER, *STORE)}
+    assert served == {name.removesuffix("_total") for name in expected}

@@ -7,9 +7,7 @@ import logging
 import signal
 import socket
 import time
-from typing import Final, NamedTuple
-
-from aiohttp import web
+from typing import Any, Final, NamedTuple
 
 from kvstore import background
 from kvstore.calls import ClusterStatus
@@ -17,8 +15,8 @@ from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web import metrics
-from kvstore.web.doors import Doors, connections_max, listen_on
 from kvstore.web.link import Link
+from kvstore.web.serving import Answers, Readiness, serving
 
 log = logging.getLogger("kvstore.web")
 
@@ -31,11 +29,6 @@ STATUS_MS: Final = 5_000
 SHARE: Final = 0.05
 """Of the time, how much may go into asking for the status: it is asked again after so many times
 its own duration, whatever the number of scrapes."""
-
-REQUESTS_MAX: Final = 32
-LINE_BYTES_MAX: Final = 1 << 13
-IDLE_CONNECTION_S: Final = 120.0
-CUT_S: Final = 1.0
 
 
 class Served(NamedTuple):
@@ -61,38 +54,21 @@ async def serve(served: Served) -> None:
         loop.add_signal_handler(number, stopped.set)
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
-    pages = Pages(served)
-    doors = Doors(connections_max(REQUESTS_MAX))
-    runner = web.AppRunner(
-        pages.application(doors),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=CUT_S,
-        lingering_time=CUT_S,
-        keepalive_timeout=IDLE_CONNECTION_S,
-        max_line_size=LINE_BYTES_MAX,
-        max_field_size=LINE_BYTES_MAX,
-        logger=log,
-    )
-    await runner.setup()
-    assert runner.server is not None
-    doors.open(runner.server)
-    server = await listen_on(doors, served.listener)
-    served.parent.tell(ready=1)
+    master = _Master(served)
     try:
-        await stopped.wait()
+        async with serving(served.listener, Answers(master.readiness, master.metrics)):
+            served.parent.tell(ready=1)
+            await stopped.wait()
     finally:
         loop.remove_reader(served.parent.fd)
-        server.close()
-        await runner.cleanup()
-        await pages.close()
+        await master.close()
 
 
-class Pages:
-    """What is served."""
+class _Master:
+    """The parent, as its child sees it."""
 
     def __init__(self, served: Served) -> None:
-        self._served = served
+        self._pid = served.pid
         self._link = Link(served.link)
         self._client = AsyncClient(
             served.master, cluster=served.cluster, name="kvstore-web", timeout_ms=STATUS_MS
@@ -105,44 +81,25 @@ class Pages:
         self._link.close()
         await self._client.close()
 
-    def application(self, doors: Doors) -> web.Application:
-        application = web.Application(middlewares=[doors.middleware])
-        application.router.add_get("/healthz", self.healthz)
-        application.router.add_get("/readyz", self.readyz)
-        application.router.add_get("/metrics", self.metrics)
-        return application
-
-    async def healthz(self, request: web.Request) -> web.Response:
-        """Whether the master's loop answers."""
-        del request
-        try:
-            await self._link.ask("role", ANSWER_S)
-        except UnavailableError as error:
-            return _not_now(f"the master does not answer: {error.message}")
-        return web.Response(text="ok\n")
-
-    async def readyz(self, request: web.Request) -> web.Response:
+    async def readiness(self) -> Readiness:
         """Whether clients may be sent here: it leads, or knows who does."""
-        del request
-        try:
-            said = await self._link.ask("role", ANSWER_S)
-        except UnavailableError as error:
-            return _not_now(f"the master does not answer: {error.message}")
+        said = await self._ask("role")
         if said["leads"]:
-            return web.Response(text="leads\n")
+            return Readiness(True, "leads")
         if said["leader"]:
-            return web.Response(text=f"stands by; {said['leader']} leads\n")
-        return _not_now("stands by, and knows of no master that leads")
+            return Readiness(True, f"stands by; {said['leader']} leads")
+        return Readiness(False, "stands by, and knows of no master that leads")
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        del request
-        try:
-            measured = await self._link.ask("measures", ANSWER_S)
-        except UnavailableError as error:
-            return _not_now(f"the master does not answer: {error.message}")
+    async def metrics(self) -> bytes:
+        measured = await self._ask("measures")
         status = await self._store_status() if measured["leads"] else None
-        page = await asyncio.to_thread(metrics.text, measured, status, pid=self._served.pid)
-        return web.Response(body=page, headers={"Content-Type": metrics.CONTENT_TYPE})
+        return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
+
+    async def _ask(self, question: str) -> dict[str, Any]:
+        try:
+            return await self._link.ask(question, ANSWER_S)
+        except UnavailableError as error:
+            raise UnavailableError(f"the master does not answer: {error.message}") from None
 
     async def _store_status(self) -> ClusterStatus | None:
         async with self._asking:
@@ -156,7 +113,3 @@ class Pages:
                 ended = time.monotonic()
                 self._fresh_until = ended + (ended - started) / SHARE
             return self._status
-
-
-def _not_now(reason: str) -> web.Response:
-    return web.Response(status=503, text=reason + "\n")
