@@ -1,7 +1,7 @@
 """``AsyncClient``: the verbs of ``Client`` for an event loop, which they never block.
 
-Each call is one of ``Client`` in a thread; the loop waits for its end. A thread for a call costs
-less than a second client that sends, waits and joins in another way (ADR 19).
+Each call runs the same call of ``Client`` in a thread, and the loop awaits its end. A thread per
+call costs less than a second client with its own code to send, wait and join (ADR 19).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AsyncClient:
         forks.watch(self)
 
     def _begin_anew(self) -> None:
-        """Called automatically in the child of a fork, as of ``_client``."""
+        """Called automatically in the child of a fork, as ``Client._begin_anew`` is."""
         forks.keep(self._threads)
         self._threads = _new_threads()
 

@@ -158,19 +158,19 @@ class Lease:
             self.plan_renewal()
 
     def renewed(self, until: float) -> None:
-        """Called when the master has answered a renewal; see the module for why it is called only
-        then."""
+        """Called when the master has answered a renewal; the module says why the segment is checked
+        only then."""
         if self._mounted():
             self.extend(until)
         self.plan_renewal()  # also if the new promise ends no later than the old one
 
     @property
     def moved(self) -> bool:
-        """Whether its segment was mounted again: the client must ask for it by its place then."""
+        """Whether its segment was mounted again. Then the client looks the object up by key."""
         return self.place is not None and isinstance(self.what, Named) and not self._mounted()
 
     def mounted_again(self, mounted: Mounted, until: float) -> None:
-        """Called when the master has named it at its place, on the segment that ``mounted``
+        """Called when a lookup has found the object at its place, on the segment that ``mounted``
         watches."""
         if self.held and mounted():
             self._mounted = mounted
@@ -333,8 +333,8 @@ class Renewal:
 
     @property
     def patience_s(self) -> float:
-        """How long it may take: the first attempt leaves time for another one, which may have to
-        connect anew and takes most of what is left."""
+        """The time-out of the call. A first attempt takes half of the time left, so that a second
+        one, which may have to connect anew, can take most of the rest."""
         left = min(lease.seconds_left for lease in self._leases)
         is_retried = any(lease.is_retried for lease in self._leases)
         return max(0.05, left * (0.8 if is_retried else 0.5))
