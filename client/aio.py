@@ -55,11 +55,11 @@ class AsyncClient:
     them are under way at once; the others wait, which counts towards their ``timeout_ms``. What a
     call stores or fills must not change until it ends.
 
-    A cancelled call ends at once if it waits for the master, and otherwise when its transfer has
-    been cut short, which takes milliseconds (if the transfer engine moves registered memory: when
-    that transfer has ended). After that the client touches no byte of the caller's memory. What a
-    cancelled ``get_into`` was to fill is undefined; the grant of a cancelled put lapses at its
-    deadline.
+    A cancelled call that waits for the master ends at once. One that moves bytes ends when its
+    transfer has been cut short, which takes milliseconds (if the transfer engine moves registered
+    memory: when that transfer has ended). After that the client touches no byte of the caller's
+    memory. The buffers of a cancelled ``get_into`` have undefined contents; the grant of a
+    cancelled put lapses at its deadline.
 
     After a fork the child can use the client in an event loop of its own; see ``Client``.
     """
@@ -241,7 +241,7 @@ class AsyncClient:
                     with contextlib.suppress(asyncio.CancelledError):
                         await ended.wait()
             raise
-        except GeneratorExit:  # the loop was closed around us: nothing can be awaited any more
+        except GeneratorExit:  # the loop was closed: nothing can be awaited any more
             if not call.cancel() and not stop.set():
                 wait([call])
             raise

@@ -229,7 +229,7 @@ class Movers:
             for transport in self._transports:
                 try:
                     transport.sweep()
-                except Exception:  # a bug of ours: the next round goes on
+                except Exception:  # a bug; the next round goes on
                     log.exception("sweep_broken transport=%s", transport.name)
 
     def _move_stoppable(

@@ -43,7 +43,7 @@ class Client:
     All methods may be called from any thread.
 
     All methods may raise, besides what they name:
-        MasterUnreachableError: no master was found in time; ``fields`` say where we looked.
+        MasterUnreachableError: no master was found in time; ``fields`` name the addresses.
         DeadlineExceededError: the master was found, but did not answer in time.
         InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
         ClosedError: after ``close``.
@@ -458,8 +458,8 @@ class Client:
     ) -> list[int | None]:
         """Which of these are stored, and how large: per key the payload's size in bytes, or None.
 
-        What was found is leased as by ``get`` (``kvstore-master --lease-ms``), so that a ``get`` or
-        ``get_into`` within that time finds it, and does so without another call to the master.
+        Objects that are found are leased as by ``get`` (``kvstore-master --lease-ms``), so that a
+        ``get`` or ``get_into`` within that time finds them, without another call to the master.
         """
         return self._run(self._operations.lookup(keys, namespace), timeout_ms)
 
@@ -531,7 +531,7 @@ class Client:
 
         Args:
             seconds: until the pin ends, counted from this call: more than 0, at most a day. Of two
-                pins of an object, whoever made them, the later end holds.
+                pins of an object, by any clients, the later end holds.
 
         Raises:
             NoSpaceError: the namespace would have more pinned than its share of the pool
@@ -546,7 +546,7 @@ class Client:
     def unpin(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
-        """End the pins of these objects, whoever made them; per key, whether it was pinned.
+        """End the pins of these objects, by any client; per key, whether it was pinned.
 
         What was pinned only as an ancestor is let go with the last pin below it, and need not be
         named. An ancestor of an object that is still pinned is kept.

@@ -54,7 +54,7 @@ class Encoded(NamedTuple):
 
     descriptor: bytes
     data: memoryview
-    """One-dimensional, ``B``-formatted; keeps what it needs alive."""
+    """One-dimensional, ``B``-formatted; keeps its memory alive."""
     more: Sequence[memoryview] = ()
     """The further parts of a gather list."""
 

@@ -72,7 +72,7 @@ class LaneConnection:
         """The answer to one call, a REPLY or an ERROR.
 
         Raises:
-            TimeoutError, CarrierBrokenError, ProtocolError: the connection is of no use any more.
+            TimeoutError, CarrierBrokenError, ProtocolError: the connection cannot be used any more.
         """
         call_id = self._call_id = self._call_id + 1
         request = frame(call_id, CALL, name, payload)
@@ -184,7 +184,7 @@ class LaneConnection:
 def connect(
     joined: Joined, host: str, until: float, spin_s: float, generation: int
 ) -> LaneConnection:
-    """Connects: by Unix socket where the master names one that is there, else by TCP.
+    """Connects by the Unix socket that the master names, if this host has it, else by TCP.
 
     Raises:
         LaneUnreachableError

@@ -63,8 +63,8 @@ LOCATE_S: Final = 2.0
 """How long etcd may take to name the leader, before it is asked again."""
 
 SILENCE_S: Final = 2.0
-"""How long one of several masters may be silent, beyond what the call itself may have to wait,
-before another one is asked: one that was stopped keeps its connections open."""
+"""How long one of several masters may be silent, beyond the time that the call itself may have to
+wait, before another one is asked: a stopped master keeps its connections open."""
 
 WIPES_S: Final = 8.0
 """How long calls that remove or replace objects may have to wait: for nodes to wipe, or to count as

@@ -130,7 +130,7 @@ class MasterStub:
                 is 1) the connection broke during a call that must not be sent twice.
             DeadlineExceededError: the master did not answer in time.
             ClosedError: the stub was closed, before or meanwhile.
-            KVStoreError: what the master answered.
+            KVStoreError: the error that the master answered.
         """
         if self._closed.is_set():
             raise ClosedError("the client is closed")

@@ -221,7 +221,7 @@ def _start(
 ) -> Flow[list[_Started]]:
     """Asks for room for the items of ``run``. If there is not enough for all of them, a partial put
     asks for the first half, and for the second if that may still fit: 2 log2(n) times. Nothing is
-    written before all is granted, because what is complete could be evicted for what follows."""
+    written before all is granted, because stored objects could be evicted for the next ones."""
     keys, first = items.keys, run[0]
     parent = keys[first - 1] if options.chain and first else options.parent
     some = items if len(run) == len(keys) else items.of(run)

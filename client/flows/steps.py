@@ -169,7 +169,7 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
     of_this_epoch = context.segments.forget(segment)
     context.count("failed_transfers")
     if isinstance(error, SegmentGoneError):
-        return  # the node has left or joined anew: the master knows better than we
+        return  # the node has left or joined anew: the master knows that already
     if not context.segments.avoided(segment):
         log.warning(
             "node_failed node=%s address=%s error=%s", segment.node, segment.address, str(error)

@@ -6,7 +6,7 @@
     otherwise the lease ends, and ``held`` turns false for good
 
 Why the segment must be mounted as it was: the master knows an object by its version, and renews its
-lease while one replica is left. This memory may be another replica's, whose node counts as dead. A
+lease while one replica is left. The leased memory may be of a replica whose node counts as dead. A
 node that comes back *fences* (its generation grows) before it joins, and gets no writers for one
 lease after it has joined. So a renewal is valid if it is counted from the request and the client
 still sees the old generation when the reply arrives: the lease ends before any writer gets the
@@ -190,7 +190,7 @@ class Lease:
 
     def become(self, named: Named, until: float) -> None:
         """Called when the allocation was put: it is an object now."""
-        self._kept = self.held  # for good
+        self._kept = self.held  # a lease that has ended stays ended
         self.what = named
         self.unanswered = None
         self._until = until

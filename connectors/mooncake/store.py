@@ -488,8 +488,8 @@ class MooncakeDistributedStore:
         return self._objects.ask(lambda client, _: client.clear(client.config.namespace))
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Removes these objects; with ``segment_name`` those of which all copies are on that node.
-        Returns the keys of those that were there."""
+        """Removes these objects; with ``segment_name`` only those whose copies are all on that
+        node. Returns the keys of the objects that were there."""
         if segment_name:
             held = self.batch_get_replica_desc(keys)
             keys = [

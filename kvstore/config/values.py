@@ -1,4 +1,4 @@
-"""The types of settings, and how each reads what was given: sizes, addresses, names."""
+"""The types of settings, and how each reads its value: sizes, addresses, names."""
 
 from __future__ import annotations
 
