@@ -466,8 +466,8 @@ class Client:
     def exists(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> bool:
-        """Whether a complete object is stored now. Does not lease it, so a ``get`` may still miss;
-        ``lookup`` does."""
+        """Whether a complete object is stored now. Does not lease it, so a later ``get`` may miss;
+        ``lookup`` leases it."""
         return self._run(self._operations.exists([key], namespace), timeout_ms)[0]
 
     def exists_many(

@@ -22,7 +22,7 @@ from kvstore.limits import FRAME_BYTES_MAX
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
-    # gRPC's own backoff grows to two minutes; until then the client would not notice a restart.
+    # gRPC's own backoff grows to two minutes, in which the client would not notice a restart.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -34,7 +34,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs errors that the client raises
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs raised errors to stderr
 
 
 class Lent:

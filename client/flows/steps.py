@@ -176,8 +176,8 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
         )
     context.segments.failed(segment, error)
     # Not reported: a passed deadline, which may have been short (the master notices a silent node
-    # by itself); a node that no transport reaches, since it was not tried; and a segment of an
-    # earlier epoch, whose number may name another one now.
+    # by itself); a node that no transport reaches, since it was not tried; and a segment of another
+    # epoch, whose number now names another segment.
     tried = error.fields.get("tried", 1)
     if isinstance(error, DeadlineExceededError) or not tried or not of_this_epoch:
         return
