@@ -45,7 +45,7 @@ METADATA_KEY = "kvstore-error-bin"
 
 TEXT_CHARS_MAX = 512
 FIELDS_MAX = 16
-"""Of one error. gRPC peers refuse more than 8 KiB of metadata, and would hide the error then."""
+"""Fields of one error. gRPC peers refuse more than 8 KiB of metadata, and would hide the error."""
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -86,7 +86,7 @@ _WITHOUT_DETAIL: dict[grpc.StatusCode, type[KVStoreError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNKNOWN: InternalError,
 }
-"""What a status means that gRPC itself made, or a proxy between us."""
+"""The error for a status that gRPC itself made, or a proxy in between."""
 
 
 def grpc_code(error: KVStoreError) -> grpc.StatusCode:
