@@ -122,7 +122,7 @@ def _log_context(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 
 
 def watch_threads(died: Callable[[str, BaseException], None] | None = None) -> None:
-    """Log the death of any other thread of this process by name; then ``died`` is told of it."""
+    """Logs the death of any other thread of this process by name, and calls ``died`` then."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value

@@ -233,7 +233,7 @@ class PutStart(NamedTuple):
     chain: bool
     """Whether each key's parent is the key before it."""
     replicas: Replicas
-    """On so many distinct nodes, or on as many as there are."""
+    """The number of distinct nodes for each object; fewer if there are fewer."""
     overwrite: bool
     """Write a new version even where a complete one is there."""
     wait_ms: WaitMs

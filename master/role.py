@@ -5,8 +5,9 @@
         └────────────────────────────────┴──────────────────────────────┘ time, or is gone
 
 One rule makes a second leader impossible: a leader acts only while ``now < until``. ``until`` is
-the lease's time to live, counted from *before* the request that renewed it was sent, less a margin
-for clocks of different speeds. So the leader has stopped before etcd lets another master win.
+the lease's time to live, counted from *before* the request that granted or renewed it was sent,
+less a margin for clocks of different speeds. So the leader has stopped before etcd lets another
+master win.
 
 A lease serves one campaign, and each election has its own epoch, higher than any before. A master
 that has lost its lease, or may have, leads again only under a new lease and epoch.

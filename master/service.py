@@ -147,7 +147,7 @@ class MasterService:
             self._died(error)
 
     def _check_whole(self, error: Exception) -> None:
-        """Called after an exception in a step: breaks off if the state may be half changed."""
+        """After an exception in a step: calls ``_break`` if the state may be half changed."""
         if not isinstance(error, KVStoreError) and self.state.changing:
             self._break(error)
 

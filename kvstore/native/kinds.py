@@ -23,9 +23,9 @@ OUTSIDE: Final = 3
 """A row is not within the segment; nothing was moved."""
 
 STALE: Final = 1
-"""Of a row: no valid header of that object is at its offset."""
+"""The outcome of a row: no valid header of that object is at its offset."""
 CORRUPT: Final = 2
-"""Of a row: the payload does not match the checksum in its header."""
+"""The outcome of a row: the payload does not match the checksum in its header."""
 
 ANSWERED: Final = 0
 TIMED_OUT: Final = 1
@@ -45,8 +45,8 @@ ReadRow = tuple[int, int, int, int, bytes, Buffers | None]
 goes (its sizes add up to the payload's); None: only the header is looked at."""
 
 WriteRow = tuple[int, int, int, int, bytes, Buffers, bytes, bytes]
-"""As ``ReadRow``, where the payload comes from; then the parent's key (empty: a root) and the
-descriptor."""
+"""As ``ReadRow``, with the buffers that the payload comes from; then the parent's key (empty: a
+root) and the descriptor."""
 
 
 class Fast(Protocol):

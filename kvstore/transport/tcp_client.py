@@ -204,7 +204,7 @@ class ClientConnection:
             self._stream.shutdown()
 
     def close(self) -> None:
-        """Not during a call. Idempotent."""
+        """Must not be called during a call. Idempotent."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

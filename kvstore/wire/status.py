@@ -153,7 +153,7 @@ def brief(details: str | None) -> str:
 
 
 def unexpected(error: BaseException, where: str, logger: logging.Logger) -> InternalError:
-    """Logs a bug of ours with its traceback; returns what the peer is told of it."""
+    """Logs a bug of ours with its traceback. Returns the error to send to the peer."""
     logger.error("unexpected error where=%s", where, exc_info=error)
     return InternalError(
         f"{where}: unexpected {type(error).__name__}",

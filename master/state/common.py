@@ -141,8 +141,8 @@ class Common:
                 self.pool.settle(above)  # created for this record, and not needed
 
     def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
-        """Forbids memory that is away to bring back any version up to now, except ``but``. ``key``
-        None: the whole namespace; ``namespace`` "": all namespaces."""
+        """No version up to now, except ``but``, may come back with memory that is away. ``key``
+        None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.present, but=but)
 
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:

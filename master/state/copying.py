@@ -51,7 +51,8 @@ class Copying:
         self._waiting = waiting
         self._repairs = repairs
         self._targets: tuple[int, list[Segment]] = NEVER_MS, []
-        """When segments with room for copies were last searched, and those: the emptiest first."""
+        """When segments with room for copies were last searched, and the found ones, the emptiest
+        first."""
         self._told_short = 0
         """Objects with missing replicas, as last logged."""
         self._told_repaired = 0

@@ -104,7 +104,8 @@ class Station:
         self.ended.set()
 
     def give_up_buffer(self) -> Buffer:
-        """For the next station, by the owner of an idle one that never failed; then ``leave``."""
+        """The buffer, for the next station. The owner of an idle station that never failed calls
+        it, and then ``leave``."""
         buffer, self.buffer = self.buffer, None
         assert buffer is not None
         return buffer
