@@ -320,9 +320,11 @@ class _Master:
         """What ``kvstore.web.metrics`` shows of this process."""
         carriers, service = self.carriers, self._service
         nothing = Histogram()
-        step_us, late_us = (
-            (nothing, nothing) if service is None else (service.step_us, service.late_us)
-        )
+        step_us = late_us = age_ms = reuse_ms = nothing
+        if service is not None:
+            step_us, late_us = service.step_us, service.late_us
+            age_ms = service.state.pool.eviction_ages_ms
+            reuse_ms = service.state.asking.reuses_ms
         return {
             "version": __version__,
             "cluster": self._config.cluster,
@@ -335,6 +337,8 @@ class _Master:
             },
             "step_us": (step_us.counts, step_us.total),
             "late_us": (late_us.counts, late_us.total),
+            "eviction_age_ms": (age_ms.counts, age_ms.total),
+            "reuse_ms": (reuse_ms.counts, reuse_ms.total),
             "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,

@@ -26,15 +26,15 @@ from kvstore.v1 import client_pb2 as kvstore_dot_v1_dot_client__pb2
 from kvstore.v1 import common_pb2 as kvstore_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/admin.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/client.proto\x1a\x17kvstore/v1/common.proto\"\x1f\n\rStatusRequest\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\"\x83\x02\n\x0bStatusReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12%\n\x05nodes\x18\x04 \x03(\x0b\x32\x16.kvstore.v1.NodeStatus\x12/\n\nnamespaces\x18\x05 \x03(\x0b\x32\x1b.kvstore.v1.NamespaceStatus\x12%\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x13.kvstore.v1.Counter\x12\x0c\n\x04role\x18\n \x01(\t\x12\x0e\n\x06leader\x18\x0b \x01(\t\x12\x0f\n\x07\x63luster\x18\x0c \x01(\t\x12\x13\n\x0bnext_cursor\x18\r \x01(\x04\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04\"\x88\x01\n\nNodeStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x11\n\tsilent_ms\x18\x05 \x01(\x04\x12+\n\x08segments\x18\x06 \x03(\x0b\x32\x19.kvstore.v1.SegmentStatus\"g\n\rSegmentStatus\x12\x12\n\nsegment_id\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0c\n\x04used\x18\x03 \x01(\x04\x12\x14\n\x0clargest_free\x18\x04 \x01(\x04\x12\x10\n\x08shm_name\x18\x05 \x01(\t\"l\n\x0fNamespaceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07objects\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x16\n\x0epinned_objects\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\"V\n\x12ListObjectsRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x12\r\n\x05limit\x18\x04 \x01(\r\"O\n\x10ListObjectsReply\x12&\n\x07objects\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.ObjectRow\x12\x13\n\x0bnext_cursor\x18\x02 \x01(\x04\"|\n\tObjectRow\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\r\n\x05\x64\x65pth\x18\x05 \x01(\x04\x12\x11\n\tleased_ms\x18\x06 \x01(\x04\x12\r\n\x05state\x18\x07 \x01(\t\"3\n\x11StatObjectRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"\xba\x01\n\x0fStatObjectReply\x12\"\n\x03row\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.ObjectRow\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hildren\x18\x03 \x01(\x04\x12$\n\x07version\x18\x04 \x01(\x0b\x32\x13.kvstore.v1.Version\x12\x0f\n\x07idle_ms\x18\x05 \x01(\x04\x12*\n\nplacements\x18\x06 \x01(\x0b\x32\x16.kvstore.v1.Placements\"A\n\x0c\x44rainRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12#\n\x04step\x18\x02 \x01(\x0e\x32\x15.kvstore.v1.DrainStep\":\n\nDrainReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04used\x18\x02 \x01(\x04\x12\x0f\n\x07pending\x18\x03 \x01(\x04\"\x89\x01\n\x11StartMovesRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\x12\x11\n\tbytes_max\x18\x04 \x01(\x04\x12\r\n\x05\x61void\x18\x05 \x03(\x0c\x12\x15\n\rclient_number\x18\x06 \x01(\x06\x12\x0e\n\x06repair\x18\x07 \x01(\x08\"\x89\x02\n\x0fStartMovesReply\x12\x13\n\x0bnext_cursor\x18\x01 \x01(\x04\x12\x0f\n\x07skipped\x18\x02 \x01(\x04\x12\x0c\n\x04left\x18\x03 \x01(\x04\x12\x12\n\nleft_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x12\n\nnamespaces\x18\x05 \x03(\t\x12\x1e\n\x04keys\x18\x06 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\'\n\x07sources\x18\x07 \x01(\x0b\x32\x16.kvstore.v1.Placements\x12)\n\x06grants\x18\x08 \x01(\x0b\x32\x19.kvstore.v1.PutStartReply\x12\x15\n\rkeeps_version\x18\n \x01(\x08*h\n\tDrainStep\x12\x1a\n\x16\x44RAIN_STEP_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44RAIN_STEP_BEGIN\x10\x01\x12\x13\n\x0f\x44RAIN_STEP_UNDO\x10\x02\x12\x14\n\x10\x44RAIN_STEP_LEAVE\x10\x03\x32\xe8\x02\n\x0c\x41\x64minService\x12<\n\x06Status\x12\x19.kvstore.v1.StatusRequest\x1a\x17.kvstore.v1.StatusReply\x12K\n\x0bListObjects\x12\x1e.kvstore.v1.ListObjectsRequest\x1a\x1c.kvstore.v1.ListObjectsReply\x12H\n\nStatObject\x12\x1d.kvstore.v1.StatObjectRequest\x1a\x1b.kvstore.v1.StatObjectReply\x12\x39\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x16.kvstore.v1.DrainReply\x12H\n\nStartMoves\x12\x1d.kvstore.v1.StartMovesRequest\x1a\x1b.kvstore.v1.StartMovesReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/admin.proto\x12\nkvstore.v1\x1a\x17kvstore/v1/client.proto\x1a\x17kvstore/v1/common.proto\"\x1f\n\rStatusRequest\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\"\x83\x02\n\x0bStatusReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12%\n\x05nodes\x18\x04 \x03(\x0b\x32\x16.kvstore.v1.NodeStatus\x12/\n\nnamespaces\x18\x05 \x03(\x0b\x32\x1b.kvstore.v1.NamespaceStatus\x12%\n\x08\x63ounters\x18\x06 \x03(\x0b\x32\x13.kvstore.v1.Counter\x12\x0c\n\x04role\x18\n \x01(\t\x12\x0e\n\x06leader\x18\x0b \x01(\t\x12\x0f\n\x07\x63luster\x18\x0c \x01(\t\x12\x13\n\x0bnext_cursor\x18\r \x01(\x04\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04\"\x88\x01\n\nNodeStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x11\n\tsilent_ms\x18\x05 \x01(\x04\x12+\n\x08segments\x18\x06 \x03(\x0b\x32\x19.kvstore.v1.SegmentStatus\"\x9e\x01\n\rSegmentStatus\x12\x12\n\nsegment_id\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0c\n\x04used\x18\x03 \x01(\x04\x12\x14\n\x0clargest_free\x18\x04 \x01(\x04\x12\x10\n\x08shm_name\x18\x05 \x01(\t\x12\x0f\n\x07pending\x18\x06 \x01(\x04\x12\x13\n\x0bquarantined\x18\x07 \x01(\x04\x12\x0f\n\x07reclaim\x18\x08 \x01(\x04\"l\n\x0fNamespaceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07objects\x18\x02 \x01(\x04\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x16\n\x0epinned_objects\x18\x04 \x01(\x04\x12\x14\n\x0cpinned_bytes\x18\x05 \x01(\x04\"V\n\x12ListObjectsRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x12\r\n\x05limit\x18\x04 \x01(\r\"O\n\x10ListObjectsReply\x12&\n\x07objects\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.ObjectRow\x12\x13\n\x0bnext_cursor\x18\x02 \x01(\x04\"|\n\tObjectRow\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\r\n\x05\x64\x65pth\x18\x05 \x01(\x04\x12\x11\n\tleased_ms\x18\x06 \x01(\x04\x12\r\n\x05state\x18\x07 \x01(\t\"3\n\x11StatObjectRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"\xba\x01\n\x0fStatObjectReply\x12\"\n\x03row\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.ObjectRow\x12\x0e\n\x06parent\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hildren\x18\x03 \x01(\x04\x12$\n\x07version\x18\x04 \x01(\x0b\x32\x13.kvstore.v1.Version\x12\x0f\n\x07idle_ms\x18\x05 \x01(\x04\x12*\n\nplacements\x18\x06 \x01(\x0b\x32\x16.kvstore.v1.Placements\"A\n\x0c\x44rainRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12#\n\x04step\x18\x02 \x01(\x0e\x32\x15.kvstore.v1.DrainStep\":\n\nDrainReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04used\x18\x02 \x01(\x04\x12\x0f\n\x07pending\x18\x03 \x01(\x04\"\x89\x01\n\x11StartMovesRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x02 \x01(\x04\x12\r\n\x05limit\x18\x03 \x01(\r\x12\x11\n\tbytes_max\x18\x04 \x01(\x04\x12\r\n\x05\x61void\x18\x05 \x03(\x0c\x12\x15\n\rclient_number\x18\x06 \x01(\x06\x12\x0e\n\x06repair\x18\x07 \x01(\x08\"\x89\x02\n\x0fStartMovesReply\x12\x13\n\x0bnext_cursor\x18\x01 \x01(\x04\x12\x0f\n\x07skipped\x18\x02 \x01(\x04\x12\x0c\n\x04left\x18\x03 \x01(\x04\x12\x12\n\nleft_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x12\n\nnamespaces\x18\x05 \x03(\t\x12\x1e\n\x04keys\x18\x06 \x01(\x0b\x32\x10.kvstore.v1.Keys\x12\'\n\x07sources\x18\x07 \x01(\x0b\x32\x16.kvstore.v1.Placements\x12)\n\x06grants\x18\x08 \x01(\x0b\x32\x19.kvstore.v1.PutStartReply\x12\x15\n\rkeeps_version\x18\n \x01(\x08*h\n\tDrainStep\x12\x1a\n\x16\x44RAIN_STEP_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44RAIN_STEP_BEGIN\x10\x01\x12\x13\n\x0f\x44RAIN_STEP_UNDO\x10\x02\x12\x14\n\x10\x44RAIN_STEP_LEAVE\x10\x03\x32\xe8\x02\n\x0c\x41\x64minService\x12<\n\x06Status\x12\x19.kvstore.v1.StatusRequest\x1a\x17.kvstore.v1.StatusReply\x12K\n\x0bListObjects\x12\x1e.kvstore.v1.ListObjectsRequest\x1a\x1c.kvstore.v1.ListObjectsReply\x12H\n\nStatObject\x12\x1d.kvstore.v1.StatObjectRequest\x1a\x1b.kvstore.v1.StatObjectReply\x12\x39\n\x05\x44rain\x12\x18.kvstore.v1.DrainRequest\x1a\x16.kvstore.v1.DrainReply\x12H\n\nStartMoves\x12\x1d.kvstore.v1.StartMovesRequest\x1a\x1b.kvstore.v1.StartMovesReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAINSTEP']._serialized_start=1849
-  _globals['_DRAINSTEP']._serialized_end=1953
+  _globals['_DRAINSTEP']._serialized_start=1905
+  _globals['_DRAINSTEP']._serialized_end=2009
   _globals['_STATUSREQUEST']._serialized_start=88
   _globals['_STATUSREQUEST']._serialized_end=119
   _globals['_STATUSREPLY']._serialized_start=122
@@ -43,28 +43,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COUNTER']._serialized_end=421
   _globals['_NODESTATUS']._serialized_start=424
   _globals['_NODESTATUS']._serialized_end=560
-  _globals['_SEGMENTSTATUS']._serialized_start=562
-  _globals['_SEGMENTSTATUS']._serialized_end=665
-  _globals['_NAMESPACESTATUS']._serialized_start=667
-  _globals['_NAMESPACESTATUS']._serialized_end=775
-  _globals['_LISTOBJECTSREQUEST']._serialized_start=777
-  _globals['_LISTOBJECTSREQUEST']._serialized_end=863
-  _globals['_LISTOBJECTSREPLY']._serialized_start=865
-  _globals['_LISTOBJECTSREPLY']._serialized_end=944
-  _globals['_OBJECTROW']._serialized_start=946
-  _globals['_OBJECTROW']._serialized_end=1070
-  _globals['_STATOBJECTREQUEST']._serialized_start=1072
-  _globals['_STATOBJECTREQUEST']._serialized_end=1123
-  _globals['_STATOBJECTREPLY']._serialized_start=1126
-  _globals['_STATOBJECTREPLY']._serialized_end=1312
-  _globals['_DRAINREQUEST']._serialized_start=1314
-  _globals['_DRAINREQUEST']._serialized_end=1379
-  _globals['_DRAINREPLY']._serialized_start=1381
-  _globals['_DRAINREPLY']._serialized_end=1439
-  _globals['_STARTMOVESREQUEST']._serialized_start=1442
-  _globals['_STARTMOVESREQUEST']._serialized_end=1579
-  _globals['_STARTMOVESREPLY']._serialized_start=1582
-  _globals['_STARTMOVESREPLY']._serialized_end=1847
-  _globals['_ADMINSERVICE']._serialized_start=1956
-  _globals['_ADMINSERVICE']._serialized_end=2316
+  _globals['_SEGMENTSTATUS']._serialized_start=563
+  _globals['_SEGMENTSTATUS']._serialized_end=721
+  _globals['_NAMESPACESTATUS']._serialized_start=723
+  _globals['_NAMESPACESTATUS']._serialized_end=831
+  _globals['_LISTOBJECTSREQUEST']._serialized_start=833
+  _globals['_LISTOBJECTSREQUEST']._serialized_end=919
+  _globals['_LISTOBJECTSREPLY']._serialized_start=921
+  _globals['_LISTOBJECTSREPLY']._serialized_end=1000
+  _globals['_OBJECTROW']._serialized_start=1002
+  _globals['_OBJECTROW']._serialized_end=1126
+  _globals['_STATOBJECTREQUEST']._serialized_start=1128
+  _globals['_STATOBJECTREQUEST']._serialized_end=1179
+  _globals['_STATOBJECTREPLY']._serialized_start=1182
+  _globals['_STATOBJECTREPLY']._serialized_end=1368
+  _globals['_DRAINREQUEST']._serialized_start=1370
+  _globals['_DRAINREQUEST']._serialized_end=1435
+  _globals['_DRAINREPLY']._serialized_start=1437
+  _globals['_DRAINREPLY']._serialized_end=1495
+  _globals['_STARTMOVESREQUEST']._serialized_start=1498
+  _globals['_STARTMOVESREQUEST']._serialized_end=1635
+  _globals['_STARTMOVESREPLY']._serialized_start=1638
+  _globals['_STARTMOVESREPLY']._serialized_end=1903
+  _globals['_ADMINSERVICE']._serialized_start=2012
+  _globals['_ADMINSERVICE']._serialized_end=2372
 # @@protoc_insertion_point(module_scope)

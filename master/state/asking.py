@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Presence
+from kvstore.histograms import Histogram
 from kvstore.limits import Key
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
@@ -39,6 +40,9 @@ class Asking:
         self._forest = common.forest
         self._granting = granting
         self._lifetimes = common.pool.lifetimes
+        self.reuses_ms = Histogram()
+        """For how long each object that a call leased had not been used. Of a matched chain, its
+        last object counts."""
         self._returning = returning
         self._gathering = common.rules.gather_ms > 0
         """Whether misses may have to wait for inventories."""
@@ -106,6 +110,7 @@ class Asking:
             if self._forest.unfinished:
                 break
             for record in holding:
+                self.reuses_ms.add(max(0, now_ms - record.last_used_ms))
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
             being_written = 0
@@ -138,6 +143,7 @@ class Asking:
         records = [None] * len(request.keys) if table is None else table.get_many(request.keys)
         lease_until_ms = now_ms + common.rules.lease_ms
         some_ended = now_ms >= self._lifetimes.next_ms
+        used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for index, record in enumerate(records):
             if record is None:
                 continue
@@ -146,10 +152,15 @@ class Asking:
                 continue
             segment = record.segment
             if segment is not None and (segment.alive or record.complete):
+                if record.last_used_ms != used_ms:
+                    self.reuses_ms.add(max(0, now_ms - used_ms), uses)
+                    used_ms, uses = record.last_used_ms, 0
+                uses += 1
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
             else:
                 records[index] = None
+        self.reuses_ms.add(max(0, now_ms - used_ms), uses)
         placements = common.placements(records, now_ms)
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 

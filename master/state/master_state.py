@@ -29,6 +29,7 @@ What it promises, and where:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.putting import Putting
+from kvstore.master.state.records import Segment
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.report import Report
@@ -215,6 +217,13 @@ class MasterState:
         self.reclaim.check_invariants()
         ranges = [*self.pending.ranges(), *self.reclaim.ranges(), *self.returning.gaps()]
         self.pool.check_invariants(ranges)
+        held: Counter[Segment] = Counter()
+        for segment, _, length in (*self.pending.ranges(), *self.reclaim.ranges()):
+            held[segment] += length
+        for segment in self.pool.segments.values():
+            counted = segment.pending_bytes, segment.quarantined_bytes, segment.reclaim_bytes
+            assert min(counted) >= 0
+            assert sum(counted) == held[segment]
         assert not self.pool.evicted, "evicted, and not to be wiped"
         self.granting.check_invariants()
         self.repairs.check_invariants()

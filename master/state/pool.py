@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from kvstore.histograms import Histogram
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repairing
 from kvstore.master.state.ends import Ends
@@ -59,6 +60,8 @@ class Pool:
         self.capacity_max = 0
         """Capacity of the largest of them."""
         self.counters: Counter[str] = Counter()
+        self.eviction_ages_ms = Histogram()
+        """For how long each evicted object had not been used."""
         self.forest = Forest(self.counters)
         self.pins = Pins()
         self.lifetimes = Ends()
@@ -270,12 +273,12 @@ class Pool:
                 return evicted, False
             eviction.forget(segment)
             evicted.append(Remains.of(head))
-            self.evict(head, free=False)
+            self.evict(head, now_ms, free=False)
             for other, _ in evicted[-1].extents:
                 other.wiping_bytes += extent_bytes(evicted[-1].size)
         return evicted, True
 
-    def evict(self, record: ObjectRecord, *, free: bool = True) -> ObjectRecord | None:
+    def evict(self, record: ObjectRecord, now_ms: int, *, free: bool = True) -> ObjectRecord | None:
         """Evicts a candidate. Returns its parent if that has become a candidate.
 
         Without ``free`` its extents stay allocated; the caller then frees them and has their
@@ -289,6 +292,7 @@ class Pool:
             self.strip(record)
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
+        self.eviction_ages_ms.add(max(0, now_ms - record.last_used_ms))
         return self.settle(record, detached=detached)
 
     def let_evict(self, record: ObjectRecord) -> None:
@@ -593,7 +597,7 @@ class _Eviction:
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
         changed = {victim.segment}
-        parent = self._pool.evict(victim)
+        parent = self._pool.evict(victim, self._now_ms)
         if parent is not None:
             changed.add(parent.segment)
         for segment in heads.keys() & changed:

@@ -56,7 +56,12 @@ class Wiping:
     released: bool = False
     """Whether the extents have been handed back, to the allocator or to quarantine."""
 
+    def count(self) -> None:
+        """Called when the extents have yet to be handed back."""
+        self.segment.reclaim_bytes += sum(self.lengths)
+
     def free(self) -> None:
+        self.segment.reclaim_bytes -= sum(self.lengths)
         if self.segment.alive:
             for offset, length in zip(self.offsets, self.lengths, strict=True):
                 self.segment.allocator.free(offset, length)
@@ -134,6 +139,8 @@ class Reclaim:
         removal = Removal(ticket, reply)
         wipings = self._new_wipings(gone, free_at_ms)
         self._by_end.extend(wipings)
+        for wiping in wipings:
+            wiping.count()
         for wiping in dict.fromkeys((*wipings, *earlier)):
             wiping.removals.append(removal)
             removal.orders += 1
@@ -194,6 +201,7 @@ class Reclaim:
         wipings = self._new_wipings(gone, 0)
         for wiping in wipings:
             wiping.ended = wiping.ahead = True
+            wiping.count()
         return [effect for wiping in wipings for effect in _send(wiping)]
 
     def unclean(self, segments: Iterable[Segment]) -> list[Wiping]:

@@ -185,4 +185,7 @@ def _segment(segment: Segment) -> calls.SegmentStatus:
         used=segment.capacity - allocator.free_bytes,
         largest_free=allocator.largest_free,
         shm_name=segment.offer.shm_name,
+        pending=segment.pending_bytes,
+        quarantined=segment.quarantined_bytes,
+        reclaim=segment.reclaim_bytes,
     )

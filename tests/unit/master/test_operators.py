@@ -158,3 +158,35 @@ def test_a_page_ends_when_it_has_looked_at_enough(
 
     assert len(pages) >= 10
     assert sorted(row.key for page in pages for row in page) == keys_of(names[90:])
+
+
+def test_used_memory_is_told_by_what_holds_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+
+    def held() -> tuple[int, int, int]:
+        [segment] = cluster.status().nodes[0].segments
+        return segment.pending // EXTENT, segment.quarantined // EXTENT, segment.reclaim // EXTENT
+
+    one, other = cluster.start("a"), cluster.start("b")
+    cluster.start("c")
+    assert held() == (3, 0, 0)
+    cluster.end(one)
+    cluster.revoke(other, settled=False)
+    assert held() == (1, 1, 0)
+    cluster.remove_later("a")
+    assert held() == (1, 1, 1)
+    cluster.wipe()
+    cluster.after(cluster.rules.lease_ms + 1)
+    assert held()[2] == 0
+    cluster.after(cluster.rules.put_deadline_ms + cluster.rules.quarantine_ms)
+    cluster.after(cluster.rules.quarantine_ms)
+    assert held() == (0, 0, 0)
+
+
+def test_objects_that_a_put_need_not_write_are_counted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("ab")
+    cluster.start("c")
+    cluster.start("abcd")
+    assert cluster.state.counters["found_puts"] == 2
+    assert cluster.state.counters["overlapping_puts"] == 1
