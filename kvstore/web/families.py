@@ -36,7 +36,9 @@ MASTER: Final = (
 )  # fmt: skip
 
 STORE: Final = (
-    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining."),
+    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. A dead node disappears at once, a suspect one is alive or dead within seconds."),
+    Family("kvstore_dead_nodes_total", "counter", (), "Nodes that were declared dead."),
+    Family("kvstore_left_nodes_total", "counter", (), "Nodes that left: stopped, or drained."),
     Family("kvstore_segment_bytes", "gauge", ("node", "segment"), "Size of a node's segment."),
     Family("kvstore_segment_used_bytes", "gauge", ("node", "segment"), "Bytes of a segment that are not free: objects, grants, quarantine, pending frees."),
     Family("kvstore_segment_largest_free_bytes", "gauge", ("node", "segment"), "The largest free extent of a segment: no larger object fits."),

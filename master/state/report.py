@@ -120,6 +120,8 @@ def _counters(common: Common) -> list[calls.Counter]:
         "under_replicated_objects": pool.short_objects,
         "pinned_objects": pool.pins.objects,
         "pinned_bytes": pool.pins.size,
+        "dead_nodes": common.membership.dead_nodes,
+        "left_nodes": common.membership.left_nodes,
     }
     return [calls.Counter(name, value) for name, value in counters.items()]
 
