@@ -2,6 +2,7 @@
 from ``mooncake.store``.
 
 * ``store.py``: ``MooncakeDistributedStore``, its client
+* ``tensors.py``: its methods for torch tensors
 * ``sessions.py``: objects that are put and got part by part
 * ``names.py``: its codes, enumerations and small classes
 

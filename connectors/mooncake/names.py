@@ -35,6 +35,9 @@ class Code(enum.IntEnum):
     TRANSFER_FAIL = -800
     RPC_FAIL = -900
 
+    def __repr__(self) -> str:
+        return str(self.value)  # in lists that engines print
+
 
 _CODES: Final[tuple[tuple[type[KVStoreError], Code], ...]] = (
     (NoSpaceError, Code.NO_AVAILABLE_HANDLE),

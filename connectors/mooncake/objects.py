@@ -42,6 +42,10 @@ class Objects:
         if self._guard is not None:
             self._guard.client.close()
 
+    @property
+    def are_there(self) -> bool:
+        return self._guard is not None
+
     def client(self) -> Client:
         """Raises ClosedError."""
         return self._guarded().client
@@ -81,6 +85,10 @@ class Objects:
         if len(pointers) != len(sizes):
             return []
         return [self.memory(*each) for each in zip(pointers, sizes, strict=True)]
+
+    def memories_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
+        """``memories``, if each key has one address."""
+        return self.memories([(pointer,) for pointer in pointers], [(size,) for size in sizes])
 
     def memory(self, pointers: Sequence[int], sizes: Sequence[int]) -> Found:
         if len(pointers) != len(sizes):

@@ -17,12 +17,14 @@ from typing import Any, Final
 
 from kvstore.client.sync import Client
 from kvstore.client.values import Buffer, Storable
+from kvstore.config import parse_size
 from kvstore.connectors.guard import Guard, client_of_an_engine
 from kvstore.connectors.mooncake.names import (
     BufferDescriptor,
     BufferHandle,
     Code,
     MemoryDescriptor,
+    MooncakeHostMemAllocator,
     ReplicaDescriptor,
     ReplicaStatus,
     ReplicateConfig,
@@ -30,13 +32,14 @@ from kvstore.connectors.mooncake.names import (
 )
 from kvstore.connectors.mooncake.objects import Objects, log, name_of, slices
 from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.connectors.mooncake.tensors import Tensors
 from kvstore.errors import ClosedError, KVStoreError
 
 _DEFAULT_TENANT: Final = "default"
 _SEGMENT_BYTES_MIN: Final = 1 << 20
 
 
-class MooncakeDistributedStore:
+class MooncakeDistributedStore(Tensors):
     """Threads: any, after ``setup``. After a fork the child uses it as the parent does."""
 
     def __init__(self) -> None:
@@ -45,6 +48,7 @@ class MooncakeDistributedStore:
         self._sessions = PutSessions()
         self._reading: set[bytes] = set()
         """Objects of get sessions."""
+        self._allocator = MooncakeHostMemAllocator()
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -52,7 +56,7 @@ class MooncakeDistributedStore:
         self,
         local_hostname: str | Mapping[str, Any] = "",
         metadata_server: str = "",
-        global_segment_size: int = 0,
+        global_segment_size: int | str = 0,
         local_buffer_size: int = 0,
         protocol: str = "tcp",
         rdma_devices: str = "",
@@ -71,7 +75,7 @@ class MooncakeDistributedStore:
         Args:
             local_hostname: what ``get_hostname`` returns.
             global_segment_size: bytes that this process contributes, in a child process that ends
-                with it; 0: none.
+                with it; 0: none. Units of a text are binary, as Mooncake's: ``"16MB"`` is 16 MiB.
             master_server_addr: the kvstore master (``host:port``, or ``etcd://...``). The
                 variable ``KVSTORE_MASTER`` goes before it.
             tenant_id: the namespace; ``"default"``: the configured one.
@@ -80,7 +84,9 @@ class MooncakeDistributedStore:
                 ``KVSTORE_DEVICE_NAME`` let a transfer engine move the bytes.
 
         Returns:
-            0, or a code: then the log says why, and the store is as before ``setup``.
+            0, or a code: then the log says why, and the store is as before ``setup``. What is set
+            up is set up again only after ``close``, because its memory is registered and its
+            threads may be reading.
         """
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
@@ -88,14 +94,16 @@ class MooncakeDistributedStore:
             master_server_addr = given.get("master_server_addr") or given.get(
                 "master_server_address", master_server_addr
             )
-            global_segment_size = int(given.get("global_segment_size", global_segment_size))
+            global_segment_size = given.get("global_segment_size", global_segment_size)
             tenant_id = given.get("tenant_id", tenant_id)
             protocol = given.get("protocol", protocol)
             local_hostname = given.get("local_hostname", "")
         assert isinstance(local_hostname, str)
-        self.close()
+        if self._objects.are_there:
+            log.error("setup failed: it is set up already, call close() first")
+            return Code.INVALID_PARAMS
         try:
-            client = _connected(master_server_addr, global_segment_size, tenant_id)
+            client = _connected(master_server_addr, _size(global_segment_size), tenant_id)
         except KVStoreError as error:
             log.error("setup failed: %s", error)
             return code_of(error)
@@ -154,6 +162,11 @@ class MooncakeDistributedStore:
             return Code.INVALID_PARAMS  # as Mooncake: nothing is registered there
         return self._objects.done(lambda: self._objects.client().unregister(buffer_ptr))
 
+    def alloc_from_mem_pool(self, size: int) -> int:
+        """The address of ``size`` new bytes, which last as long as this object; 0: there is no such
+        memory. They are to be registered like any other."""
+        return self._allocator.alloc(size)
+
     # --- putting ------------------------------------------------------------------------------
 
     def put(self, key: str, value: Buffer | bytes, config: ReplicateConfig | None = None) -> int:
@@ -200,9 +213,7 @@ class MooncakeDistributedStore:
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """Per key 0 or a code; NO_AVAILABLE_HANDLE for those that a full pool has no room for."""
-        return self._objects.put(
-            keys, self._objects.memories(_each(buffer_ptrs), _each(sizes)), config
-        )
+        return self._objects.put(keys, self._objects.memories_of(buffer_ptrs, sizes), config)
 
     def batch_put_from_multi_buffers(
         self,
@@ -213,20 +224,6 @@ class MooncakeDistributedStore:
     ) -> list[int]:
         """As ``batch_put_from``; each value is its buffers, one after the other."""
         return self._objects.put(keys, self._objects.memories(all_buffer_ptrs, all_sizes), config)
-
-    def put_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
-        return self.batch_put_tensor([key], [tensor], config)[0]
-
-    def batch_put_tensor(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        config: ReplicateConfig | None = None,
-    ) -> list[int]:
-        """Of any device, copied before this returns. ``get`` of one gives its plain bytes, without
-        the header that Mooncake puts before them."""
-        values = [each if _is_tensor(each) else Code.INVALID_PARAMS for each in tensors_list]
-        return self._objects.put(keys, values, config)
 
     # --- putting anew -------------------------------------------------------------------------
 
@@ -260,7 +257,7 @@ class MooncakeDistributedStore:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        memories = self._objects.memories(_each(buffer_ptrs), _each(sizes))
+        memories = self._objects.memories_of(buffer_ptrs, sizes)
         return self._objects.put(keys, memories, config, overwrite=True)
 
     # --- putting part by part -----------------------------------------------------------------
@@ -333,9 +330,7 @@ class MooncakeDistributedStore:
     ) -> list[int]:
         """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if its value is longer
         than ``size``, or another code."""
-        return self._objects.get_into(
-            keys, self._objects.memories(_each(buffer_ptrs), _each(sizes))
-        )
+        return self._objects.get_into(keys, self._objects.memories_of(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
         self,
@@ -402,17 +397,6 @@ class MooncakeDistributedStore:
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
         self._reading.difference_update(map(name_of, keys))
         return Code.OK
-
-    def get_tensor(self, key: str) -> Any:
-        """A torch tensor as it was put; None on a miss, an error, or a value that is no tensor."""
-        return self.batch_get_tensor([key])[0]
-
-    def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
-        names = [name_of(key) for key in keys]
-        values = self._objects.ask(lambda c, ms: c.get_many(names, timeout_ms=ms))
-        if isinstance(values, Code):
-            return [None] * len(keys)
-        return [value if _is_tensor(value) else None for value in values]
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -502,6 +486,13 @@ class MooncakeDistributedStore:
         ]
 
 
+def _size(given: int | str) -> int:
+    """Raises InvalidArgumentError."""
+    if isinstance(given, str):
+        given = re.sub(r"([kmgt])b?\s*$", r"\1ib", given.lower())
+    return parse_size(given)
+
+
 def _connected(master: str, memory: int, tenant: str) -> Client:
     """Raises KVStoreError; nothing is left behind then."""
     given: dict[str, object] = {}
@@ -530,10 +521,6 @@ def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview]:
     return [_bytes(part) for part in parts]
 
 
-def _each(numbers: Sequence[int]) -> list[tuple[int]]:
-    return [(number,) for number in numbers]
-
-
 def _worst(codes: list[int]) -> int:
     return next((code for code in codes if code), Code.OK)
 
@@ -545,8 +532,3 @@ def _replica(size: int, node: str) -> ReplicaDescriptor:
 
 def _node_of(copy: ReplicaDescriptor) -> str:
     return copy.get_memory_descriptor().buffer_descriptor.transport_endpoint
-
-
-def _is_tensor(value: object) -> bool:
-    """Of torch, also where torch is not installed."""
-    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "dtype")

@@ -24,6 +24,7 @@ from kvstore.children import start_master
 from kvstore.connectors.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
 from kvstore.connectors.mooncake.names import Code
 from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.connectors.mooncake.store import _size
 from kvstore.demo.processes import Children
 from tests import leaks
 from tests.programs import need_engine
@@ -31,6 +32,10 @@ from tests.programs import need_engine
 MIB = 1 << 20
 POOL_BYTES = 64 * MIB
 MEMORY_BYTES = 4 * MIB
+DTYPES = (
+    "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "bool", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
 INVALID, MISS, FULL, DOWN = -600, -704, -200, -900
 
 pytestmark = pytest.mark.timeout(120)
@@ -285,6 +290,81 @@ def test_tensors(place: Place) -> None:
     assert store.put("a", b"no tensor") == 0
     assert store.get_tensor("a") is None
     assert store.put_tensor("w", "no tensor") == INVALID
+    assert store.batch_put_tensor(["w", "x"], [tensor, None]) == [0, INVALID]
+    assert store.batch_put_tensor(["y", "z"], [tensor]) == [INVALID] * 2
+    assert store.pub_tensor("t", tensor + 1, place.config()) == 0  # it is there, and stays
+    assert torch.equal(store.get_tensor("t"), tensor)
+    assert store.upsert_tensor("t", tensor + 3) == 0
+    assert torch.equal(store.get_tensor("t"), tensor + 3)
+    assert store.batch_upsert_pub_tensor(["t"], [tensor.t()], place.config()) == [0]
+    assert torch.equal(store.get_tensor("t"), tensor.t())
+    assert store.get_tensor("t").is_contiguous()
+
+
+def test_tensors_are_the_same_bytes(theirs: Place, ours: Place) -> None:
+    torch = pytest.importorskip("torch")
+    for number, dtype in enumerate(DTYPES):
+        for shape in ((2, 3), (0, 4), (1, 2, 1, 2, 1, 2, 1, 2)):
+            key, tensor = f"{dtype} {shape}", torch.ones(shape, dtype=getattr(torch, dtype))
+            for place in (theirs, ours):
+                assert place.store.put_tensor(key, tensor) == 0
+                got = place.store.get_tensor(key)
+                assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+            data = ours.store.get(key)
+            assert data == theirs.store.get(key)
+            assert data[8] == number
+    for place in (theirs, ours):
+        assert place.store.put_tensor("nine", torch.ones((1,) * 9)) == INVALID
+        assert place.store.put_tensor("complex", torch.ones(1, dtype=torch.complex64)) == INVALID
+        place.store.remove_all(True)
+
+
+def test_tensors_in_registered_memory(place: Place) -> None:
+    torch = pytest.importorskip("torch")
+    store, start, tensor = place.store, place.start, torch.arange(6).reshape(2, 3)
+    assert store.put_tensor("t", tensor) == 0
+    size = store.get_size("t")
+    assert size == 304 + tensor.nbytes
+    assert torch.equal(store.get_tensor_into("t", start, 4096), tensor)
+    assert store.get_tensor_into("t", start, 10) is None
+    assert store.get_tensor_into("missing", start, 4096) is None
+    first, missing = store.batch_get_tensor_into(["t", "missing"], [start, start + 1024], [512] * 2)
+    assert torch.equal(first, tensor)
+    assert missing is None
+    assert store.batch_get_tensor_into(["t", "missing"], [start], [512]) == [INVALID] * 2
+    assert store.put_tensor_from("u", start, size) == 0
+    assert torch.equal(store.get_tensor("u"), tensor)
+    assert store.put_tensor_from("v", start, 4096) == INVALID  # more than the tensor has
+    assert store.batch_put_tensor_from(["v", "w"], [start], [size]) == [INVALID] * 2
+    place.memory[:4096] = 0
+    assert store.upsert_tensor_from("u", start, 400) == INVALID
+    assert torch.equal(store.get_tensor("u"), tensor)
+
+
+def test_slices_of_tensors(place: Place) -> None:
+    torch = pytest.importorskip("torch")
+    store, tensor = place.store, torch.arange(24).reshape(4, 6)
+    assert store.put_tensor_with_tp("t", tensor, tp_size=2, split_dim=1) == 0
+    assert [store.is_exist(key) for key in ("t", "t_tp_0", "t_tp_1")] == [0, 1, 1]
+    assert torch.equal(store.get_tensor_with_tp("t", 1, 2), tensor[:, 3:])
+    assert torch.equal(store.get_tensor("t_tp_0"), tensor[:, :3])
+    assert store.get_tensor_with_tp("t", 2, 2) is None
+    assert store.get_tensor_with_tp("t") is None
+    for size, dim in ((3, 0), (2, 2), (2, -1)):  # not in equal parts, or no such dimension
+        assert store.put_tensor_with_tp("u", tensor, 0, size, dim) == INVALID
+    assert store.batch_put_tensor_with_tp(["v", "w"], [tensor, None], 0, 2) == [0, INVALID]
+    assert store.batch_put_tensor_with_tp(["v"], [tensor, tensor], 0, 2) == [INVALID]
+    assert store.pub_tensor_with_tp("x", tensor, place.config()) == 0
+    assert torch.equal(store.get_tensor("x"), tensor)
+    read = store.batch_get_tensor_with_tp(["v", "missing"], 1, 2)
+    assert torch.equal(read[0], tensor[2:])
+    assert read[1] is None
+    assert store.get_tensor_into("x", place.start, 4096) is not None
+    size = store.get_size("x")
+    assert store.put_tensor_with_tp_from("y", place.start, size, 0, 2, 0) == 0
+    into = store.get_tensor_with_tp_into("y", place.start + 4096, 4096, 1, 2)
+    assert torch.equal(into, tensor[2:])
 
 
 def test_removing(place: Place) -> None:
@@ -322,6 +402,30 @@ def test_memory_that_is_not_registered_is_refused(ours: Place) -> None:
     assert ours.store.batch_put_from(["f", "g"], pointers, [100, 100]) == [INVALID, 0]
     assert ours.store.batch_get_into(["g", "g"], pointers, [100, 100]) == [INVALID, 100]
     assert ours.store.register_buffer(16, 10) == INVALID  # Mooncake's takes it, and crashes later
+    ours.store.remove_all()
+
+
+def test_a_number_keeps_its_shape(ours: Place) -> None:
+    """Mooncake's makes a list of it."""
+    torch = pytest.importorskip("torch")
+    assert ours.store.put_tensor("number", torch.tensor(5.0)) == 0
+    assert ours.store.get_tensor("number").shape == ()
+    ours.store.remove_all()
+
+
+@pytest.mark.parametrize("at", range(0, 56, 4))  # 16 and 20 are the layout of a slice
+def test_a_broken_header_is_no_tensor(ours: Place, at: int) -> None:
+    torch = pytest.importorskip("torch")
+    for value in (b"\xff" * 4, b"\xff\xff\xff\x7f", bytes(4)):
+        for key in ("whole", "broken"):
+            ours.store.remove(key)
+        assert ours.store.put_tensor("whole", torch.ones(2, 3)) == 0
+        data = bytearray(ours.store.get("whole"))
+        is_same = data[at : at + 4] == value
+        data[at : at + 4] = value
+        assert ours.store.put("broken", data) == 0
+        got = ours.store.get_tensor("broken")
+        assert got is None or at in (16, 20) or (is_same and torch.equal(got, torch.ones(2, 3)))
     ours.store.remove_all()
 
 
@@ -410,6 +514,7 @@ def test_a_dead_master_is_a_code_within_the_deadline(caplog: pytest.LogCaptureFi
         assert store.is_exist("b") == 0
         assert store.batch_is_exist(["b"]) == [-1]
         assert store.health_check() == 2
+        assert store.close() == 0
         assert place.setup() == DOWN
         assert "setup failed" in caplog.text
     finally:
@@ -433,6 +538,42 @@ def test_setup_contributes_memory(ours: Place) -> None:
     assert store.setup("here", "P2PHANDSHAKE", 16 * MIB, 0, "tcp", "", ours.address) == 0
     assert store.put("a", b"1") == 0
     assert store.close() == 0
+
+
+@pytest.mark.parametrize("text", ["16MB", "16 mb", " 16M ", str(16 * MIB), "16MiB"])
+def test_units_of_sizes_are_binary(ours: Place, text: str) -> None:
+    assert _size(text) == 16 * MIB
+    assert (_size("0"), _size(5), _size("0.5GB")) == (0, 5, 512 * MIB)
+    settings = {"local_hostname": "here", "master_server_addr": ours.address}
+    for wrong in ("50%", "x", "-1", "", -1):
+        store = MooncakeDistributedStore()
+        assert store.setup({**settings, "global_segment_size": wrong}) == INVALID
+
+
+def test_a_store_is_set_up_once(ours: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """Its memory stays registered. One whose setup has failed can be set up again."""
+    assert ours.setup() == INVALID
+    assert "close() first" in caplog.text
+    assert ours.store.setup_dummy(1, 1, ours.address) == INVALID
+    assert ours.store.put_from("still registered", ours.start, 10) == 0
+    store = MooncakeDistributedStore()
+    for master, code in (("no address at all:x", INVALID), (ours.address, 0)):
+        assert store.setup("here", "", 0, 0, "tcp", "", master) == code
+    assert store.close() == 0
+    assert store.setup("here", "", 0, 0, "tcp", "", ours.address) == 0
+    assert store.remove_all() >= 1
+    store.close()
+
+
+def test_memory_of_the_store_is_registered_like_any_other(ours: Place) -> None:
+    address = ours.store.alloc_from_mem_pool(MIB)
+    assert ours.store.put_from("f", address, 10) == INVALID
+    assert ours.store.register_buffer(address, MIB) == 0
+    assert ours.store.put_from("f", address, 10) == 0
+    assert ours.store.get("f") == bytes(10)
+    assert ours.store.unregister_buffer(address) == 0
+    assert ours.store.alloc_from_mem_pool(0) == 0
+    ours.store.remove_all()
 
 
 def test_an_unusable_setting_is_a_code(ours: Place, caplog: pytest.LogCaptureFixture) -> None:
