@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Final
 
 from kvstore.client.sync import Client
@@ -30,7 +30,7 @@ from kvstore.connectors.mooncake.names import (
     ReplicateConfig,
     code_of,
 )
-from kvstore.connectors.mooncake.objects import Objects, log, name_of, slices
+from kvstore.connectors.mooncake.objects import Objects, log, name_of, names_of
 from kvstore.connectors.mooncake.sessions import PutSessions
 from kvstore.connectors.mooncake.tensors import Tensors
 from kvstore.errors import ClosedError, KVStoreError
@@ -48,6 +48,8 @@ class MooncakeDistributedStore(Tensors):
         self._sessions = PutSessions()
         self._reading: set[bytes] = set()
         """Objects of get sessions."""
+        self._registered: set[int] = set()
+        """Addresses."""
         self._allocator = MooncakeHostMemAllocator()
 
     # --- life ---------------------------------------------------------------------------------
@@ -97,8 +99,9 @@ class MooncakeDistributedStore(Tensors):
             global_segment_size = given.get("global_segment_size", global_segment_size)
             tenant_id = given.get("tenant_id", tenant_id)
             protocol = given.get("protocol", protocol)
-            local_hostname = given.get("local_hostname", "")
-        assert isinstance(local_hostname, str)
+            local_hostname = str(given.get("local_hostname", ""))
+        if not isinstance(local_hostname, str):
+            raise TypeError(f"local_hostname is a str or a dict, not {local_hostname!r}")
         if self._objects.are_there:
             log.error("setup failed: it is set up already, call close() first")
             return Code.INVALID_PARAMS
@@ -132,6 +135,7 @@ class MooncakeDistributedStore(Tensors):
         self._objects = Objects(None)
         self._sessions = PutSessions()
         self._reading = set()
+        self._registered = set()
         return Code.OK
 
     def health_check(self) -> int:
@@ -153,13 +157,16 @@ class MooncakeDistributedStore(Tensors):
         """Lends ``size`` bytes of host memory, which the caller keeps allocated, until
         ``unregister_buffer``. Memory of a device is refused: INVALID_PARAMS, and the log says so.
         """
-        return self._objects.done(lambda: self._objects.client().register(buffer_ptr, size))
+        code = self._objects.done(lambda: self._objects.client().register(buffer_ptr, size))
+        if code == Code.OK:
+            self._registered.add(buffer_ptr)
+        return code
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        try:
-            self._objects.client().memory_at(buffer_ptr, 1)
-        except KVStoreError:
-            return Code.INVALID_PARAMS  # as Mooncake: nothing is registered there
+        """0; INVALID_PARAMS: what was registered does not begin there."""
+        if buffer_ptr not in self._registered:
+            return Code.INVALID_PARAMS
+        self._registered.discard(buffer_ptr)
         return self._objects.done(lambda: self._objects.client().unregister(buffer_ptr))
 
     def alloc_from_mem_pool(self, size: int) -> int:
@@ -283,27 +290,35 @@ class MooncakeDistributedStore(Tensors):
         all_dst_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
         """Copies each buffer to its offset; per key the bytes copied, or a code."""
-        memories = self._objects.memories(all_buffer_ptrs, all_sizes)
-        if not len(keys) == len(memories) == len(all_dst_offsets):
+        if not _are_even([keys, all_buffer_ptrs, all_sizes, all_dst_offsets]):
             return [Code.INVALID_PARAMS] * len(keys)
         return [
-            memory
-            if isinstance(memory, Code)
-            else self._sessions.write(name_of(key), list(zip(offsets, memory, strict=False)))
-            if len(offsets) == len(memory)
-            else Code.INVALID_PARAMS
-            for key, memory, offsets in zip(keys, memories, all_dst_offsets, strict=True)
+            self._write(name, *each)
+            for name, *each in zip(
+                names_of(keys), all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
+            )
         ]
+
+    def _write(
+        self, name: bytes, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
+    ) -> int:
+        memory = self._objects.memory(pointers, sizes)
+        if isinstance(memory, Code):
+            return memory
+        if len(offsets) != len(sizes):
+            return Code.INVALID_PARAMS
+        starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
+        return self._sessions.write(name, list(zip(starts, memory, strict=True)))
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
         """Puts the collected objects; per key 0 or a code. The sessions are over in any case."""
-        ended = [self._sessions.end(name_of(key)) for key in keys]
+        ended = [self._sessions.end(name) for name in names_of(keys)]
         values = [Code.INVALID_PARAMS if each is None else each for each in ended]
         return self._objects.put(keys, values, None)
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
         """Drops what was collected."""
-        ended = [self._sessions.end(name_of(key)) for key in keys]
+        ended = [self._sessions.end(name) for name in names_of(keys)]
         return [Code.INVALID_PARAMS if each is None else Code.OK for each in ended]
 
     # --- getting ------------------------------------------------------------------------------
@@ -351,20 +366,30 @@ class MooncakeDistributedStore(Tensors):
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Ranges of several objects into several buffers: per buffer, key and range the bytes read
-        or a code."""
+        """Ranges of several objects into several buffers: per buffer, key and range the bytes read,
+        or a code; INVALID_PARAMS for what has lists of different lengths."""
         results = []
-        for start, *lists in zip(
-            buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True
-        ):
-            keys, *of_keys = lists
-            of_buffer = []
-            for key, targets, offsets, sizes in zip(keys, *of_keys, strict=True):
-                pointers = [start + target for target in targets]
-                code = self._objects.get_range(key, pointers, sizes, offsets)
-                of_buffer.append([code] * len(sizes) if code < 0 else list(sizes))
-            results.append(of_buffer)
+        lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
+        for index, start in enumerate(buffer_ptrs):
+            of_buffer = [each[index] if index < len(each) else [] for each in lists]
+            if {len(each) for each in lists} == {len(buffer_ptrs)} and _are_even(of_buffer):
+                results.append([self._ranges_of(start, *each) for each in zip(*of_buffer)])
+            else:
+                results.append([[Code.INVALID_PARAMS]] * max(1, len(of_buffer[0])))
         return results
+
+    def _ranges_of(
+        self,
+        start: int,
+        key: str,
+        targets: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[int]:
+        if not _are_even([targets, offsets, sizes]):
+            return [Code.INVALID_PARAMS] * max(1, len(targets))
+        pointers = [start + target for target in targets]
+        return self._objects.get_ranges(key, pointers, sizes, offsets)
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
         """Per key 0, or OBJECT_NOT_FOUND; those are leased. Their places are remembered, so that
@@ -372,9 +397,8 @@ class MooncakeDistributedStore(Tensors):
         sizes = self._objects.lookup(keys)
         if isinstance(sizes, Code):
             return [sizes] * len(keys)
-        self._reading.update(
-            name_of(key) for key, size in zip(keys, sizes, strict=True) if size is not None
-        )
+        found = zip(names_of(keys), sizes, strict=True)
+        self._reading.update(name for name, size in found if size is not None)
         return [Code.OBJECT_NOT_FOUND if size is None else Code.OK for size in sizes]
 
     def batch_get_into_multi_buffer_ranges(
@@ -385,17 +409,18 @@ class MooncakeDistributedStore(Tensors):
         all_src_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
         """Ranges of objects of a get session into buffers; per key the bytes read, or a code."""
+        lists = (all_buffer_ptrs, all_sizes, all_src_offsets)
+        if not _are_even([keys, *lists]):
+            return [Code.INVALID_PARAMS] * len(keys)
         return [
             self._objects.get_range(key, pointers, sizes, offsets)
             if name_of(key) in self._reading
             else Code.INVALID_PARAMS
-            for key, pointers, sizes, offsets in zip(
-                keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
-            )
+            for key, pointers, sizes, offsets in zip(keys, *lists, strict=True)
         ]
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
-        self._reading.difference_update(map(name_of, keys))
+        self._reading.difference_update(names_of(keys))
         return Code.OK
 
     # --- asking -------------------------------------------------------------------------------
@@ -444,10 +469,7 @@ class MooncakeDistributedStore(Tensors):
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         del force
-        codes: list[int] = []
-        for names in slices([name_of(key) for key in keys]):
-            codes += self._objects.remove(names)
-        return codes
+        return self._objects.remove(keys)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
         """Removes the objects whose keys the pattern is found in; how many, or a code."""
@@ -519,6 +541,10 @@ def _bytes(value: Buffer | bytes) -> memoryview:
 
 def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview]:
     return [_bytes(part) for part in parts]
+
+
+def _are_even(lists: Sequence[Sized]) -> bool:
+    return len({len(each) for each in lists}) == 1
 
 
 def _worst(codes: list[int]) -> int:
