@@ -1,12 +1,13 @@
-"""The Python interface of Mooncake Store, over this store: what engines that know Mooncake import
-from ``mooncake.store``.
+"""The Python interface of Mooncake Store over this store, for engines that import
+``mooncake.store``.
 
-* ``store.py``: ``MooncakeDistributedStore``, its client
+* ``store.py``: ``MooncakeDistributedStore``, Mooncake's client
 * ``tensors.py``: its methods for torch tensors
-* ``sessions.py``: objects that are put and got part by part
-* ``names.py``: its codes, enumerations and small classes
+* ``objects.py``: puts and gets by Mooncake's keys and by address
+* ``sessions.py``: objects that are put part by part
+* ``names.py``: Mooncake's codes, enumerations and small classes
 
-How ``import mooncake.store`` comes to find this: ``kvstore.mooncake``.
+``kvstore.mooncake`` makes ``import mooncake.store`` find this package.
 """
 
 from kvstore.connectors.mooncake.names import (

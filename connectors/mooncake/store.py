@@ -1,11 +1,11 @@
 """``MooncakeDistributedStore``: Mooncake's client, over ours.
 
 Methods return codes (``names.Code``) as Mooncake's do, and raise only for arguments of a wrong
-type. What ``is_exist`` has found is leased, so that a get after it finds it. A get compares a value
-with its checksum before it returns.
+type. ``is_exist`` leases the objects that it finds, so that a get after it finds them. A get of a
+whole value compares it with its checksum before it returns.
 
-Memory by address must be within what ``register_buffer`` was given; otherwise the code is
-``INVALID_PARAMS``. Memory of a device is refused when it is registered, and so by every call.
+Memory by address must be within memory given to ``register_buffer``; otherwise the code is
+``INVALID_PARAMS``. Memory of a device cannot be registered, so every call refuses it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SEGMENT_BYTES_MIN: Final = 1 << 20
 
 
 class MooncakeDistributedStore(Tensors):
-    """Threads: any, after ``setup``. After a fork the child uses it as the parent does."""
+    """Threads: any, after ``setup``. After a fork the child can use it as the parent does."""
 
     def __init__(self) -> None:
         self._objects = Objects(None)
@@ -79,16 +79,16 @@ class MooncakeDistributedStore(Tensors):
             global_segment_size: bytes that this process contributes, in a child process that ends
                 with it; 0: none. Units of a text are binary, as Mooncake's: ``"16MB"`` is 16 MiB.
             master_server_addr: the kvstore master (``host:port``, or ``etcd://...``). The
-                variable ``KVSTORE_MASTER`` goes before it.
+                variable ``KVSTORE_MASTER`` takes precedence.
             tenant_id: the namespace; ``"default"``: the configured one.
             metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the
                 SSD tier and the HTTP server: have no effect here. ``KVSTORE_PROTOCOL`` and
                 ``KVSTORE_DEVICE_NAME`` let a transfer engine move the bytes.
 
         Returns:
-            0, or a code: then the log says why, and the store is as before ``setup``. What is set
-            up is set up again only after ``close``, because its memory is registered and its
-            threads may be reading.
+            0, or a code: then the log says why, and ``setup`` can be called again. A store that is
+            set up refuses a second ``setup`` until ``close``, because other threads may use its
+            client and its registered memory.
         """
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
@@ -124,8 +124,8 @@ class MooncakeDistributedStore(Tensors):
         return Code.OK
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
-        """As ``setup``: every client here uses shared memory where it can, so Mooncake's second
-        kind of client is the first. ``server_address`` is the master's."""
+        """As ``setup``. Every client here uses shared memory where it can, so Mooncake's dummy
+        client is an ordinary one. ``server_address`` is the master's."""
         del mem_pool_size, local_buffer_size
         return self.setup(master_server_addr=server_address)
 
@@ -235,7 +235,7 @@ class MooncakeDistributedStore(Tensors):
     # --- putting anew -------------------------------------------------------------------------
 
     def upsert(self, key: str, value: Buffer | bytes, config: ReplicateConfig | None = None) -> int:
-        """As ``put``; a value that is there is replaced."""
+        """As ``put``, but replaces an existing value."""
         return self._objects.put([key], [_bytes(value)], config, overwrite=True)[0]
 
     def upsert_parts(
@@ -277,10 +277,15 @@ class MooncakeDistributedStore(Tensors):
         if len(keys) != len(sizes):
             return [Code.INVALID_PARAMS] * len(keys)
         there = self.batch_is_exist(keys)
-        return [
-            Code.OBJECT_ALREADY_EXISTS if found == 1 else self._sessions.start(name_of(key), size)
-            for key, size, found in zip(keys, sizes, there, strict=True)
-        ]
+        codes: dict[bytes, int] = {}
+        results: list[int] = []
+        for name, size, found in zip(names_of(keys), sizes, there, strict=True):
+            if found == 1 or codes.get(name) == Code.OK:
+                results.append(Code.OBJECT_ALREADY_EXISTS)
+            else:
+                codes[name] = self._sessions.start(name, size)
+                results.append(codes[name])
+        return results
 
     def batch_put_from_multi_buffer_ranges(
         self,
@@ -392,8 +397,8 @@ class MooncakeDistributedStore(Tensors):
         return self._objects.get_ranges(key, pointers, sizes, offsets)
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
-        """Per key 0, or OBJECT_NOT_FOUND; those are leased. Their places are remembered, so that
-        reading ranges of them asks the master nothing."""
+        """Per key 0, and the object is leased, or OBJECT_NOT_FOUND. The client remembers their
+        places, so that reading ranges of them needs no call to the master."""
         sizes = self._objects.lookup(keys)
         if isinstance(sizes, Code):
             return [sizes] * len(keys)
@@ -463,8 +468,8 @@ class MooncakeDistributedStore(Tensors):
     # --- removing -----------------------------------------------------------------------------
 
     def remove(self, key: str, force: bool = False) -> int:
-        """0, or OBJECT_NOT_FOUND. Also what is being read is removed; its readers keep its bytes
-        until their lease ends, so ``force`` says nothing new."""
+        """0, or OBJECT_NOT_FOUND. Also removes an object that is being read, so ``force`` changes
+        nothing; its readers keep its bytes until their lease ends."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
@@ -472,7 +477,7 @@ class MooncakeDistributedStore(Tensors):
         return self._objects.remove(keys)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """Removes the objects whose keys the pattern is found in; how many, or a code."""
+        """Removes the objects whose keys contain a match of the pattern; how many, or a code."""
         try:
             pattern = re.compile(regex_pattern)
         except re.error:
@@ -494,8 +499,8 @@ class MooncakeDistributedStore(Tensors):
         return self._objects.ask(lambda client, _: client.clear(client.config.namespace))
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Removes these objects; with ``segment_name`` those of which all copies are on that node.
-        Returns the keys of those that were there."""
+        """Removes these objects; with ``segment_name`` only those whose copies are all on that
+        node. Returns the keys of the objects that were there."""
         if segment_name:
             held = self.batch_get_replica_desc(keys)
             keys = [
@@ -516,7 +521,7 @@ def _size(given: int | str) -> int:
 
 
 def _connected(master: str, memory: int, tenant: str) -> Client:
-    """Raises KVStoreError; nothing is left behind then."""
+    """Raises KVStoreError, and leaves no client open then."""
     given: dict[str, object] = {}
     if memory > 0:
         given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
@@ -534,7 +539,7 @@ def _connected(master: str, memory: int, tenant: str) -> Client:
 
 
 def _bytes(value: Buffer | bytes) -> memoryview:
-    """The bytes of any buffer. Raises TypeError: it is none."""
+    """The bytes of any buffer. Raises TypeError: not a buffer."""
     data = memoryview(value)  # type: ignore[arg-type]
     return data.cast("B") if data.c_contiguous and data.nbytes else memoryview(data.tobytes())
 

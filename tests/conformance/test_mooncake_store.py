@@ -73,7 +73,7 @@ def there_is_mooncake() -> None:
 
 
 @pytest.fixture(scope="module")
-def theirs(there_is_mooncake: None) -> Iterator[Place]:
+def their_place(there_is_mooncake: None) -> Iterator[Place]:
     with Children(dict(os.environ)) as children:
         servers = mooncake.start(children, POOL_BYTES)
         module: Any = importlib.import_module("mooncake.store")
@@ -85,7 +85,7 @@ def theirs(there_is_mooncake: None) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def ours() -> Iterator[Place]:
+def our_place() -> Iterator[Place]:
     master = start_master(memory=POOL_BYTES)
     place = Place(
         MooncakeDistributedStore(),
@@ -109,16 +109,31 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not found, found
 
 
-@pytest.fixture(scope="module", params=["theirs", "ours"])
+@pytest.fixture(scope="module", params=["their_place", "our_place"], ids=["theirs", "ours"])
 def either(request: pytest.FixtureRequest) -> Place:
     place: Place = request.getfixturevalue(request.param)
     return place
 
 
+def cleared(place: Place) -> Place:
+    """Tests run in any order: each begins with an empty store."""
+    assert place.store.remove_all(True) >= 0
+    return place
+
+
 @pytest.fixture
-def place(either: Place) -> Iterator[Place]:
-    yield either
-    either.store.remove_all(True)
+def place(either: Place) -> Place:
+    return cleared(either)
+
+
+@pytest.fixture
+def theirs(their_place: Place) -> Place:
+    return cleared(their_place)
+
+
+@pytest.fixture
+def ours(our_place: Place) -> Place:
+    return cleared(our_place)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -317,7 +332,6 @@ def test_tensors_are_the_same_bytes(theirs: Place, ours: Place) -> None:
     for place in (theirs, ours):
         assert place.store.put_tensor("nine", torch.ones((1,) * 9)) == INVALID
         assert place.store.put_tensor("complex", torch.ones(1, dtype=torch.complex64)) == INVALID
-        place.store.remove_all(True)
 
 
 def test_tensors_in_registered_memory(place: Place) -> None:
@@ -381,10 +395,80 @@ def test_removing(place: Place) -> None:
     assert store.remove_all(True) == 1
 
 
+def test_the_same_key_again_in_one_call(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.put_batch(["a", "a"], [b"1", b"2"]) == 0
+    assert store.get_batch(["a", "a", ""]) == [b"1", b"1", b""]
+    assert store.batch_is_exist(("a", "a", "no")) == [1, 1, 0]
+    assert store.batch_get_into(["a", "a"], [start, start + 10], [1, 1]) == [1, 1]
+    assert store.batch_put_session_start(["s", "s"], [10, 10]) == [0, -705]
+    assert store.batch_put_session_revoke(["s"]) == [0]
+    assert store.batch_remove(["a", "a", ""], True) == [0, MISS, MISS]
+
+
+def test_ranges_that_do_not_fit(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.put("a", bytes(24)) == 0
+    get = store.get_into_ranges
+    assert get([start], [["a"]], [[[0, 5]]], [[[0, 23]]], [[[4, 4]]]) == [[[4, INVALID]]]
+    assert get([start], [["a"]], [[[0]]], [[[0]]], []) == [[[INVALID]]]
+    assert get([start, start], [["a"]], [[[0]]], [[[0]]], [[[1]]]) == [[[INVALID]]] * 2
+    assert get([start], [["a", "b"]], [[[0]]], [[[0]]], [[[1]]]) == [[[INVALID], [INVALID]]]
+    assert get([start], [["a"]], [[[0, 1]]], [[[0]]], [[[1]]]) == [[[INVALID, INVALID]]]
+    assert get([start], [["a"]], [[[0]]], [[[0]]], [[[1, 2]]]) == [[[INVALID]]]
+    assert get([start], [["a"]], [[[0]]], [[[0]]], [[[0]]]) == [[[0]]]
+    assert get([], [], [], [], []) == []
+    assert store.batch_get_session_start(["a"]) == [0]
+    get = store.batch_get_into_multi_buffer_ranges
+    assert get(["a"], [[start]], [[4]], [[0, 1]]) == [INVALID]
+    assert get(["a", "b"], [[start]], [[4]], [[0]]) == [INVALID] * 2
+    assert store.batch_get_session_end(["a"]) == 0
+    assert store.batch_put_session_start(["s"], [10]) == [0]
+    put = store.batch_put_from_multi_buffer_ranges
+    assert put(["s"], [[start]], [[4]], []) == [INVALID]
+    assert put(["s"], [[start]], [[4]], [[0, 1]]) == [INVALID]
+    assert store.batch_put_session_revoke(["s"]) == [0]
+
+
+@pytest.mark.parametrize("key", [None, 7, ["a"], "\ud800"])
+def test_a_key_that_is_no_text(place: Place, key: Any) -> None:
+    store = place.store
+    for call in (store.get, store.is_exist, store.get_size, store.get_buffer, store.remove):
+        with pytest.raises(TypeError):
+            call(key)
+    with pytest.raises(TypeError):
+        store.put(key, b"1")
+    with pytest.raises(TypeError):
+        store.batch_is_exist([key])
+
+
+def test_keys_of_any_bytes(place: Place) -> None:
+    store = place.store
+    keys = [b"bytes", "a\0b", "\u00fc", "k" * 256, "k" * 257, "k" * 100_000, "/", " ", "\n"]
+    for key in keys:
+        assert store.put(key, b"1") == 0
+    assert store.batch_is_exist(keys) == [1] * len(keys)
+    assert store.remove_all(True) == len(keys)
+    with pytest.raises(TypeError):
+        store.batch_is_exist("one key for several")
+
+
+def test_numbers_of_replicas(place: Place) -> None:
+    """More than there are nodes are as many as there are nodes."""
+    for number in (2, 100):
+        config = place.config()
+        config.replica_num = number
+        assert place.store.put(f"{number}", b"1", config) == 0
+    config.replica_num = 0
+    assert place.store.put("none", b"1", config) == INVALID
+
+
 def test_unregistering(place: Place) -> None:
     other = np.zeros(MIB, np.uint8)
     address = int(other.ctypes.data)
     assert place.store.register_buffer(address, MIB) == 0
+    assert place.store.unregister_buffer(address + 10) == INVALID  # it does not begin there
+    assert place.store.put_from("f", address, 10) == 0
     assert place.store.unregister_buffer(address) == 0
     assert place.store.unregister_buffer(address) == INVALID
 
@@ -402,7 +486,6 @@ def test_memory_that_is_not_registered_is_refused(ours: Place) -> None:
     assert ours.store.batch_put_from(["f", "g"], pointers, [100, 100]) == [INVALID, 0]
     assert ours.store.batch_get_into(["g", "g"], pointers, [100, 100]) == [INVALID, 100]
     assert ours.store.register_buffer(16, 10) == INVALID  # Mooncake's takes it, and crashes later
-    ours.store.remove_all()
 
 
 def test_a_number_keeps_its_shape(ours: Place) -> None:
@@ -410,7 +493,6 @@ def test_a_number_keeps_its_shape(ours: Place) -> None:
     torch = pytest.importorskip("torch")
     assert ours.store.put_tensor("number", torch.tensor(5.0)) == 0
     assert ours.store.get_tensor("number").shape == ()
-    ours.store.remove_all()
 
 
 @pytest.mark.parametrize("at", range(0, 56, 4))  # 16 and 20 are the layout of a slice
@@ -426,14 +508,12 @@ def test_a_broken_header_is_no_tensor(ours: Place, at: int) -> None:
         assert ours.store.put("broken", data) == 0
         got = ours.store.get_tensor("broken")
         assert got is None or at in (16, 20) or (is_same and torch.equal(got, torch.ones(2, 3)))
-    ours.store.remove_all()
 
 
 def test_no_bytes_are_a_value(ours: Place) -> None:
     assert ours.store.put("empty", b"") == 0
     assert (ours.store.is_exist("empty"), ours.store.get_size("empty")) == (1, 0)
     assert ours.store.get("empty") == b""
-    ours.store.remove_all()
 
 
 def test_what_is_leased_is_removed_at_once(ours: Place) -> None:
@@ -468,16 +548,13 @@ def test_a_full_pool_stores_what_fits(ours: Place) -> None:
     assert set(codes[codes.index(FULL) :]) == {FULL}
     more = store.batch_put_from(["small", "large"], [ours.start] * 2, [100, size])
     assert more == [0, FULL]
-    store.remove_all()
 
 
 def test_a_value_that_no_segment_holds_spares_the_others(ours: Place) -> None:
     store = ours.store
-    store.remove_all()
     assert store.put("larger than the pool", bytes(POOL_BYTES + 1)) == INVALID
     assert store.put_batch(["large", "small"], [bytes(POOL_BYTES + 1), b"1"]) == INVALID
     assert store.get("small") == b"1"
-    store.remove_all()
 
 
 # --- without a store ------------------------------------------------------------------------------
@@ -573,7 +650,6 @@ def test_memory_of_the_store_is_registered_like_any_other(ours: Place) -> None:
     assert ours.store.get("f") == bytes(10)
     assert ours.store.unregister_buffer(address) == 0
     assert ours.store.alloc_from_mem_pool(0) == 0
-    ours.store.remove_all()
 
 
 def test_an_unusable_setting_is_a_code(ours: Place, caplog: pytest.LogCaptureFixture) -> None:
