@@ -455,8 +455,8 @@ def test_keys_of_any_bytes(place: Place) -> None:
 
 def test_numbers_of_replicas(place: Place) -> None:
     """More than there are nodes are as many as there are nodes."""
+    config = place.config()
     for number in (2, 100):
-        config = place.config()
         config.replica_num = number
         assert place.store.put(f"{number}", b"1", config) == 0
     config.replica_num = 0
