@@ -286,7 +286,7 @@ def name_of(key: str | bytes) -> bytes:
 
 
 def _replicas(config: ReplicateConfig) -> int:
-    """How many copies to put in memory. An object with copies elsewhere only gets one; 0 is invalid."""
+    """How many copies to put in memory: one if all were to be elsewhere; 0 is invalid."""
     elsewhere = config.nof_replica_num + config.dfs_replica_num
     return min(config.replica_num or min(elsewhere, 1), REPLICAS_MAX)
 
