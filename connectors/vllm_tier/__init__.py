@@ -1,6 +1,6 @@
-"""A tier of vLLM's own KV offloading: vLLM moves blocks between GPU and its pool in main memory with
-its own kernels, and this tier keeps chunks of that pool in a store that engines share and that
-outlives them.
+"""A tier of vLLM's own KV offloading: vLLM moves blocks between GPU and its pool in main memory
+with its own kernels, and this tier keeps chunks of that pool in a store that engines share and
+that outlives them.
 
     GPU ◄── vLLM ──► pool in main memory of this engine ◄── tier ──► store
 

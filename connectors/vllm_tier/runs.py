@@ -39,7 +39,7 @@ class Ends:
     @classmethod
     def of(cls, request: ReqContext) -> Ends:
         """Brought up to date."""
-        ends = request.get_state(cls)
+        ends: Ends | None = request.get_state(cls)
         if ends is None:
             ends = cls()
             request.set_state(ends)

@@ -1,14 +1,14 @@
 """The class that vLLM's ``TieringOffloadingManager`` calls.
 
-vLLM calls all methods from the scheduler's thread (0.33: under one lock), so none of them waits for
-the store, but for ``drain_jobs`` and ``shutdown``. A thread of vLLM's ``AsyncLookupManager`` asks for
-keys; threads of this class copy chunks between the store and rows of vLLM's pool, which vLLM keeps
-in place until the job is reported. A lookup leases what it finds, so a load that follows within the
-lease finds it, too.
+vLLM calls all methods from the scheduler's thread (0.33: under one lock), so only ``drain_jobs`` and
+``shutdown`` wait for the store. A thread of vLLM's ``AsyncLookupManager`` asks for keys. Threads of
+this class copy chunks between the store and rows of vLLM's pool; vLLM keeps a row in place until
+its job is reported. A lookup leases what it finds, so that a load soon after finds it, too.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -46,7 +46,7 @@ LOAD_THREADS: Final = 4
 STORE_THREADS: Final = 2
 
 PIECE_BYTES: Final = 64 << 20
-"""Bytes of one call of the store: bounds what a failure loses, and how long ``drain_jobs`` waits."""
+"""Bytes of one call of the store: bounds what a failure loses, and the wait of ``drain_jobs``."""
 
 LOOKUP_TIMEOUT_MS: Final = 500
 """The longest that a request waits for one lookup: computing is quicker then."""
@@ -215,7 +215,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._loads.shutdown(cancel_futures=True)
         self._stores.shutdown(cancel_futures=True)
         self._lookups.shutdown()
+        self._jobs.clear()
         self._pool.release()
+        gc.collect()  # a put leaves cycles that hold rows, and vLLM unmaps them after this
 
     # --- the threads --------------------------------------------------------------------------
 
