@@ -1,8 +1,8 @@
 """vLLM's scheduler with its ``OffloadingConnector``, tiers and pool, in this process.
 
-Everything is vLLM's own but what needs a GPU: ``Engine`` takes the place of the engine core and of its
-one worker, which computes blocks (their bytes follow from their hashes and the seed of the weights)
-and copies them between the paged cache and the rows of vLLM's pool, as ``CPUOffloadingWorker`` does.
+Only what needs a GPU is not vLLM's own: ``Engine`` takes the place of the engine core and of its
+one worker. It computes blocks (their bytes follow from their hashes and the seed of the weights)
+and copies them between the paged cache and the rows of vLLM's pool, as vLLM's worker does.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Engine:
     """One engine; ``close`` ends it."""
 
     def __init__(
-        self, model: Path, tier: dict[str, object], *, seed: int = 0, pool: int = 64, window: int = 0,
-        **extra: object,
+        self, model: Path, tier: dict[str, object], *, seed: int = 0, pool: int = 64,
+        window: int = 0, **extra: object,
     ) -> None:  # fmt: skip
         """
         Args:
