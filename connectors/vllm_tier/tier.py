@@ -1,9 +1,10 @@
 """The class that vLLM's ``TieringOffloadingManager`` calls.
 
-vLLM calls all methods from the scheduler's thread (0.33: under one lock), so only ``drain_jobs``
-and ``shutdown`` wait for the store. A thread of vLLM's ``AsyncLookupManager`` asks for keys. Threads of
-this class copy chunks between the store and rows of vLLM's pool; vLLM keeps a row in place until
-its job is reported. A lookup leases what it finds, so that a load soon after finds it, too.
+vLLM calls all methods from the scheduler's thread (0.33: or from one of its own, under one lock).
+So only ``drain_jobs`` and ``shutdown`` wait for the store. A thread of vLLM's
+``AsyncLookupManager`` asks for keys. Threads of this class copy chunks between the store and rows
+of vLLM's pool; vLLM keeps a row in place until its job is reported. A lookup leases what it finds,
+so that a load soon after finds it, too.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ manager, factory and pool; only the worker with a GPU is replaced (``offloading`
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
@@ -31,7 +32,6 @@ from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.offloading import BLOCK_TOKENS, TIER, Engine, weights
 from tests.integration.cluster import Cluster, until
-import itertools
 
 BREAKER_S = 12.0
 """The longest that a breaker stays open, and a little more."""
