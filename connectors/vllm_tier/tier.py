@@ -282,10 +282,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         try:
             size = len(piece.chunks) * self.block_size_bytes
             return self._guard.run(partial(move, piece), size=size)
-        except NoSpaceError as error:
-            log.info("chunks_not_stored reason=%s", error)
+        except NoSpaceError as error:  # logged as text, or a log record would keep the rows
+            log.info("chunks_not_stored reason=%s", str(error))
         except KVStoreError as error:
-            log.debug("transfer_failed error=%s", error)
+            log.debug("transfer_failed error=%s", str(error))
         except Exception:  # a bug in this class must not fail the engine's requests
             log.exception("transfer_failed")
         return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -123,6 +123,9 @@ class Engine:
         self._numbers = 0
         self._late: dict[int, Any] = {}
         self.loaded_blocks = 0
+        self._chunk_blocks = int(str(extra.get("blocks_per_chunk", 1)))
+        self.figures: list[str] = []
+        """vLLM's metrics of the connector, a line a step."""
         self._make(caches)
         manager = self.connector.connector_scheduler.manager
         self.manager: Any = manager
@@ -189,13 +192,13 @@ class Engine:
         done: dict[int, int] = {}
         arrived = set()
         for number, job in self._late.items():
-            for block, row in zip(job.src_spec.block_ids, job.dst_spec.chunk_ids, strict=True):
-                self.rows[row, : self.block_bytes] = self._memory[block]
+            for block, place in self._places(job.src_spec, job.dst_spec.chunk_ids):
+                self.rows[place] = self._memory[block]
             done[number] = 1
         self._late = dict(orders.store_jobs)
         for number, job in orders.load_jobs.items():
-            for row, block in zip(job.src_spec.chunk_ids, job.dst_spec.block_ids, strict=True):
-                self._memory[block] = self.rows[row, : self.block_bytes]
+            for block, place in self._places(job.dst_spec, job.src_spec.chunk_ids):
+                self._memory[block] = self.rows[place]
                 self.loaded_blocks += 1
             done[number] = 1
             arrived.add(job.req_id)
@@ -204,7 +207,7 @@ class Engine:
         for request in ran:
             self._compute(request, known.get(request.request_id, 0) // BLOCK_TOKENS)
         worker = OffloadingWorkerMetadata(completed_jobs=done) if done else None
-        self.scheduler.update_from_output(
+        answers = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=[each.request_id for each in ran],
@@ -218,8 +221,21 @@ class Engine:
                 ),
             ),
         )
+        told = [each.scheduler_stats for each in answers.values() if each.scheduler_stats]
+        self.figures += [repr(each.kv_connector_stats) for each in told]
         if not (ran or done):
             time.sleep(0.001)  # a step without work: the model's time
+
+    def _places(self, spec: Any, rows: Sequence[int]) -> Iterator[tuple[int, tuple[int, slice]]]:
+        """Where in the pool each block is: row and bytes. A group begins with a row of its own."""
+        blocks, row = iter(spec.block_ids), 0
+        for size, first in zip(spec.group_sizes, spec.block_indices, strict=True):
+            skipped = first % self._chunk_blocks
+            for position in range(skipped, skipped + size):
+                at = position % self._chunk_blocks * self.block_bytes
+                chunk = rows[row + position // self._chunk_blocks]
+                yield next(blocks), (chunk, slice(at, at + self.block_bytes))
+            row += -(-(skipped + size) // self._chunk_blocks) if size else 0
 
     def _compute(self, request: Request, known: int) -> None:
         """Fills the request's blocks, and checks the first ``known``, which vLLM has cached or
