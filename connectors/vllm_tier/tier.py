@@ -94,9 +94,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self.locality = Locality(locality)
         wanted = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if wanted else None
-        self._pool = primary_kv_view.cast("B")
         self._pieces_chunks = max(1, PIECE_BYTES // self.block_size_bytes)
         self._guard = Guard(client_of_an_engine(**settings), log)
+        self._pool = primary_kv_view.cast("B")
         self._identity = Identity(offloading_spec, self.block_size_bytes, model_id=model_id)
         self._lookups = Lookups(tier_type, self._found)
         self._loads = ThreadPoolExecutor(LOAD_THREADS, "kvstore-load")

@@ -428,8 +428,12 @@ def test_a_store_that_hangs(start: Start, store: Cluster, who: str) -> None:
     finally:
         server.resume()
     until(lambda: direct.store(fresh, [10, 11, 12, 13]).success, within_s=BREAKER_S + 5)
-    direct.forget()
-    assert direct.lookup(*fresh) == [LookupResult.HIT] * 4
+
+    def found() -> bool:
+        direct.forget()
+        return direct.lookup(*fresh) == [LookupResult.HIT] * 4
+
+    until(found)
 
 
 def test_reset_and_end_while_the_store_hangs(start: Start, store: Cluster) -> None:
