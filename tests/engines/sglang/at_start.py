@@ -7,6 +7,9 @@ here. Copied into the environment of SGLang's tests, whose interpreter imports i
 import sys
 from importlib.abc import MetaPathFinder
 
+_kept = []
+"""Operators are gone with the object that has defined them."""
+
 
 class _Definer(MetaPathFinder):
     """Defines the operators when torchvision is imported, and finds nothing itself."""
@@ -21,7 +24,7 @@ class _Definer(MetaPathFinder):
             library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            self.library = library
+            _kept.append(library)
         return None
 
 
