@@ -112,10 +112,14 @@ def config(
 def attach(pool: Any, address: str, *, sides: dict[Any, Any] | None = None, **given: Any) -> Any:
     """As ``HiCacheController.attach_storage_backend``, and the hybrid controller after it."""
     backend = StorageBackendFactory.create_backend("dynamic", config(address, **given), pool)
-    backend.register_mem_pool_host(pool)
-    for name, side in (sides or {}).items():
-        backend.register_mem_host_pool_v2(side, name)
-    backend.on_host_pools_registered()
+    try:
+        backend.register_mem_pool_host(pool)
+        for name, side in (sides or {}).items():
+            backend.register_mem_host_pool_v2(side, name)
+        backend.on_host_pools_registered()
+    except Exception:
+        backend.close()
+        raise
     return backend
 
 

@@ -55,7 +55,14 @@ class Engine:
     """A controller on its pools, attached as an engine attaches it."""
 
     def __init__(
-        self, group: Any, address: str, model: Path, *, states: Any = None, filled: int | None
+        self,
+        group: Any,
+        address: str,
+        model: Path,
+        *,
+        states: Any = None,
+        filled: int | None,
+        **settings: Any,
     ) -> None:
         device = hicache.device_pool()
         allocator = PagedTokenToKVPoolAllocator(
@@ -70,7 +77,9 @@ class Engine:
         attach: dict[str, Any] = {
             "storage_backend": "dynamic", "prefetch_threshold": PAGE_TOKENS,
             "model_name": str(model),
-            "storage_backend_extra_config": hicache.config(address, model=model).extra_config,
+            "storage_backend_extra_config": hicache.config(
+                address, model=model, **settings
+            ).extra_config,
         }  # fmt: skip
         if states is None:
             self.controller = HiCacheController(allocator, self.host, **common)
@@ -140,7 +149,8 @@ def test_a_round_trip_through_the_threads(engines: Any) -> None:
 
 
 def test_the_store_dies_between_the_query_and_the_read(engines: Any, store: Cluster) -> None:
-    one, other = engines(filled=1), engines(filled=None)
+    # Over TCP: memory that is shared can be read until the lease ends, also after its node.
+    one, other = engines(filled=1), engines(filled=None, transports=["tcp"])
     one.back_up()
     found = other.prefetch("warm")
     assert store.master_server is not None
