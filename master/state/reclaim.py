@@ -25,7 +25,7 @@ from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, W
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
-"""Extents of an order are freed in one step: about 2 ms."""
+"""Extents of one order at most: they are freed in one step, which takes about 2 ms."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Wiping:
     removals: list[_Removal]
     names: list[Name] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
-    """Of those."""
+    """The namespaces of ``names``."""
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Wiping:
     writers: dict[Writer, None] = field(default_factory=dict)
     """Connections that the node must end before it wipes the headers."""
     ahead: bool = False
-    """Evicted ahead of need."""
+    """Whether the objects were evicted ahead of need."""
     released: bool = False
     """Whether the extents have been handed back, to the allocator or to quarantine."""
 
@@ -76,7 +76,7 @@ class Wiping:
 
 @dataclass(slots=True, eq=False)
 class _Removal:
-    """An answer that waits until the last of these orders is done."""
+    """An answer that waits until the last of its orders is done."""
 
     ticket: int
     reply: calls.Reply
@@ -95,7 +95,7 @@ class Reclaim:
         self._still_read: deque[tuple[Version, Wiping]] = deque()
         """Segments that died within the last lease, as ``wait_for_readers`` was told."""
         self._held: dict[Segment, Wiping] = {}
-        """Segments that have not told yet what they hold."""
+        """Segments whose inventory is not complete, each with a placeholder order."""
         self._next_order = 0
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
@@ -123,8 +123,8 @@ class Reclaim:
         reply: calls.Reply,
         earlier: Sequence[Wiping],
     ) -> tuple[list[Effect], bool]:
-        """Order the headers wiped, and answer ``ticket`` with ``reply`` when they are, and those
-        of ``earlier`` orders, too.
+        """Orders the headers wiped. Answers ``ticket`` with ``reply`` when that is done, and the
+        ``earlier`` orders are, too.
 
         ``free_at_ms``: when no lease of the usual length is left. One wiping with a longer one (an
         allocation that was put) delays those behind it, which is simpler than a heap. Returns the
@@ -188,8 +188,8 @@ class Reclaim:
         ]
 
     def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:
-        """Order headers wiped, and free their extents when that is done; they are counted in their
-        segments' ``wiping_bytes``."""
+        """Orders headers wiped, and frees their extents when that is done; until then they count in
+        their segments' ``wiping_bytes``."""
         wipings = self._new_wipings(gone, 0)
         for wiping in wipings:
             wiping.ended = wiping.ahead = True
@@ -237,7 +237,7 @@ class Reclaim:
         self._held[segment] = Wiping(0, segment, 0, [])
 
     def held(self) -> list[Wiping]:
-        """In place of the segments that removals must wait for."""
+        """Placeholder orders: one for each segment that removals must wait for."""
         return list(self._held.values())
 
     def let_go(self, segment: Segment) -> list[Effect]:
@@ -302,8 +302,8 @@ class Reclaim:
         return [effect for wiping in ended for effect in self.wiped(wiping.order)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
-        """Free one order's extents, of those on which every lease has ended. Returns
-        the effects and whether there was such an order."""
+        """Frees the extents of one order on which every lease has ended. Returns the effects, and
+        whether there was such an order."""
         if not self._by_end or self._by_end[0].free_at_ms > now_ms:
             return [], False
         wiping = self._by_end.popleft()

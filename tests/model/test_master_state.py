@@ -1,9 +1,9 @@
-"""``MasterState`` against a dictionary: what it promised to whom, worked out the simple way.
+"""``MasterState`` against a dictionary of its promises, computed the simple way.
 
-The model cannot know what is evicted, so it looks: an object that is gone must have been a leaf of
-which no promise lived and that no pin held, or its time to live was over. Everything else is
-predicted: each answer, each reply that comes later, and above all that no range of memory is given
-out while a reader, a writer or a wipe may need it.
+The model cannot predict evictions, so it checks them: an object that is gone must have been a leaf
+without a live promise or a pin, or its time to live was over. Everything else is predicted: each
+answer, each reply that comes later, and above all that no range of memory is given out while a
+reader, a writer or a wipe may need it.
 """
 
 from __future__ import annotations

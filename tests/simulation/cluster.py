@@ -1,8 +1,8 @@
 """A whole store in virtual time: masters, nodes, clients and their programs, from one seed.
 
-A run has three phases. *Faults*: everything goes wrong that may, and only safety is asked for.
-*Healing*: faults stop, nobody begins anything new, and what was begun must come to its end.
-*Liveness*: every client puts and gets, and all of it must succeed; then nothing may be left over.
+A run has three phases. *Faults*: anything may go wrong, and only safety is checked. *Healing*:
+faults stop, clients begin no new calls, and all calls under way must end. *Liveness*: every client
+puts and gets, and all of these calls must succeed; then nothing may be left over.
 """
 
 from __future__ import annotations
