@@ -1,4 +1,4 @@
-"""Puts an engine's fleet records in the background: an engine does not wait for a store."""
+"""Puts fleet records in the background, so that an engine starts without waiting for the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.connectors.fleet import Fleet
 from kvstore.errors import KVStoreError
 
 AGAIN_S: Final = 10.0
-"""Until the next attempt, where the store did not answer."""
+"""Pause before the next attempt, if the store did not answer."""
 
 
 class Record(NamedTuple):
@@ -28,8 +28,8 @@ class Record(NamedTuple):
 
 
 class Announcer:
-    """A thread that puts records, again until the store has taken them, and logs warnings of
-    engines that differ."""
+    """A thread that puts each record, again and again until the store has taken it, and logs the
+    fleet's warnings."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
         self._fleet = Fleet(client)
@@ -43,7 +43,7 @@ class Announcer:
         self._records.put(record)
 
     def stop(self) -> None:
-        """Announces nothing more. A call under way ends with the client."""
+        """Ends the thread after the call that it is in; closing the client ends that call."""
         self._stopping.set()
         self._records.put(None)
 

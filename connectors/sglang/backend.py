@@ -1,15 +1,15 @@
-"""``KVStoreHiCache``: what SGLang's cache controller calls.
+"""``KVStoreHiCache``, the class that SGLang's cache controller calls.
 
-The controller's threads call this and wait: one asks what is there (``batch_exists``), one reads
-(``batch_get``), one writes (``batch_set``). Each call ends by the deadline of the guard. A store
-that is down, slow or full, and wrong arguments as well, are misses: no method raises, but the
-constructor, the registration of pools and ``clear``, whose callers tell the user.
+The controller's threads call it and wait: one asks which pages are stored (``batch_exists``), one
+reads pages (``batch_get``), one writes them (``batch_set``). The guard's deadline bounds each call.
+A call is a miss if the store is down, slow or full, or if an argument is wrong. Only the
+constructor, the registration of pools and ``clear`` raise, because their callers tell the user.
 
-What ``batch_exists`` has found is leased, so that reading it finds it.
+``batch_exists`` leases the pages that it finds, so that the read after it finds them.
 
-Objects: one per page and pool, with the page's hash as its key, below the page before it. Pages of
-side pools (SWA, states of Mamba layers, indexers) have the pool's name in their keys. Those that
-are needed at the end of a prefix only stand below the page of the full attention.
+An object is one page of one pool. Its key is the page's hash, its parent is the page before it.
+Keys of side pools (SWA, states of Mamba layers, indexers) end with the pool's name. A side pool
+that is needed only at the end of a prefix has its pages below those of the full attention.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -48,17 +49,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.sglang")
 
 PAGES_AT_ONCE: Final = 512
-"""Moved in one exchange with the store."""
+"""The client moves at most so many pages in one call."""
 
 _OF_SGLANG: Final = frozenset((
     "backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold",
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
     "tp_lcm_size",
 ))  # fmt: skip
-"""What SGLang itself reads of the extra configuration; all else are settings of a client."""
+"""Names that SGLang itself reads in the extra configuration; the others are a client's settings."""
 
 _FLAT: Final = ".flat"
-"""Ends keys of pages that SGLang hands over as one tensor each (without ``interface_v1``)."""
+"""The end of the key of a page that SGLang hands over as one tensor (without ``interface_v1``)."""
 
 _THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
 
@@ -66,23 +67,21 @@ ResultT = TypeVar("ResultT")
 
 
 class Pool(NamedTuple):
-    """A host pool, and where its pages are in the store."""
+    """A host pool, and the names of its pages in the store."""
 
     pages: Pages
     part: str
-    """The end of the namespace."""
+    """The last part of the namespace."""
     suffix: str
-    """The end of keys."""
+    """The end of each key."""
 
     def names(self, keys: Sequence[str]) -> list[str]:
         return [key + self.suffix for key in keys] if self.suffix else list(keys)
 
 
 class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
-    """One rank's way to the store. Threads: any.
-
-    In the child of a fork it works as in the parent, but for the fleet record.
-    """
+    """The back-end of one rank. Threads: any. It also works in the child of a fork, which puts no
+    fleet record."""
 
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None
@@ -90,9 +89,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """
         Args:
             storage_config: ``extra_config`` holds settings of a client (``master``, ``cluster``,
-                ``replicas``, ``transports``, ``timeout_ms`` ...), and ``model_id``: what the
-                weights are called, instead of looking at their files.
-            kwargs: as SGLang's factory hands them over; there are none today.
+                ``replicas``, ``transports``, ``timeout_ms`` ...), and ``model_id``: the operator's
+                name for the weights, which replaces the digest of their files.
+            kwargs: of SGLang's factory, which hands over none today.
 
         Raises:
             ConfigError: an unknown or wrong setting.
@@ -118,7 +117,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- pools --------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Registers the pool of the full attention, and tells the fleet who this engine is.
+        """Registers the pool of the full attention, and announces this engine to the fleet.
 
         Raises:
             ConfigError: a layout whose pages cannot be stored.
@@ -137,13 +136,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Registers the pool of a side cache, after that of the full attention. Raises as that."""
+        """Registers a side pool. The pool of the full attention comes first; same errors."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name == PoolName.KV:
             return
         pages = Pages(host_pool, self._guard.client)
-        # As SGLang's controller decides who writes: states of Mamba layers, and K and V by heads,
-        # are different on each rank also where the full attention is the same on all of them.
+        # States of Mamba layers, and K and V by heads, differ between ranks, also where all ranks
+        # have the same pages of the full attention. SGLang's controller decides in the same way.
         replicated = (
             self._config.is_mla_model
             and host_pool_name != PoolName.MAMBA
@@ -158,8 +157,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """How many leading pages are there. They are leased."""
-        del extra_info  # the keys themselves are asked for, whatever is before them
+        """The number of leading pages that are stored. They are leased."""
+        del extra_info  # pages count whether or not those before them are stored
         return self._answer(lambda: self._leading(keys), 0)
 
     def batch_exists_v2(
@@ -168,14 +167,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The prefix that all pools can serve; what was found is leased."""
+        """The prefixes that all pools can serve. Pages that were found are leased."""
         del extra_info
         return self._answer(
             lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult(0, {}, [])
         )
 
     def exists(self, key: str) -> bool:
-        """Of a page that ``set`` has put."""
+        """Whether a page that ``set`` has put is stored."""
         pool = self._pools.get(PoolName.KV)
         return self._answer(
             lambda: pool is not None and self._found(pool.part, [key + _FLAT])[0], False
@@ -184,9 +183,19 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def _leading(self, keys: Sequence[str]) -> int:
         pool = self._pools[PoolName.KV]
         if not pool.pages.size:
-            return len(keys)  # it only counts: side pools hold the bytes
+            return len(keys)  # the pool only counts pages: side pools hold the bytes
         names = pool.names(keys) if self._zero_copy else [key + _FLAT for key in keys]
-        return _run(self._found(pool.part, names))
+        mark = self._mark()
+        if mark is None or not names:
+            return 0
+        namespace, client = self._namespace(mark, pool.part), self._guard.client
+        # A chain is matched in O(log n). What the match leaves may be stored without its prefix.
+        leading = self._guard.run(
+            lambda timeout_ms: client.match_prefix(
+                names, namespace=namespace, timeout_ms=timeout_ms
+            )
+        )
+        return leading + _run(self._found(pool.part, names[leading:]))
 
     def _restorable(
         self, keys: Sequence[str], transfers: Sequence[PoolTransfer]
@@ -202,14 +211,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 able = _windows(found, max(1, len(transfer.keys or ())))
             else:
-                continue  # another form of pages that are there: it has no say
+                continue  # BLOCK_GROUPS is another form of the full pages, and decides nothing
             if able:
                 hits[transfer.name] = max(able)
             ends &= able
         return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
 
     def _found_of(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
-        """Of several pools, which of the pages are there: one question per namespace."""
+        """Per pool, which of its pages are stored. Asks once per namespace."""
         parts: dict[str, list[str]] = {}
         for name in names:
             parts.setdefault(self._pools[name].part, []).append(name)
@@ -244,21 +253,19 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Reads pages into the host pool; per page whether it is there. Others are undefined."""
-        del extra_info
-        return self._answer(
-            lambda: self._read(PoolName.KV, keys, host_indices), [False] * len(keys)
-        )
+        """Reads pages into the host pool. Returns per page whether it was read; a page that was not
+        read has undefined bytes."""
+        transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self.batch_get_v2([transfer], extra_info)[PoolName.KV]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As ``batch_get_v1``, of several pools."""
+        """``batch_get_v1`` for several pools."""
         del extra_info
         return {
             transfer.name: self._answer(
-                lambda each=transfer: self._read(each.name, each.keys or [], each.host_indices),
-                [False] * len(transfer.keys or ()),
+                partial(self._read, transfer), [False] * len(transfer.keys or ())
             )
             for transfer in transfers
         }
@@ -269,7 +276,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Sequence[torch.Tensor] | None = None,
         target_sizes: object = None,
     ) -> list[torch.Tensor | None]:
-        """Reads pages that ``batch_set`` has put into these tensors; None: a miss."""
+        """Reads pages that ``batch_set`` has put, each into its tensor. None is a miss."""
         del target_sizes
         targets = list(target_locations or ())
         if len(targets) != len(keys):
@@ -285,15 +292,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def get(
         self, key: str, target_location: Any = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """As ``batch_get``."""
+        """``batch_get`` of one page."""
         del target_sizes
         return self.batch_get([key], [target_location])[0]
 
-    def _read(self, name: str, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        pool = self._pools[name]
+    def _read(self, transfer: PoolTransfer) -> list[bool]:
+        pool, keys = self._pools[transfer.name], transfer.keys or []
         if not pool.pages.size or not keys:
             return [True] * len(keys)
-        targets = pool.pages.targets(indices, len(keys))
+        targets = pool.pages.targets(transfer.host_indices, len(keys))
         there = self._get(pool.part, pool.names(keys), targets.buffers)
         for page, is_there in enumerate(there):
             if is_there:
@@ -336,27 +343,18 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Puts pages; per page whether it is in the store. Where the pool is full, the first ones
-        are."""
-        return self._answer(
-            lambda: self._write(PoolName.KV, keys, host_indices, _before(extra_info)),
-            [False] * len(keys),
-        )
+        """Puts pages. Returns per page whether the store has it. A full store takes the first
+        pages."""
+        transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self.batch_set_v2([transfer], extra_info)[PoolName.KV]
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As ``batch_set_v1``, of several pools."""
+        """``batch_set_v1`` for several pools."""
         return {
             transfer.name: self._answer(
-                lambda each=transfer: self._write(
-                    each.name,
-                    each.keys or [],
-                    each.host_indices,
-                    _before(extra_info),
-                    at_ends=each.hit_policy == PoolHitPolicy.TRAILING_PAGES,
-                ),
-                [False] * len(transfer.keys or ()),
+                partial(self._write, transfer, extra_info), [False] * len(transfer.keys or ())
             )
             for transfer in transfers
         }
@@ -368,7 +366,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Puts pages, a tensor each; whether all of them are in the store."""
+        """Puts pages, one tensor each. Returns whether the store has all of them."""
         del target_locations, target_sizes
         tensors = list(values or ())
         if len(tensors) != len(keys):
@@ -388,32 +386,24 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         target_location: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """As ``batch_set``."""
+        """``batch_set`` of one page."""
         return self.batch_set([key], [value], target_location, target_sizes)
 
     def _write(
-        self,
-        name: str,
-        keys: Sequence[str],
-        indices: torch.Tensor,
-        before: str | None,
-        *,
-        at_ends: bool = False,
+        self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None
     ) -> list[bool]:
-        """
-        Args:
-            before: key of the page before the first one; None: there is none, or SGLang does not
-                tell (``hicache_storage_pass_prefix_keys``).
-            at_ends: such pages are there at the ends of prefixes only.
-        """
-        pool, full = self._pools[name], self._pools[PoolName.KV]
+        pool, full = self._pools[transfer.name], self._pools[PoolName.KV]
+        keys = transfer.keys or []
         if not pool.pages.size or not keys:
             return [True] * len(keys)
-        parent = None if before is None else before + pool.suffix
-        if at_ends:
-            beside = full.pages.size and pool.part == full.part and self._zero_copy
-            parent = full.names(keys[:1])[0] if beside else None
-        sources = pool.pages.sources(indices, len(keys))
+        parent: str | None = None
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:  # no page of this pool before them
+            if full.pages.size and pool.part == full.part and self._zero_copy:
+                parent = keys[0] + full.suffix
+        # SGLang does not say what is before them without hicache_storage_pass_prefix_keys.
+        elif extra_info is not None and extra_info.prefix_keys:
+            parent = extra_info.prefix_keys[-1] + pool.suffix
+        sources = pool.pages.sources(transfer.host_indices, len(keys))
         return self._put(pool.part, pool.names(keys), sources, parent)
 
     def _put(
@@ -451,24 +441,24 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- life ---------------------------------------------------------------------------------
 
     def get_stats(self) -> StorageMetrics:
-        """Pages, and GiB a second, of the calls since the last one of this; empty without
+        """Pages and GiB/s of the calls since the last ``get_stats``; empty without
         ``--enable-metrics``."""
         return self._figures.taken()
 
     def clear(self) -> None:
         """Removes this rank's pages of this model from the store, for all engines. SGLang's
-        scheduler calls it, and takes an exception for a failure.
+        scheduler calls it, and reports an exception as a failure.
 
         Raises:
-            KVStoreError: the store did not answer; some of the pages may be there.
+            KVStoreError: the store did not answer; some pages may be left.
         """
         self._described(self._live())
-        for mark in list(self._marks.values()):  # of weights that were served before, as well
+        for mark in list(self._marks.values()):  # also of weights that were served before
             for part in sorted({pool.part for pool in self._pools.values()}):
                 self._guard.client.clear(self._namespace(mark, part))
 
     def close(self) -> None:
-        """Gives everything back; calls after it are misses. Idempotent."""
+        """Closes the client; later calls are misses. Idempotent."""
         self._announcer.stop()
         self._guard.client.close()
         self._announcer.join()
@@ -476,11 +466,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- identity -----------------------------------------------------------------------------
 
     def _mark(self) -> str | None:
-        """The fingerprint of the weights that the calling thread's pages were computed with.
+        """The fingerprint of the weights that computed the calling thread's pages; None: unknown.
 
-        SGLang can replace its weights while this is attached, and then flushes its caches, which
-        ends the controller's threads and starts new ones. A thread that has seen other weights may
-        have pages of those: None.
+        SGLang can replace its weights while this back-end is attached. It then flushes its caches,
+        which ends the controller's threads and starts new ones. A thread that has seen the weights
+        change may still have pages of the old ones, so it gets None.
         """
         now = self._live()
         seen = getattr(self._of_thread, "weights", None)
@@ -521,22 +511,20 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return f"sglang/{mark}/{part}"
 
     def _answer(self, call: Callable[[], ResultT], miss: ResultT) -> ResultT:
-        """The result of a call, or a miss: SGLang computes what the store does not have."""
+        """The result of a call, or a miss: SGLang computes the pages that it does not get."""
         try:
             return call()
         except UsageError as error:
             log.warning("call_refused reason=%s", error)
         except KVStoreError as error:
             log.debug("miss reason=%s", error)
-        except (
-            Exception
-        ):  # an exception would end the caller's operation, and in older releases its thread
+        except Exception:  # would end SGLang's operation, and in older releases its thread
             log.exception("call_failed")
         return miss
 
 
 class _Figures:
-    """What ``get_stats`` tells. Threads: any."""
+    """Collects the figures of ``get_stats``. Threads: any."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
@@ -570,14 +558,14 @@ ItemT = TypeVar("ItemT")
 def _slices(
     items: Sequence[ItemT], timeout_ms: int, at_once: int = PAGES_AT_ONCE
 ) -> Iterator[tuple[Sequence[ItemT], int]]:
-    """Some of the items at a time, and the milliseconds that are left for them."""
+    """Slices of the items, each with the milliseconds that are left when its turn comes."""
     end = time.monotonic() + timeout_ms / 1000
     for at in range(0, len(items), at_once):
         yield items[at : at + at_once], max(1, int((end - time.monotonic()) * 1000))
 
 
 def _run(found: Sequence[bool]) -> int:
-    """How many leading ones are true."""
+    """The number of leading values that are true."""
     return next((at for at, is_there in enumerate(found) if not is_there), len(found))
 
 
@@ -589,12 +577,6 @@ def _windows(found: Sequence[bool], window: int) -> set[int]:
         if run >= min(window, length):
             ends.add(length)
     return ends
-
-
-def _before(extra_info: HiCacheStorageExtraInfo | None) -> str | None:
-    """The key of the page before the call's first one."""
-    prefix = None if extra_info is None else extra_info.prefix_keys
-    return prefix[-1] if prefix else None
 
 
 def _size(buffers: Any) -> int:

@@ -1,8 +1,8 @@
-"""Whose pages mean the same: describes an engine as SGLang configures it.
+"""Describes an engine, so that only engines whose pages have the same bytes share them.
 
-A page's key is a hash of its tokens and those before it, of the LoRA adapter and the cache salt;
-not of the model. All else on which the bytes depend is in the description, and its fingerprint in
-every namespace.
+A page's key is a hash of its tokens and all tokens before it, of the LoRA adapter and the cache
+salt, but not of the model. The description has all else on which the bytes depend; each namespace
+contains its fingerprint.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _CONFIGURED: Final = {
     "device": ("device",),
     "spec": ("speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
 }  # fmt: skip
-"""By namespace of SGLang's configuration: settings that change bytes."""
+"""The settings that change bytes, by namespace of SGLang's configuration."""
 
 _PACKING: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 """Variables that change the order of bytes within a page."""
 
 
 class Weights(NamedTuple):
-    """What SGLang says of the weights that it serves at this moment."""
+    """The weights that SGLang serves at this moment, as its configuration names them."""
 
     path: str
     revision: str | None
     version: str
-    """Changes with ``weight_version`` of SGLang's calls that update weights."""
+    """The ``weight_version`` of the last call that updated weights."""
     draft: str | None
     draft_revision: str | None
 
 
 def live(model: str | None) -> Weights:
-    """Of this process.
+    """The weights that this process serves.
 
     Args:
-        model: path or name, where SGLang has not published its configuration (outside of a server).
+        model: path or name; used outside a server, where SGLang has published no configuration.
     """
     path, revision = _setting("model", "model_path"), _setting("model", "revision")
     return Weights(
@@ -68,12 +68,12 @@ def live(model: str | None) -> Weights:
 def describe(
     config: HiCacheStorageConfig, pages: Pages, weights: Weights, *, model_id: str, zero_copy: bool
 ) -> dict[str, Any]:
-    """All on which the bytes of pages depend, but for the place of the rank, as JSON values.
+    """All on which the bytes of pages depend, except the rank, as JSON values.
 
     Args:
-        pages: those of the pool of the full attention, which every engine has.
-        model_id: the operator's name for the weights; "": look at their files.
-        zero_copy: whether pages are buffers (``interface_v1``) or copies of whole pages.
+        pages: of the pool of the full attention, which every engine has.
+        model_id: the operator's name for the weights; "": use the digest of their files.
+        zero_copy: whether SGLang hands over buffers (``interface_v1``) or copies of whole pages.
 
     Raises:
         OSError: a file of weights cannot be read.
@@ -97,16 +97,16 @@ def describe(
         "replicated": config.is_mla_model,
         "zero_copy": zero_copy,
         "page_tokens": pages.tokens,
-        # Pages of a stage of the pipeline differ in layers; that is in the namespace.
+        # The layers differ between pipeline stages, so they are in ``part`` of the namespace.
         "pool": {name: told for name, told in pages.told.items() if "layer" not in name},
     }
 
 
 def part(config: HiCacheStorageConfig, pages: Pages, *, replicated: bool) -> str:
-    """Which part of a page this rank holds: the end of its namespace.
+    """The end of a rank's namespace, which says which part of a page the rank holds.
 
     Args:
-        replicated: ranks of tensor parallelism hold the same bytes.
+        replicated: all tensor-parallel ranks hold the same bytes.
     """
     rank = "all" if replicated else f"{config.tp_rank}"
     place = [f"t{rank}", f"p{config.pp_rank}"]
@@ -125,7 +125,7 @@ def _files(path: str, revision: str | None) -> Mapping[str, str]:
 
 
 def _setting(namespace: str, name: str) -> Any:
-    """A setting that is in effect; None where SGLang has none."""
+    """The value in effect of one of SGLang's settings; None: it is not set or not published."""
     context = get_context()
     if not context.is_config_namespace_published(namespace):
         return None

@@ -1,9 +1,9 @@
-"""The pages of one of SGLang's host pools, as memory that is put and got into.
+"""The pages of one of SGLang's host pools, as memory to put from and to get into.
 
-A page is one object. Its bytes are the buffers that the pool names for it
-(``get_page_buffer_meta``), one after the other: K and V, or one per layer, or the states of a
-Mamba layer. They are not rearranged, so pages are shared only between pools of the same geometry.
-A pool that names none (it says that zero-copy is not for it) hands over copies of whole pages.
+A page is one object. Its bytes are those of the buffers that the pool names for it
+(``get_page_buffer_meta``), one after the other: K and V, or one buffer per layer, or the states of
+Mamba layers. Nothing rearranges them, so only pools of the same geometry share pages. A pool that
+refuses zero-copy hands over copies of whole pages.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.fingerprint import digest
 
 Buffers = list[list[memoryview]]
-"""Per page its buffers, of the host pool or of copies."""
+"""The buffers of each page, in the host pool or in copies."""
 
 _TOLD: Final = (
     "layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim",
     "v_head_dim", "kv_cache_dim", "storage_format_tag",
 )  # fmt: skip
-"""What pools say of themselves; none has all of it."""
+"""Attributes that describe a pool; each kind of pool has some of them."""
 
 _REFUSALS: Final = (NotImplementedError, ValueError, AttributeError, InvalidArgumentError)
 
 
 class Targets(NamedTuple):
-    """Where pages are read into."""
+    """Memory to read pages into."""
 
     buffers: Buffers
     arrived: Callable[[int], None]
-    """To be called with the index of each page that was read whole."""
+    """Must be called with the index of each page that was read whole."""
 
 
 class Pages:
-    """Threads: any. Registers the pool's memory with the client, in the child of a fork anew."""
+    """The pages of one pool. Registers the pool's memory with the client, and once more in the
+    child of a fork. Threads: any."""
 
     def __init__(self, pool: Any, client: Client) -> None:
         """
         Raises:
-            ConfigError: the pool hands over pages in neither way.
+            ConfigError: the pool hands over neither buffers nor copies.
             InvalidArgumentError, TransferEngineError: its memory cannot be registered.
         """
         self._pool = pool
@@ -53,18 +54,18 @@ class Pages:
         self._registering = threading.Lock()
         self._process = 0
         self.tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
-        """Of a page: as many indices name it."""
+        """Tokens of a page, which as many indices name."""
         self._is_flat = False
         sizes = self._survey()
         self.size = sum(sizes)
-        """Bytes of a page; 0: the pool only counts pages, and others hold their bytes."""
+        """Bytes of a page; 0: the pool only counts pages, and side pools hold the bytes."""
         self.told = {
             name: str(value)
             for name in _TOLD
             if (value := getattr(pool, name, None)) is not None
         }  # fmt: skip
         self.geometry = digest([type(pool).__name__, self.told, sizes, self._is_flat])[:12]
-        """Equal for pools whose pages have the same content in the same order."""
+        """Equal for pools whose pages have the same parts in the same order."""
 
     def _survey(self) -> list[int]:
         """Sizes of a page's buffers, in bytes."""
@@ -87,13 +88,13 @@ class Pages:
                     advice="Choose --hicache-mem-layout page_first or page_first_direct.",
                 ) from None
 
-    def sources(self, indices: torch.Tensor, count: int) -> Buffers:
-        """The bytes of ``count`` pages; of the pool's own memory, or copies.
+    def sources(self, indices: torch.Tensor | None, count: int) -> Buffers:
+        """The bytes of ``count`` pages, in the pool's own memory or copied.
 
         Raises:
-            InvalidArgumentError: not as many indices as the pages have.
+            InvalidArgumentError: the pages have another number of indices.
         """
-        self._check(indices, count)
+        indices = self._checked(indices, count)
         if not self._is_flat:
             return self._named(indices, count)
         get = self._pool.get_data_page
@@ -101,9 +102,9 @@ class Pages:
             [bytes_of(get(at, flat=True).contiguous())] for at in indices[:: self.tokens].tolist()
         ]
 
-    def targets(self, indices: torch.Tensor, count: int) -> Targets:
-        """Raises as ``sources``."""
-        self._check(indices, count)
+    def targets(self, indices: torch.Tensor | None, count: int) -> Targets:
+        """Memory for ``count`` pages. Raises the same as ``sources``."""
+        indices = self._checked(indices, count)
         if not self._is_flat:
             return Targets(self._named(indices, count), lambda _: None)
         copies = [self._pool.get_dummy_flat_data_page() for _ in range(count)]
@@ -113,12 +114,13 @@ class Pages:
             lambda page: self._pool.set_from_flat_data_page(starts[page], copies[page]),
         )
 
-    def _check(self, indices: torch.Tensor, count: int) -> None:
+    def _checked(self, indices: torch.Tensor | None, count: int) -> torch.Tensor:
         if indices is None or indices.numel() != count * self.tokens:
             given = None if indices is None else indices.numel()
             raise InvalidArgumentError(
                 f"{given} indices for {count} pages of {self.tokens}", count=count
             )
+        return indices
 
     def _named(self, indices: torch.Tensor, count: int) -> Buffers:
         self._register()
@@ -138,7 +140,7 @@ class Pages:
             self._process = os.getpid()
 
     def _is_registered(self, start: int, size: int) -> bool:
-        """Pools may share memory."""
+        """Whether another pool has registered this memory, which pools may share."""
         try:
             self._client.memory_at(start, size)
         except InvalidArgumentError:
@@ -158,13 +160,13 @@ def _memory_of(pool: Any) -> list[tuple[int, int]]:
 
 
 def _flattened(values: Sequence[Any]) -> list[int]:
-    """Some pools name the buffers of each page in a list of its own."""
+    """One list of all values; some pools have a list per page."""
     if values and isinstance(values[0], Sequence):
         return [each for some in values for each in some]
     return list(values)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor in CPU memory, which they keep alive; raises RuntimeError or TypeError
-    for others."""
+    """The bytes of a contiguous tensor in CPU memory, which the view keeps alive. Other tensors
+    raise RuntimeError or TypeError."""
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,10 +42,12 @@ NATIVE_SHM: Final = "native, shm"
 MODES: Final = (DROP_IN, NATIVE, NATIVE_SHM)
 """What runs on kvstore, and its transport; Mooncake always runs SGLang's class over TCP."""
 NOTES: Final = {
-    DROP_IN: "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and on Mooncake's.",
+    DROP_IN: "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and on"
+    " Mooncake's.",
     NATIVE: "KVStoreHiCache, over TCP, beside SGLang's MooncakeStore on Mooncake.",
-    NATIVE_SHM: "KVStoreHiCache as it runs by default on the node's own host, through shared memory. Not the"
-    " same path: SGLang's MooncakeStore shares memory only with a pool of Mooncake's own allocator.",
+    NATIVE_SHM: "KVStoreHiCache as it runs by default on the node's host: shared memory."
+    " Not the same path: SGLang's MooncakeStore, over TCP here, shares memory only with a pool of"
+    " Mooncake's own allocator.",
 }  # fmt: skip
 
 ROWS: Final = tuple(
@@ -77,7 +78,7 @@ class HiCacheDriver:
         self._is_native = not on_mooncake and mode != DROP_IN
         self._ours: OurDriver | None = None
         if not on_mooncake:
-            os.environ["KVSTORE_TRANSPORTS"] = "shm" if mode == NATIVE_SHM else "tcp"
+            os.environ["KVSTORE_CLIENT_TRANSPORTS"] = "shm" if mode == NATIVE_SHM else "tcp"
             self._ours = OurDriver(address, "shm", 1)
         if not on_mooncake and mode == DROP_IN:
             import kvstore.mooncake
@@ -136,34 +137,31 @@ class HiCacheDriver:
         if size not in self._backends:
             pool = copy.copy(self._pool)  # the same memory, in pages of another size
             pool.page_size = size // TOKEN_BYTES
-            backend = self._backends[size] = self._class()(self._config(), pool)
+            backend = self._backends[size] = self._attached(pool)
             backend.register_mem_pool_host(pool)
         return self._backends[size]
 
-    def _class(self) -> Callable[..., Any]:
-        if self._is_native:
-            from kvstore.connectors.sglang import KVStoreHiCache
-
-            return KVStoreHiCache
-        from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
-
-        made: Callable[..., Any] = MooncakeStore
-        return made
-
-    def _config(self) -> Any:
+    def _attached(self, pool: Any) -> Any:
+        """A back-end as SGLang's cache controller makes it."""
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+        from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-        extra = {"interface_v1": 1, "master": self._address, "model_id": "bench"}
-        if not self._is_native:
-            extra = {
-                "master_server_address": self._address, "metadata_server": mooncake.METADATA,
-                "local_hostname": mooncake.HOST, "protocol": "tcp", "global_segment_size": 0,
+        name, extra = "mooncake", {
+            "master_server_address": self._address, "metadata_server": mooncake.METADATA,
+            "local_hostname": mooncake.HOST, "protocol": "tcp", "global_segment_size": 0,
+        }  # fmt: skip
+        if self._is_native:
+            name, extra = "dynamic", {
+                "backend_name": "kvstore", "module_path": "kvstore.connectors.sglang",
+                "class_name": "KVStoreHiCache", "interface_v1": 1, "master": self._address,
+                "model_id": "bench",
             }  # fmt: skip
-        return HiCacheStorageConfig(
+        config = HiCacheStorageConfig(
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
             is_mla_model=True, enable_storage_metrics=False, is_page_first_layout=True,
             model_name=None, extra_config=extra,
         )  # fmt: skip
+        return StorageBackendFactory.create_backend(name, config, pool)
 
 
 def _host_pool(tokens: int) -> Any:

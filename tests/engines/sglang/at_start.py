@@ -4,28 +4,34 @@ Its Python code registers two operators that its library defines, and that libra
 here. Copied into the environment of SGLang's tests, whose interpreter imports it at its start.
 """
 
-import sys
-from importlib.abc import MetaPathFinder
+from __future__ import annotations
 
-_kept = []
-"""Operators are gone with the object that has defined them."""
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+_kept: list[Any] = []
+"""The objects that defined operators; the operators end with them."""
 
 
 class _Definer(MetaPathFinder):
     """Defines the operators when torchvision is imported, and finds nothing itself."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> None:
         if name != "torchvision":
-            return None
+            return
         sys.meta_path.remove(self)
         import torch
 
         if torch.version.cuda is None:
-            library = torch.library.Library("torchvision", "DEF")
+            library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+            signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             for operator in ("nms", "qnms"):
-                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                library.define(operator + signature)
             _kept.append(library)
-        return None
 
 
 sys.meta_path.insert(0, _Definer())

@@ -16,6 +16,8 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from kvstore.connectors.sglang.pools import bytes_of
+
 PAGE_TOKENS = 16
 TOKENS = 512
 LAYERS = 3
@@ -70,9 +72,7 @@ def mamba_pool(*, side_states: bool = False, filled: int | None = None) -> Mamba
         extra_checkpoint_buffers=extra,
     )
     with host_memory_budget_scope(BUDGET_BYTES):
-        pool = MambaPoolHost(
-            info, 2.0, 0, device_capacity=8, pin_memory=False, layout="page_first"
-        )
+        pool = MambaPoolHost(info, 2.0, 0, device_capacity=8, pin_memory=False, layout="page_first")
     fill(pool.get_hybrid_pool_buffer(), filled)
     return pool
 
@@ -130,8 +130,7 @@ def indices(*pages: int) -> torch.Tensor:
 
 def bytes_at(pool: Any, page: int, *, tokens: int = PAGE_TOKENS) -> bytes:
     """A page as the pool itself hands it over."""
-    data = pool.get_data_page(page * tokens, flat=True)
-    return data.contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes(bytes_of(pool.get_data_page(page * tokens, flat=True).contiguous()))
 
 
 def after(*prefix: str) -> HiCacheStorageExtraInfo:

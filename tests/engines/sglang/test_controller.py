@@ -41,7 +41,8 @@ def alone() -> Iterator[Any]:
     """A group of one process, as a server with one rank has it."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     places = {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_rank": 0,
         "attn_dcp_size": 1, "launch_world_size": 1, "nnodes": 1,
@@ -111,7 +112,7 @@ class Engine:
         pages = self.controller.mem_pool_host.alloc(operation.storage_hit_count)
         operation.host_indices = pages
         self.controller.prefetch_buffer.put(operation)
-        said = []
+        said: list[Any] = []
         while not said or not said[-1].completed_req:
             said.append(self.controller.ack_prefetch_queue.get(timeout=ANSWER_S))
         return said
