@@ -126,7 +126,7 @@ $(VENV)/.vllm: $(VENV)/.dev
 	@touch $@
 
 # Packages of $(VENV) are found after those of the engine, and what is editable there is here, too.
-$(ENGINE_VENV)%/.ready: $(VENV)/.dev tests/engines/%/requirements.txt
+$(ENGINE_VENV)%/.ready: tests/engines/%/requirements.txt | $(VENV)/.dev
 	$(BIN)/python -m venv --clear --without-pip $(@D)
 	$(BIN)/python -m pip --disable-pip-version-check --python $(@D)/bin/python install --quiet --no-deps \
 	    $(PIP_FLAGS) --requirement tests/engines/$*/requirements.txt
