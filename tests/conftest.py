@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
 """Their conftest leaves out every file where vLLM is not installed."""
 CONTAINERS = ROOT / "tests/containers"
-ENGINES = {"tests/engines/sglang": "sglang"}
-"""Folders of tests with an engine's own classes, and the module without which their conftest leaves
-out every file."""
+ENGINES = [file.parent for file in sorted((ROOT / "tests/engines").glob("*/requirements.txt"))]
+"""Tests with an engine's own classes. Their conftest leaves out every file where the module of the
+folder's name is not installed."""
 
 SUITES = (
     "unit", "conformance", "model", "simulation", "integration", "e2e", "engines", "netns",
@@ -126,9 +126,9 @@ def _not_collected(config: pytest.Config) -> list[str]:
         for folder in NEED_VLLM
         if importlib.util.find_spec("vllm") is None
     ] + [
-        (ROOT / folder, f"need {module}: make test-engines installs it and runs them")
-        for folder, module in ENGINES.items()
-        if importlib.util.find_spec(module) is None
+        (folder, f"need {folder.name}: make test-engines installs it and runs them")
+        for folder in ENGINES
+        if importlib.util.find_spec(folder.name) is None
     ]
     if CONTAINERS in ignored:
         left_out.append((CONTAINERS, "are run by make test-containers"))
