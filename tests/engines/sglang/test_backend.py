@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from kvstore.connectors.sglang import KVStoreHiCache, identity
 from kvstore.connectors.sglang.pools import bytes_of
@@ -29,7 +30,7 @@ from tests.engines.sglang.hicache import (
     indices,
     mamba_pool,
 )
-from tests.integration.cluster import Cluster, Server, until
+from tests.integration.cluster import ROOT, Cluster, Server, until
 
 KEYS = [f"{number:064x}" for number in range(8)]
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
@@ -494,6 +495,17 @@ def test_metrics(store: Cluster, backend: MakeBackend) -> None:
 
 
 class TestSettings:
+    def test_the_line_of_the_manual(self, store: Cluster, backend: MakeBackend) -> None:
+        """SGLang reads its own settings in it, and hands over the others."""
+        page = (ROOT / "docs/engines/sglang.md").read_text()
+        line = page.partition("extra-config '")[2].partition("'")[0]
+        extra, *_, passes_prefix_keys = HybridCacheController.parse_storage_backend_extra_config(
+            line
+        )
+        assert passes_prefix_keys is True
+        pool = host_pool(filled=1)
+        saved(backend(pool, **extra | {"master": store.address}), pool)
+
     def test_an_unknown_one_is_refused(self, cluster: Cluster, model: Path) -> None:
         with pytest.raises(ConfigError, match="replica"):
             attach(host_pool(), "127.0.0.1:1", model=model, replica=2)
