@@ -371,6 +371,37 @@ class TestFailures:
         until(lambda: one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8, within_s=60)
         assert read_back(one, pool) == before
 
+    @pytest.mark.parametrize("transport", ["shm", "tcp"])
+    def test_the_store_is_killed_during_reads(
+        self, store: Cluster, backend: MakeBackend, transport: str
+    ) -> None:
+        """A page that was read has its own bytes, whatever becomes of the call."""
+        pool = host_pool(filled=1)
+        one = backend(pool, transports=[transport])
+        saved(one, pool)
+        before = [bytes_at(pool, page) for page in range(len(KEYS))]
+        assert store.master_server is not None
+        servers = [store.master_server, store.nodes[0]]
+        killing = threading.Timer(0.3, lambda: [server.kill() for server in servers])
+        killing.start()
+        reads, missed_at = 0, 0.0
+        while not missed_at or time.monotonic() < missed_at + 1:
+            pool.kv_buffer[:, indices(*range(16, 24))] = 0
+            start = time.monotonic()
+            one.batch_exists(KEYS)
+            there = one.batch_get_v1(KEYS, indices(*range(16, 24)))
+            assert time.monotonic() < start + 2 * DEADLINE_S + BUSY_S
+            for page, is_there in enumerate(there):
+                assert not is_there or bytes_at(pool, 16 + page) == before[page]
+            reads += all(there)
+            missed_at = missed_at or (0.0 if all(there) else time.monotonic())
+        killing.join()
+        assert reads
+        store.master()
+        store.node()
+        until(lambda: one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8, within_s=60)
+        assert read_back(one, pool) == before
+
     @pytest.mark.parametrize("which", ["master", "node", "both"])
     def test_processes_that_hang(self, store: Cluster, backend: MakeBackend, which: str) -> None:
         pool = host_pool(filled=1)
