@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
 from kvstore.client.values import Storable
-from kvstore.connectors.guard import Guard, client_of_an_engine
+from kvstore.connectors.guard import BYTES_PER_MS, Guard, client_of_an_engine
 from kvstore.connectors.sglang import identity
 from kvstore.connectors.sglang.announcing import Announcer, Record
 from kvstore.connectors.sglang.pools import Pages, bytes_of
@@ -159,7 +159,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> int:
         """The number of leading pages that are stored. They are leased."""
         del extra_info  # pages count whether or not those before them are stored
-        return self._answer(lambda: self._leading(keys), 0)
+        return self._answer(lambda: self._leading(_Deadline(self._guard), keys), 0)
 
     def batch_exists_v2(
         self,
@@ -170,17 +170,20 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """The prefixes that all pools can serve. Pages that were found are leased."""
         del extra_info
         return self._answer(
-            lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult(0, {}, [])
+            lambda: self._restorable(_Deadline(self._guard), keys, pool_transfers or []),
+            PoolTransferResult(0, {}, []),
         )
 
     def exists(self, key: str) -> bool:
         """Whether a page that ``set`` has put is stored."""
-        pool = self._pools.get(PoolName.KV)
         return self._answer(
-            lambda: pool is not None and self._found(pool.part, [key + _FLAT])[0], False
+            lambda: self._found(
+                _Deadline(self._guard), self._pools[PoolName.KV].part, [key + _FLAT]
+            )[0],
+            False,
         )
 
-    def _leading(self, keys: Sequence[str]) -> int:
+    def _leading(self, deadline: _Deadline, keys: Sequence[str]) -> int:
         pool = self._pools[PoolName.KV]
         if not pool.pages.size:
             return len(keys)  # the pool only counts pages: side pools hold the bytes
@@ -188,22 +191,20 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         mark = self._mark()
         if mark is None or not names:
             return 0
-        namespace, client = self._namespace(mark, pool.part), self._guard.client
-        # A chain is matched in O(log n). What the match leaves may be stored without its prefix.
-        leading = self._guard.run(
-            lambda timeout_ms: client.match_prefix(
-                names, namespace=namespace, timeout_ms=timeout_ms
-            )
+        match = partial(
+            self._guard.client.match_prefix, names, namespace=self._namespace(mark, pool.part)
         )
-        return leading + _run(self._found(pool.part, names[leading:]))
+        # A chain is matched in O(log n). The rest may be stored without the pages before it.
+        leading = deadline.run(lambda timeout_ms: match(timeout_ms=timeout_ms))
+        return leading + _run(self._found(deadline, pool.part, names[leading:]))
 
     def _restorable(
-        self, keys: Sequence[str], transfers: Sequence[PoolTransfer]
+        self, deadline: _Deadline, keys: Sequence[str], transfers: Sequence[PoolTransfer]
     ) -> PoolTransferResult:
-        leading = self._leading(keys)
+        leading = self._leading(deadline, keys)
         hits = {PoolName.KV: leading} if leading else {}
         ends = set(range(1, leading + 1))
-        there = self._found_of(keys[:leading], [transfer.name for transfer in transfers])
+        there = self._found_of(deadline, keys[:leading], [transfer.name for transfer in transfers])
         for transfer in transfers:
             found = there[transfer.name]
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
@@ -217,7 +218,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             ends &= able
         return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
 
-    def _found_of(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
+    def _found_of(
+        self, deadline: _Deadline, keys: Sequence[str], names: Sequence[str]
+    ) -> dict[str, list[bool]]:
         """Per pool, which of its pages are stored. Asks once per namespace."""
         parts: dict[str, list[str]] = {}
         for name in names:
@@ -225,12 +228,12 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         there = {}
         for part, of_part in parts.items():
             wanted = [each for name in of_part for each in self._pools[name].names(keys)]
-            found = self._found(part, wanted)
+            found = self._found(deadline, part, wanted)
             for at, name in enumerate(of_part):
                 there[name] = found[at * len(keys) : (at + 1) * len(keys)]
         return there
 
-    def _found(self, part: str, names: Sequence[str]) -> list[bool]:
+    def _found(self, deadline: _Deadline, part: str, names: Sequence[str]) -> list[bool]:
         mark = self._mark()
         if mark is None or not names:
             return [False] * len(names)
@@ -243,7 +246,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 for size in client.lookup(some, namespace=namespace, timeout_ms=left_ms)
             ]
 
-        return self._guard.run(lookup)
+        return deadline.run(lookup)
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -263,9 +266,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[str, list[bool]]:
         """``batch_get_v1`` for several pools."""
         del extra_info
+        deadline = _Deadline(self._guard)
         return {
             transfer.name: self._answer(
-                partial(self._read, transfer), [False] * len(transfer.keys or ())
+                partial(self._read, deadline, transfer), [False] * len(transfer.keys or ())
             )
             for transfer in transfers
         }
@@ -284,7 +288,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         def read() -> list[bool]:
             buffers = [[bytes_of(target)] for target in targets]
-            return self._get(self._pools[PoolName.KV].part, [key + _FLAT for key in keys], buffers)
+            names, part = [key + _FLAT for key in keys], self._pools[PoolName.KV].part
+            return self._get(_Deadline(self._guard), part, names, buffers)
 
         there = self._answer(read, [False] * len(keys))
         return [target if is_there else None for target, is_there in zip(targets, there)]
@@ -296,18 +301,20 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         del target_sizes
         return self.batch_get([key], [target_location])[0]
 
-    def _read(self, transfer: PoolTransfer) -> list[bool]:
+    def _read(self, deadline: _Deadline, transfer: PoolTransfer) -> list[bool]:
         pool, keys = self._pools[transfer.name], transfer.keys or []
         if not pool.pages.size or not keys:
             return [True] * len(keys)
         targets = pool.pages.targets(transfer.host_indices, len(keys))
-        there = self._get(pool.part, pool.names(keys), targets.buffers)
+        there = self._get(deadline, pool.part, pool.names(keys), targets.buffers)
         for page, is_there in enumerate(there):
             if is_there:
                 targets.arrived(page)
         return there
 
-    def _get(self, part: str, names: Sequence[str], buffers: Sequence[Any]) -> list[bool]:
+    def _get(
+        self, deadline: _Deadline, part: str, names: Sequence[str], buffers: Sequence[Any]
+    ) -> list[bool]:
         mark = self._mark()
         if mark is None:
             return [False] * len(names)
@@ -329,7 +336,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return there
 
         start = time.monotonic()
-        there = self._guard.run(get, size=sum(sizes))
+        there = deadline.run(get, size=sum(sizes))
         if self._config.enable_storage_metrics:
             moved = sum(size for size, is_there in zip(sizes, there) if is_there)
             self._figures.read(sum(there), moved, time.monotonic() - start)
@@ -352,9 +359,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """``batch_set_v1`` for several pools."""
+        deadline = _Deadline(self._guard)
         return {
             transfer.name: self._answer(
-                partial(self._write, transfer, extra_info), [False] * len(transfer.keys or ())
+                partial(self._write, deadline, transfer, extra_info),
+                [False] * len(transfer.keys or ()),
             )
             for transfer in transfers
         }
@@ -375,7 +384,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         def write() -> list[bool]:
             names = [key + _FLAT for key in keys]
             copies = [[bytes_of(tensor.contiguous())] for tensor in tensors]
-            return self._put(self._pools[PoolName.KV].part, names, copies, None)
+            part = self._pools[PoolName.KV].part
+            return self._put(_Deadline(self._guard), part, names, copies, None)
 
         return all(self._answer(write, [False]))
 
@@ -390,7 +400,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return self.batch_set([key], [value], target_location, target_sizes)
 
     def _write(
-        self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None
+        self,
+        deadline: _Deadline,
+        transfer: PoolTransfer,
+        extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
         pool, full = self._pools[transfer.name], self._pools[PoolName.KV]
         keys = transfer.keys or []
@@ -404,10 +417,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         elif extra_info is not None and extra_info.prefix_keys:
             parent = extra_info.prefix_keys[-1] + pool.suffix
         sources = pool.pages.sources(transfer.host_indices, len(keys))
-        return self._put(pool.part, pool.names(keys), sources, parent)
+        return self._put(deadline, pool.part, pool.names(keys), sources, parent)
 
     def _put(
-        self, part: str, names: Sequence[str], values: Sequence[Storable], parent: str | None
+        self,
+        deadline: _Deadline,
+        part: str,
+        names: Sequence[str],
+        values: Sequence[Storable],
+        parent: str | None,
     ) -> list[bool]:
         mark = self._mark()
         if mark is None:
@@ -431,7 +449,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return outcomes
 
         start = time.monotonic()
-        outcomes = self._guard.run(put, size=size)
+        outcomes = deadline.run(put, size=size)
         written = outcomes.count(PutOutcome.STORED)
         if self._config.enable_storage_metrics and written:
             moved = size * written // len(names)
@@ -521,6 +539,26 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         except Exception:  # would end SGLang's operation, and in older releases its thread
             log.exception("call_failed")
         return miss
+
+
+class _Deadline:
+    """The deadline of one call of SGLang's, which all exchanges of that call share. One thread."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._start = time.monotonic()
+        self._moved = 0
+
+    def run(self, exchange: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
+        """``Guard.run`` within the time that is left."""
+        before_ms = self._moved // BYTES_PER_MS
+        self._moved += size
+
+        def within(timeout_ms: int) -> ResultT:
+            spent_ms = int(1000 * (time.monotonic() - self._start))
+            return exchange(max(1, timeout_ms + before_ms - spent_ms))
+
+        return self._guard.run(within, size=size)
 
 
 class _Figures:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from kvstore.bench.driver import Bytes
 
 NAME: Final = "hicache"
+TITLE: Final = "SGLang's HiCache on kvstore and on Mooncake Store"
+COMMAND: Final = "python -m kvstore.bench.hicache"
 PAGES: Final = 64
 POOL_BYTES: Final = 2 << 30
 DROP_IN: Final = "drop-in"
@@ -220,7 +222,8 @@ def main(rounds: int, seconds: float, out: Path | None) -> None:
     measured.machine = machine((mooncake.PACKAGE, "sglang", "torch")) | {"date": today()}
     report.show(measured, output())
     if out is not None:
-        write_page(out, NAME, report.as_markdown(measured), measured.as_json())
+        page = report.as_markdown(measured, title=TITLE, command=COMMAND)
+        write_page(out, NAME, page, measured.as_json())
 
 
 if __name__ == "__main__":

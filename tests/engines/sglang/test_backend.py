@@ -382,7 +382,12 @@ class TestFailures:
         before = [bytes_at(pool, page) for page in range(len(KEYS))]
         assert store.master_server is not None
         servers = [store.master_server, store.nodes[0]]
-        killing = threading.Timer(0.3, lambda: [server.kill() for server in servers])
+
+        def kill() -> None:
+            for server in servers:
+                server.kill()
+
+        killing = threading.Timer(0.3, kill)
         killing.start()
         reads, missed_at = 0, 0.0
         while not missed_at or time.monotonic() < missed_at + 1:
