@@ -9,8 +9,19 @@ from __future__ import annotations
 
 from kvstore import calls
 from kvstore.calls import Version
+from kvstore.errors import UnavailableError
 from kvstore.master.state.common import Common
 from kvstore.master.state.records import Segment
+
+
+def unrecorded() -> UnavailableError:
+    """The error of a removal that no memory could record: it would be lost if the master died, and
+    memory that is away, or has not joined yet, may hold the object."""
+    return UnavailableError(
+        "no node is connected that could record the removal, and a node that joins may hold the "
+        "object",
+        advice="Try again when a node has joined.",
+    )
 
 
 class Marks:
@@ -27,8 +38,20 @@ class Marks:
         self._in_doubt = True
         """Whether some memory may have gone away, or stayed away, since the last mark was made."""
 
-    def segment_died(self) -> None:
+    def segment_died(self, segment: Segment) -> None:
+        """Called when the segment is unmounted. Removals that wait for it are acknowledged without
+        it, so from now on they also wait for a mark on the memory that is left. If no memory is
+        left, they fail."""
         self._in_doubt = True
+        common = self._common
+        waiting = common.reclaim.waiting_for(segment)
+        if not waiting:
+            return
+        if not common.pool.segments:
+            common.effects += common.reclaim.fail(waiting, unrecorded())
+            return
+        self.renew()
+        common.reclaim.wait_for_others(waiting, segment)
 
     def renew(self) -> None:
         """Called for each removal. Orders a new mark if memory that has the last one may be

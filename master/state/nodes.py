@@ -175,8 +175,8 @@ class Nodes:
 
     def _segment_lost(self, now_ms: int, segment: Segment, *, left: bool) -> None:
         common = self._common
-        self._marks.segment_died()
         common.pool.unmount(segment)
+        self._marks.segment_died(segment)
         if not left:
             segment.died_ms = now_ms
         self._sweeping.segment_died(segment)

@@ -20,6 +20,7 @@ from itertools import takewhile
 
 from kvstore import calls
 from kvstore.calls import NO_MARK, MasterWipe, Version
+from kvstore.errors import KVStoreError
 from kvstore.master.state.effects import Answer, Effect, Send
 from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, Writer
 from kvstore.memory.header import extent_bytes
@@ -35,7 +36,7 @@ class Wiping:
     order: int
     segment: Segment
     free_at_ms: int
-    removals: list[_Removal]
+    removals: list[Removal]
     names: list[Name] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
     """The namespaces of ``names``."""
@@ -75,7 +76,7 @@ class Wiping:
 
 
 @dataclass(slots=True, eq=False)
-class _Removal:
+class Removal:
     """An answer that waits until the last of its orders is done."""
 
     ticket: int
@@ -130,7 +131,7 @@ class Reclaim:
         allocation that was put) delays those behind it, which is simpler than a heap. Returns the
         effects and whether there is anything to wait for.
         """
-        removal = _Removal(ticket, reply)
+        removal = Removal(ticket, reply)
         wipings = self._new_wipings(gone, free_at_ms)
         self._by_end.extend(wipings)
         for wiping in dict.fromkeys((*wipings, *earlier)):
@@ -274,6 +275,30 @@ class Reclaim:
         for removal in wiping.removals:
             removal.orders -= 1
         return [Answer(done.ticket, done.reply) for done in wiping.removals if not done.orders]
+
+    def waiting_for(self, segment: Segment) -> list[Removal]:
+        """The removals that wait for orders to this segment, or for its inventory."""
+        wipings = self._on(segment)
+        if segment in self._held:
+            wipings.append(self._held[segment])
+        return list(dict.fromkeys(removal for wiping in wipings for removal in wiping.removals))
+
+    def wait_for_others(self, removals: Sequence[Removal], lost: Segment) -> None:
+        """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
+        for wiping in (*self.held(), *self.unmarked()):
+            if wiping.segment is lost:
+                continue
+            for removal in removals:
+                if removal not in wiping.removals:
+                    wiping.removals.append(removal)
+                    removal.orders += 1
+
+    def fail(self, removals: Sequence[Removal], error: KVStoreError) -> list[Effect]:
+        """Answers these removals with an error; they wait for nothing any more."""
+        failed = set(removals)
+        for wiping in (*self._unwiped.values(), *self._held.values()):
+            wiping.removals = [each for each in wiping.removals if each not in failed]
+        return [Answer(removal.ticket, error) for removal in removals]
 
     def segment_of(self, order: int) -> Segment | None:
         wiping = self._unwiped.get(order)

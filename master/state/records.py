@@ -29,7 +29,8 @@ TABLE_SHARDS = 256
 when it grows (measured); of 256 with ten million objects, none takes longer than 3 ms."""
 
 ONE_SHARD_RECORDS = 4_096
-"""A namespace of up to so many records has one dictionary: 256 empty ones take 18 KiB."""
+"""A namespace of up to so many records has one dictionary: 256 empty ones take 18 KiB. So does the
+table of namespaces."""
 
 
 RESERVE_SHIFT = 5
@@ -290,24 +291,32 @@ def with_bytes(tables: Iterable[NamespaceTable]) -> Iterator[ObjectRecord]:
 
 
 class Namespaces:
-    """Tables by name, in several dictionaries, like the records of a large table."""
+    """Tables by name, in the order in which they were added while there are few, and in several
+    dictionaries, like the records of a large table, when there are many."""
 
-    __slots__ = ("shards",)
+    __slots__ = ("_mask", "shards")
 
     def __init__(self) -> None:
-        self.shards: list[dict[str, NamespaceTable]] = [{} for _ in range(TABLE_SHARDS)]
+        self.shards: list[dict[str, NamespaceTable]] = [{}]
+        self._mask = 0
 
     def get(self, name: str) -> NamespaceTable | None:
-        return self.shards[hash(name) % TABLE_SHARDS].get(name)
+        return self.shards[hash(name) & self._mask].get(name)
 
     def __getitem__(self, name: str) -> NamespaceTable:
-        return self.shards[hash(name) % TABLE_SHARDS][name]
+        return self.shards[hash(name) & self._mask][name]
 
     def add(self, table: NamespaceTable) -> None:
-        self.shards[hash(table.name) % TABLE_SHARDS][table.name] = table
+        self.shards[hash(table.name) & self._mask][table.name] = table
+        if not self._mask and len(self.shards[0]) > ONE_SHARD_RECORDS:
+            tables = self.values()
+            self._mask = TABLE_SHARDS - 1
+            self.shards = [{} for _ in range(TABLE_SHARDS)]
+            for each in tables:
+                self.shards[hash(each.name) & self._mask][each.name] = each
 
     def drop(self, name: str) -> None:
-        del self.shards[hash(name) % TABLE_SHARDS][name]
+        del self.shards[hash(name) & self._mask][name]
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))

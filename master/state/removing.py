@@ -12,11 +12,10 @@ from itertools import islice
 
 from kvstore import calls
 from kvstore.calls import Version
-from kvstore.errors import UnavailableError
 from kvstore.master.state.common import AnyReply, Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
-from kvstore.master.state.marks import Marks
+from kvstore.master.state.marks import Marks, unrecorded
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, with_bytes
@@ -172,14 +171,9 @@ class Removing:
         return [*self._reclaim.held(), *self._reclaim.unmarked()]
 
     def _check_remembered(self) -> None:
-        """Raises UnavailableError if no segment is mounted: the removal would be lost if we died,
-        and memory that is away, or has not joined yet, may hold the object."""
+        """Raises UnavailableError: see ``unrecorded``."""
         if not self._pool.segments:
-            raise UnavailableError(
-                "no node is connected that could record the removal, and a node that "
-                "joins may hold the object",
-                advice="Try again when a node has joined.",
-            )
+            raise unrecorded()
 
     # --- jobs ---------------------------------------------------------------------------------
 

@@ -55,8 +55,9 @@ LEASE_MARGIN_MS = 40
 CLOCK_DRIFT = 0.005
 """Of every clock, either way; two of them differ by less than the margin covers (2 %)."""
 
-HEALED_US = 16 * SECOND
-"""After the last fault: a client's patience, its last put's deadline, and quarantine."""
+HEALED_US = 24 * SECOND
+"""After the last fault: what a client may wait for an allocation, compute and hold it (6, 7 and
+5 s), its last put's deadline, or quarantine."""
 
 BACK_US = 30 * SECOND
 """From then on no object lacks a replica for which there is room."""
