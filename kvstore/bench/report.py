@@ -18,6 +18,7 @@ PROCESSOR = (
     "Processor time of one call, in the mean: client, master and storage process; polling for an"
     " answer counts, sleeping does not. Ratio as above, of the sums."
 )
+TITLE = "Side by side with Mooncake Store"
 COMMAND = "make bench"
 
 
@@ -43,17 +44,20 @@ def show(measured: Measured, console: Console) -> None:
         console.print(table)
 
 
-def as_markdown(measured: Measured, *, picture: str = "") -> str:
+def as_markdown(
+    measured: Measured, *, picture: str = "", title: str = TITLE, command: str = COMMAND
+) -> str:
     """The results as a page.
 
     Args:
         picture: the file name of the picture beside it.
+        command: what measures again.
     """
     notes = notes_of(measured)
     lines = [
-        "# Side by side with Mooncake Store",
+        f"# {title}",
         "",
-        f"Written by `{COMMAND}`; do not edit. {in_words(measured.machine)}",
+        f"Written by `{command}`; do not edit. {in_words(measured.machine)}",
         f"Load of the machine {measured.load[0]:.2f} before and {measured.load[1]:.2f} after,"
         f" {measured.rounds} rounds, {measured.seconds:g} s per row, round and system,"
         f" pools of {measured.pool_bytes / (1 << 30):g} GiB.",

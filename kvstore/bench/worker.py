@@ -14,6 +14,7 @@ import sys
 from typing import Any, Final, TypedDict
 
 from kvstore.bench.processor import Shares
+from kvstore.bench.rows import MODES
 from kvstore.bench.session import Session
 from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
@@ -158,7 +159,14 @@ def session(settings: Settings) -> Session:
     from kvstore.bench.driver import Driver
 
     driver: Driver
-    if settings["system"] == OURS:
+    if settings["mode"] not in MODES:
+        from kvstore.bench.hicache import HiCacheDriver
+
+        driver = HiCacheDriver(
+            settings["address"], settings["mode"], settings["memory_bytes"],
+            on_mooncake=settings["system"] == MOONCAKE,
+        )  # fmt: skip
+    elif settings["system"] == OURS:
         from kvstore.bench.ours import OurDriver
 
         driver = OurDriver(settings["address"], settings["mode"], settings["memory_bytes"])
