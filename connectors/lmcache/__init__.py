@@ -1,7 +1,8 @@
 """LMCache's two doors to this store; which classes a user names: docs/engines/lmcache.md.
 
 * ``adapter.py``: ``KVStoreL2Adapter``, the second level of LMCache's daemon (``lmcache server``)
-* ``remote.py``: ``KVStoreConnectorAdapter``, the remote storage of LMCache inside an engine
+* ``remote.py``: ``KVStoreConnectorAdapter``, the remote storage of LMCache inside an engine; its
+  objects: ``chunks.py``
 * ``identity.py``: the namespaces of both, by what their bytes mean
 * ``locks.py``: the leases under what the daemon has looked up and not loaded yet
 * ``memory.py``: names of objects, and the memory that LMCache hands over

@@ -98,7 +98,7 @@ class Namespaces:
         try:
             weights = weights_of(model) if self._weights is None else self._weights
         except OSError as error:
-            self._log.error(  # noqa: TRY400  # the message says it all
+            self._log.error(
                 "nothing is cached of %s: its weights cannot be read (%s). The setting weights "
                 "names them instead.",
                 model,

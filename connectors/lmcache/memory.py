@@ -70,3 +70,9 @@ def layout_of_object(memory: MemoryObj) -> Layout:
 def slices(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
     """As many at a time as one call to the master may name."""
     return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
+
+
+def release(memories: Sequence[MemoryObj]) -> None:
+    """Gives one reference to each back to LMCache."""
+    for memory in memories:
+        memory.ref_count_down()
