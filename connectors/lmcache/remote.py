@@ -37,6 +37,8 @@ from kvstore.connectors.lmcache.memory import release
 PLUGIN: Final = "kvstore"
 """The type of ``remote_storage_plugins`` that this is: ``kvstore``, or ``kvstore.NAME``."""
 
+_WHERE_IT_IS: Final = ("module_path", "class_name")
+
 WORKERS: Final = 2
 """Threads for the store's calls: one call saturates a memory bus."""
 
@@ -220,9 +222,9 @@ def _present(found: Sequence[MemoryObj | None]) -> Memories:
 
 def _settings(config: LMCacheEngineConfig, plugin: str) -> dict[str, Any]:
     """What LMCache's configuration says of this plug-in, but for where it is."""
-    prefix = f"remote_storage_plugin.{plugin}."
-    return {
-        key.removeprefix(prefix): value
-        for key, value in (config.extra_config or {}).items()
-        if key.startswith(prefix) and not key.endswith((".module_path", ".class_name"))
-    }
+    given = {}
+    for name, value in (config.extra_config or {}).items():
+        owner, _, setting = name.rpartition(".")
+        if owner == f"remote_storage_plugin.{plugin}" and setting not in _WHERE_IT_IS:
+            given[setting] = value
+    return given

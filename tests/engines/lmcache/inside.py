@@ -20,7 +20,6 @@ MODEL: Final = "tests/tiny-model"
 TOKENS: Final = 64
 """Of a full chunk."""
 
-PREFIX: Final = "remote_storage_plugin.kvstore."
 PATIENCE_S: Final = 30.0
 
 
@@ -44,18 +43,18 @@ class Inside:
             extra: LMCache's ``extra_config``, besides what names this plug-in.
             settings: of this plug-in.
         """
-        given = {"master": master} | (settings or {})
         ours = {
             "module_path": "kvstore.connectors.lmcache",
             "class_name": "KVStoreConnectorAdapter",
-            **given,
-        }
+            "master": master,
+        } | (settings or {})
+        prefix = f"remote_storage_plugin.{plugin}."
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=TOKENS,
             local_cpu=False,
             max_local_cpu_size=0.1,
             remote_storage_plugins=[plugin],
-            extra_config=(extra or {}) | {PREFIX + name: value for name, value in ours.items()},
+            extra_config=(extra or {}) | {prefix + name: value for name, value in ours.items()},
         )
         self.dtype = dtype
         self.model = model
@@ -76,7 +75,9 @@ class Inside:
         self.backend = RemoteBackend(
             config, self.metadata, self.loop, self.memory, "cpu", plugin_name=plugin
         )
-        assert self.backend.connection is not None, "LMCache has not made the connector"
+        if self.backend.connection is None:
+            self.close()
+            raise AssertionError("LMCache has not made the connector")
 
     def key(self, number: int, **tags: str) -> CacheEngineKey:
         configs = {f"lmcache.tag.{name}": value for name, value in tags.items()}
@@ -113,6 +114,9 @@ class Inside:
         return int(self.memory.memory_allocator.pin_allocator.total_allocated_size)
 
     def close(self) -> None:
+        """Idempotent."""
+        if self.loop.is_closed():
+            return
         self.backend.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()

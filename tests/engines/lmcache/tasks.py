@@ -106,9 +106,7 @@ class Adapter:
     def load(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[int]:
         """The indices of what was loaded."""
         task = self.it.submit_load_task(list(keys), list(objects))
-        loaded = self.wait(
-            self.it.get_load_event_fd(), lambda: self.it.query_load_result(task)
-        )
+        loaded = self.wait(self.it.get_load_event_fd(), lambda: self.it.query_load_result(task))
         return [index for index in range(len(keys)) if loaded.test(index)]
 
     def wait(self, descriptor: int, ask: Callable[[], ResultT | None]) -> ResultT:

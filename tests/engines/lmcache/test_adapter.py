@@ -315,17 +315,26 @@ def test_nothing_is_left_of_many_adapters(store: Cluster) -> None:
 # --- a store that is full, dead or hangs ---------------------------------------------------------
 
 
-def test_a_full_pool_takes_the_first_ones(adapter: StartAdapter) -> None:
-    first = adapter(put_wait_ms=0)
-    count = (64 << 20) // CHUNK_BYTES + 64
-    keys = [key(number) for number in range(count)]
-    result = first.store(keys[:512], [chunk(1)] * 512)
-    assert result.is_successful()
-    assert first.look_up(keys[:512]) == list(range(512)), "and all of them are leased"
-    rest = first.store(keys[512:], [chunk(1)] * (count - 512))
-    found = first.look_up(keys)
-    assert len(found) >= 512
-    assert rest.is_successful() == (len(found) == count)
+def test_a_full_pool_takes_the_first_ones(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, settings={"lease_ms": 60_000})
+    adapter: Adapter | None = None
+    try:
+        cluster.start(memory="8MiB")
+        adapter = Adapter({"master": cluster.address, "put_wait_ms": 0})
+        keys = [key(number) for number in range(384)]
+        assert adapter.store(keys[:128], [chunk(1)] * 128).is_successful()
+        assert len(adapter.look_up(keys[:128])) == 128, "and leased: they stay"
+        assert not adapter.store(keys[128:], [chunk(2)] * 256).is_successful()
+        found = adapter.look_up(keys)
+        assert found == list(range(len(found))), "the first ones"
+        assert 128 < len(found) < 384
+        memory = chunk(None)
+        assert adapter.load(keys[128:129], [memory]) == [0]
+        assert same(memory, chunk(2))
+    finally:
+        if adapter is not None:
+            adapter.close()
+        cluster.close()
 
 
 def test_a_chunk_that_no_node_can_hold_is_a_failed_task(adapter: StartAdapter) -> None:
