@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Generic, TypeVar
 
@@ -25,7 +25,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from kvstore.calls import PutOutcome
+from kvstore.calls import ObjectRow, PutOutcome
 from kvstore.connectors.guard import Guard, client_of_an_engine
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.locks import Locks
@@ -77,6 +77,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         """Of each model and object group, as it was stored last."""
         self._sizes: dict[str, int] = {}
         """Bytes of the object that was stored last, of each namespace."""
+        self._listings: dict[tuple[str | None, int], Iterator[tuple[str, ObjectRow]]] = {}
+        """The listing of the last page, by its model and the number of objects that were told."""
         self._stores: _Finished[L2StoreResult] = _Finished()
         self._lookups: _Finished[Bitmap] = _Finished()
         self._loads: _Finished[Bitmap] = _Finished()
@@ -173,30 +175,30 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         """Objects of the models that this daemon has stored or looked up, page by page; objects
         that come or go meanwhile may be missed or seen twice.
 
+        The listing of the last page is kept, and the next page goes on with it. A page of another
+        listing starts again at the first object and skips what has been told.
+
         Raises:
             ValueError: as LMCache says.
             KVStoreError: the store did not answer.
         """
         if page_size <= 0:
             raise ValueError(f"page_size must be positive, not {page_size}")
-        places = sorted(
-            (model, namespace)
-            for (model, _), layout in list(self._layouts.items())
-            if model_name in (None, model)
-            and (namespace := self._namespaces.of(model, layout)) is not None
-        )
-        at, skipped = _position(cursor)
+        told = int(cursor or 0)
+        if told < 0:
+            raise ValueError(f"not a cursor of this adapter: {cursor!r}")
+        rows = self._listings.pop((model_name, told), None)
+        if rows is None:
+            rows = itertools.islice(self._rows(model_name), told, None)
         entries: list[KeyEntry] = []
-        for index in range(at, len(places)):
-            model, namespace = places[index]
-            rows = self._client.list_objects(namespace=namespace)
-            for count, row in enumerate(rows):
-                if index == at and count < skipped:
-                    continue
-                if len(entries) == page_size:
-                    return KeyListPage(tuple(entries), f"{index}:{count}")
-                if (key := _key(row.key, model)) is not None:
-                    entries.append(KeyEntry(key.to_encoded_object_key(), row.size))
+        for model, row in rows:
+            told += 1
+            if (key := _key(row.key, model)) is not None:
+                entries.append(KeyEntry(key.to_encoded_object_key(), row.size))
+            if len(entries) == page_size:
+                self._listings.clear()
+                self._listings[model_name, told] = rows
+                return KeyListPage(tuple(entries), str(told))
         return KeyListPage(tuple(entries), None)
 
     def report_status(self) -> dict[str, Any]:
@@ -360,6 +362,18 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 grouped.setdefault(namespace, []).extend(indices)
         return grouped
 
+    def _rows(self, model_name: str | None) -> Iterator[tuple[str, ObjectRow]]:
+        """Every object of a model, or of all (None), with its model."""
+        places = sorted(
+            (model, namespace)
+            for (model, _), layout in list(self._layouts.items())
+            if model_name in (None, model)
+            and (namespace := self._namespaces.of(model, layout)) is not None
+        )
+        for model, namespace in places:
+            for row in self._client.list_objects(namespace=namespace):
+                yield model, row
+
     def _lend(self, memory: L1MemoryDesc) -> None:
         size = memory.stable_registration_size or memory.size
         try:
@@ -422,14 +436,3 @@ def _key(name: bytes, model: str) -> ObjectKey | None:
 
 def _columns(pairs: list[tuple[ObjectKey, Layout]]) -> tuple[list[ObjectKey], list[Layout]]:
     return [key for key, _ in pairs], [layout for _, layout in pairs]
-
-
-def _position(cursor: str | None) -> tuple[int, int]:
-    """Which place, and how many of its rows have been told. Raises ValueError."""
-    if cursor is None:
-        return 0, 0
-    at, _, skipped = cursor.partition(":")
-    position = int(at), int(skipped)
-    if min(position) < 0:
-        raise ValueError(f"not a cursor of this adapter: {cursor!r}")
-    return position

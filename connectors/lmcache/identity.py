@@ -47,7 +47,8 @@ class Namespaces:
     ) -> None:
         """
         Args:
-            weights: what the user calls the weights of all models; None: what ``weights_of`` says.
+            weights: what the user calls the weights, of each model anew; None: what ``weights_of``
+                says.
             more: what else the bytes depend on.
         """
         self._guard = guard
@@ -96,7 +97,7 @@ class Namespaces:
         announce: bool,
     ) -> None:
         try:
-            weights = weights_of(model) if self._weights is None else self._weights
+            weights = weights_of(model) if self._weights is None else f"{self._weights} of {model}"
         except OSError as error:
             self._log.error(
                 "nothing is cached of %s: its weights cannot be read (%s). The setting weights "

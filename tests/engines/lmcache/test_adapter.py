@@ -105,12 +105,13 @@ def test_ranks_groups_and_salts_are_apart(adapter: StartAdapter) -> None:
     assert all(same(memory, chunk(number)) for number, memory in enumerate(loaded))
 
 
-@pytest.mark.parametrize("other", ["model", "weights", "dtype", "shape"])
+@pytest.mark.parametrize("other", ["model", "model of named weights", "weights", "dtype", "shape"])
 def test_what_means_something_else_is_a_miss(adapter: StartAdapter, other: str) -> None:
-    first = adapter()
+    named = {"weights": "ours"} if "named" in other else {}
+    first = adapter(**named)
     assert first.store([key(1)], [chunk(1)]).is_successful()
-    second = adapter(**({"weights": "others"} if other == "weights" else {}))
-    wanted = key(1, model_name="tests/other") if other == "model" else key(1)
+    second = adapter(**({"weights": "others"} if other == "weights" else named))
+    wanted = key(1, model_name="tests/other") if "model" in other else key(1)
     shape = (2, 4, 128, 16) if other == "shape" else SHAPE
     dtype = torch.float16 if other == "dtype" else DTYPE
     memory = chunk(None, shape, dtype)
@@ -168,7 +169,7 @@ def test_two_daemons_that_differ_are_told(
     until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
     adapter(weights="others").store([key(1)], [chunk(1)])
     until(lambda: "shares no block with this one" in caplog.text)
-    assert "weights: 'others' here" in caplog.text
+    assert f"weights: 'others of {MODEL}' here" in caplog.text
 
 
 # --- locks ---------------------------------------------------------------------------------------
@@ -286,9 +287,31 @@ def test_keys_are_listed_page_by_page(adapter: StartAdapter) -> None:
     assert listed(MODEL) == set(keys)
     assert listed(None) == {*keys, other}
     assert listed("unknown") == set()
-    for wrong in ({"page_size": 0}, {"cursor": "x"}, {"cursor": "-1:0"}):
+    for wrong in ({"page_size": 0}, {"cursor": "x"}, {"cursor": "-1"}):
         with pytest.raises(ValueError, match=r"page_size|int|cursor"):
             first.it.list_l2_keys(**wrong)
+
+
+def test_a_page_does_not_list_again_what_the_page_before_has_told(
+    adapter: StartAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = adapter()
+    first.store([key(number) for number in range(5)], [chunk(1)] * 5)
+    client = first.it._client
+    listed: list[Any] = []
+    list_page = client._list_page
+    monkeypatch.setattr(
+        client, "_list_page", lambda *args, **more: (listed.append(1), list_page(*args, **more))[1]
+    )
+    pages = [first.it.list_l2_keys(page_size=1)]
+    while pages[-1].next_page_token is not None:
+        pages.append(first.it.list_l2_keys(page_size=1, cursor=pages[-1].next_page_token))
+    told = [entry.key for page in pages for entry in page.entries]
+    assert len(listed) == 1
+    assert len(told) == len(set(told)) == 5
+    again = first.it.list_l2_keys(page_size=1, cursor=pages[2].next_page_token)
+    assert again.entries == pages[3].entries, "a page that is asked for again"
+    assert len(listed) == 2
 
 
 @pytest.mark.parametrize("settings", [{"no_such": 1}, {"timeout_ms": "soon"}])
