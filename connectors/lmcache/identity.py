@@ -19,7 +19,7 @@ from kvstore.connectors.fleet import Fleet
 from kvstore.connectors.guard import Guard
 from kvstore.connectors.lmcache.memory import Layout
 from kvstore.errors import KVStoreError
-from kvstore.fingerprint import fingerprint, weights_of
+from kvstore.fingerprint import config_of, fingerprint, weights_of
 
 ENGINE: Final = "lmcache"
 
@@ -97,8 +97,11 @@ class Namespaces:
         announce: bool,
     ) -> None:
         try:
-            weights = weights_of(model) if self._weights is None else f"{self._weights} of {model}"
-        except OSError as error:
+            if self._weights is None:
+                meaning = {"weights": weights_of(model), "config": config_of(model)}
+            else:
+                meaning = {"weights": f"{self._weights} of {model}"}
+        except Exception as error:  # noqa: BLE001 - strangers' files; calls wait for the answer
             self._log.error(
                 "nothing is cached of %s: its weights cannot be read (%s). The setting weights "
                 "names them instead.",
@@ -107,11 +110,11 @@ class Namespaces:
             )
             found.set_result(None)
             return
-        description = {"format": FORMAT, "weights": weights, "objects": layout, **self._more}
+        description = {"format": FORMAT, **meaning, "objects": layout, **self._more}
         mark = fingerprint(description)
         namespace = f"{ENGINE}/{mark}/objects"
         found.set_result(namespace)
-        self._log.info("model %s, weights %s: namespace %s", model, weights, namespace)
+        self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
         while announce and not self._announced(model, mark, description, namespace):
             if self._closed.wait(ANNOUNCE_AGAIN_S):
                 return

@@ -125,23 +125,27 @@ def test_what_means_something_else_is_a_miss(adapter: StartAdapter, other: str) 
     assert same(untouched, chunk(1))
 
 
-def test_files_of_other_weights_under_the_same_path_are_a_miss(
-    adapter: StartAdapter, tmp_path: Path
+@pytest.mark.parametrize("changed", ["weights.npz", "config.json"])
+def test_another_model_under_the_same_path_is_a_miss(
+    adapter: StartAdapter, tmp_path: Path, changed: str
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "weights.npz").write_bytes(b"one")
+    (model / "config.json").write_text('{"rope_theta": 10000}')
     wanted = key(1, model_name=str(model))
     assert adapter().store([wanted], [chunk(1)]).is_successful()
     assert adapter().look_up([wanted]) == [0]
-    (model / "weights.npz").write_bytes(b"two")
+    (model / changed).write_text('{"rope_theta": 20000}')
     assert adapter().look_up([wanted]) == []
 
 
-def test_weights_that_cannot_be_read_are_never_shared(
-    adapter: StartAdapter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("unreadable", ["weights.npz/", "config.json"])
+def test_a_model_that_cannot_be_read_is_never_shared(
+    adapter: StartAdapter, tmp_path: Path, caplog: pytest.LogCaptureFixture, unreadable: str
 ) -> None:
-    (tmp_path / "weights.npz").mkdir()
+    place = tmp_path / unreadable
+    place.mkdir() if unreadable.endswith("/") else place.write_text("[]")
     wanted = key(1, model_name=str(tmp_path))
     first = adapter()
     assert not first.store([wanted], [chunk(1)]).is_successful()
