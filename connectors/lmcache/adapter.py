@@ -38,7 +38,7 @@ from kvstore.connectors.lmcache.memory import (
     slices,
     text_of,
 )
-from kvstore.errors import BufferMismatchError, InvalidArgumentError, KVStoreError
+from kvstore.errors import BufferMismatchError, KVStoreError
 
 log = logging.getLogger("kvstore.lmcache")
 
@@ -58,7 +58,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         """
         Args:
             params: settings of a client (``master``, ``cluster``, ``replicas``, ``transports``,
-                ``timeout_ms`` ...), and ``weights``: a name for the weights of the models, where
+                ``timeout_ms`` ...), and ``model_id``: a name for the weights of each model, where
                 this host does not have their files, or where they are replaced in place.
             l1_memory_desc: LMCache's memory, which a transfer engine is told of.
 
@@ -67,12 +67,10 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         """
         super().__init__()  # without a capacity: LMCache does not evict by usage here
         settings = dict(params)
-        weights = settings.pop("weights", None)
-        if weights is not None and not isinstance(weights, str):
-            raise InvalidArgumentError(f"weights are a name, not {weights!r}")
+        model_id = settings.pop("model_id", None)
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._client = self._guard.client
-        self._namespaces = Namespaces(self._guard, log, weights=weights, more={"door": "daemon"})
+        self._namespaces = Namespaces(self._guard, log, model_id=model_id, more={"door": "daemon"})
         self._layouts: dict[tuple[str, int], Layout] = {}
         """Of each model and object group, as it was stored last."""
         self._sizes: dict[str, int] = {}

@@ -44,14 +44,14 @@ class Chunks:
         model: str,
         full: RemoteMetadata,
         *,
-        weights: str | None,
+        model_id: str | None,
         more: Mapping[str, object],
     ) -> None:
         """
         Args:
             memory: where gets allocate.
             full: what LMCache says of a chunk that is as long as it can be.
-            weights, more: as of ``Namespaces``.
+            model_id, more: as of ``Namespaces``.
         """
         self._guard = guard
         self._client = guard.client
@@ -60,7 +60,7 @@ class Chunks:
         self._full = full
         self._layout = layout_of(tuple(full.shapes), tuple(full.dtypes))
         self._description_bytes = int(get_remote_metadata_bytes())
-        self._namespaces = Namespaces(guard, log, weights=weights, more=more)
+        self._namespaces = Namespaces(guard, log, model_id=model_id, more=more)
         self._namespace()  # begins to read the weights
 
     def sizes(self, keys: Sequence[CacheEngineKey]) -> list[int | None]:

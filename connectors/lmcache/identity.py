@@ -42,18 +42,18 @@ class Namespaces:
         guard: Guard,
         log: logging.Logger,
         *,
-        weights: str | None = None,
+        model_id: str | None = None,
         more: Mapping[str, object],
     ) -> None:
         """
         Args:
-            weights: what the user calls the weights, of each model anew; None: what ``weights_of``
-                says.
+            model_id: a user's name for the weights of each model; None: the files of a model are
+                its weights, and its name is where there are none.
             more: what else the bytes depend on.
         """
         self._guard = guard
         self._log = log
-        self._weights = weights
+        self._model_id = model_id
         self._more = more
         self._changing = threading.Lock()
         self._known: dict[tuple[str, Layout], concurrent.futures.Future[str | None]] = {}
@@ -97,13 +97,13 @@ class Namespaces:
         announce: bool,
     ) -> None:
         try:
-            if self._weights is None:
+            if self._model_id is None:
                 meaning = {"weights": weights_of(model), "config": config_of(model)}
             else:
-                meaning = {"weights": f"{self._weights} of {model}"}
+                meaning = {"weights": f"{self._model_id} of {model}"}
         except Exception as error:  # noqa: BLE001 - strangers' files; calls wait for the answer
             self._log.error(
-                "nothing is cached of %s: its weights cannot be read (%s). The setting weights "
+                "nothing is cached of %s: its weights cannot be read (%s). The setting model_id "
                 "names them instead.",
                 model,
                 error,

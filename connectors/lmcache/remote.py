@@ -83,14 +83,14 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         """
         Args:
             memory: where gets allocate.
-            settings: of a client, and ``weights`` (see ``KVStoreL2Adapter``).
+            settings: of a client, and ``model_id`` (see ``KVStoreL2Adapter``).
 
         Raises:
             ConfigError: an unknown or wrong setting.
         """
         super().__init__(config, metadata)
         given = dict(settings)
-        weights = given.pop("weights", None)
+        model_id = given.pop("model_id", None)
         self._chunks = Chunks(
             Guard(client_of_an_engine(**given), log),
             memory,
@@ -98,7 +98,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
             RemoteMetadata(
                 self.full_chunk_size_bytes, self.meta_shapes, self.meta_dtypes, self.meta_fmt
             ),
-            weights=None if weights is None else str(weights),
+            model_id=model_id,
             more={
                 "door": "in-process",
                 "memory format": str(self.meta_fmt),

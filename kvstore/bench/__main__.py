@@ -49,8 +49,10 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
               help="Rounds, each with new processes on both sides.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=0.5, show_default=True,
               help="Seconds per row, round and system.")  # fmt: skip
-@click.option("--behind", type=click.Choice([LMCACHE]), is_eager=True,
-              help="Measure both systems as remote storage of LMCache, which must be installed.")  # fmt: skip
+@click.option(
+    "--behind", type=click.Choice([LMCACHE]), is_eager=True,
+    help="Measure both systems as remote storage of LMCache, which must be installed.",
+)  # fmt: skip
 @click.option(
     "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
     help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'.",

@@ -1,7 +1,7 @@
 """LMCache between the benchmark and a system: its ``RemoteBackend``, as in an engine's process.
 
-This store is behind its plug-in, Mooncake Store behind LMCache's own ``MooncakestoreConnector``, with
-LMCache's faster setting for it (``save_chunk_meta`` off). LMCache hands over and receives chunks of
+This store is behind its plug-in. Mooncake Store is behind LMCache's ``MooncakestoreConnector``, with
+the faster of its two settings (``save_chunk_meta`` off). LMCache hands over and receives chunks of
 its own memory, which lies in the client's process.
 """
 
@@ -220,7 +220,8 @@ class _Backend:
         if self._is_mooncake:
             codes = connector.store.batch_remove([key.to_string() for key in keys], True)
             return all(code == 0 for code in codes)
-        return all([connector.remove_sync(key) for key in keys])
+        were_there = [connector.remove_sync(key) for key in keys]
+        return all(were_there)
 
     def close(self) -> None:
         for chunk in self._chunks:

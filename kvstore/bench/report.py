@@ -9,8 +9,8 @@ from rich.table import Table
 
 from kvstore.bench.machine import in_words
 from kvstore.bench.processor import Shares
-from kvstore.bench.rows import LMCACHE
 from kvstore.bench.results import Comparison, Measured, Spread
+from kvstore.bench.rows import LMCACHE
 from kvstore.bench.worker import MOONCAKE, OURS
 
 COLUMNS = ("work", "path", "ours", "Mooncake", "ratio", "rounds", "goal", "")

@@ -42,8 +42,8 @@ REMEMBERED = (
     " process."
 )
 BEHIND_LMCACHE = (
-    "LMCache's own calls on both sides. Its way to Mooncake asks for one key after the other, and its"
-    " way to this store leases what it finds."
+    "Not the same work: LMCache's connector for Mooncake asks for one key after the other; its"
+    " plug-in for this store asks for all keys with one call, which leases what it finds."
 )
 OVER_TCP = (
     "Not the same path: LMCache has no way to Mooncake's shared-memory client, so Mooncake's bytes"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,10 @@ def test_ranks_groups_and_salts_are_apart(adapter: StartAdapter) -> None:
 
 @pytest.mark.parametrize("other", ["model", "model of named weights", "weights", "dtype", "shape"])
 def test_what_means_something_else_is_a_miss(adapter: StartAdapter, other: str) -> None:
-    named = {"weights": "ours"} if "named" in other else {}
+    named = {"model_id": "ours"} if "named" in other else {}
     first = adapter(**named)
     assert first.store([key(1)], [chunk(1)]).is_successful()
-    second = adapter(**({"weights": "others"} if other == "weights" else named))
+    second = adapter(**({"model_id": "others"} if other == "weights" else named))
     wanted = key(1, model_name="tests/other") if "model" in other else key(1)
     shape = (2, 4, 128, 16) if other == "shape" else SHAPE
     dtype = torch.float16 if other == "dtype" else DTYPE
@@ -171,7 +172,7 @@ def test_two_daemons_that_differ_are_told(
     adapter().store([key(1)], [chunk(1)])
     client = store.client()
     until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
-    adapter(weights="others").store([key(1)], [chunk(1)])
+    adapter(model_id="others").store([key(1)], [chunk(1)])
     until(lambda: "shares no block with this one" in caplog.text)
     assert f"weights: 'others of {MODEL}' here" in caplog.text
 
@@ -428,6 +429,77 @@ def test_a_node_that_hangs_makes_misses_in_time(adapter: StartAdapter, store: Cl
     memory = chunk(None)
     until(lambda: first.load([key(1)], [memory]) == [0], within_s=40)
     assert same(memory, chunk(1))
+
+
+class Work:
+    """Stores, finds and loads again and again in a thread, and compares every byte."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._stopped = threading.Event()
+        self.hits = self.misses = 0
+        self.longest_s = 0.0
+
+    def run(self) -> None:
+        number = 0
+        while not self._stopped.is_set():
+            keys = [key(each) for each in range(number, number + 8)]
+            chunks = [chunk(each) for each in range(number, number + 8)]
+            loaded = [chunk(None) for _ in keys]
+            number = (number + 8) % 256
+            self._timed(self._adapter.store, keys, chunks)
+            found = self._timed(self._adapter.look_up, keys)
+            hits = self._timed(self._adapter.load, keys, loaded)
+            self._adapter.it.submit_unlock([keys[index] for index in found])
+            assert all(same(loaded[index], chunks[index]) for index in hits), "other bytes"
+            self.hits += len(hits)
+            self.misses += len(keys) - len(hits)
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        began = time.monotonic()
+        result = call(*arguments)
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
+        return result
+
+    def wait(self, what: str) -> None:
+        """For another hit or miss."""
+        before = getattr(self, what)
+        until(lambda: getattr(self, what) > before, within_s=60)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_store_dies_and_hangs_in_the_middle_of_the_work(
+    adapter: StartAdapter, store: Cluster, transport: str
+) -> None:
+    work = Work(adapter(transports=transport))
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work.run)
+        try:
+            work.wait("hits")
+            [node] = store.nodes
+            node.kill()
+            node.entry.unlink()
+            store.node(memory="64MiB")
+            work.wait("hits")
+            for server in (store.nodes[-1], store.master_server):
+                assert server is not None
+                server.freeze()
+                work.wait("hits" if transport == "shm" and server is not store.master_server
+                          else "misses")  # fmt: skip
+                server.resume()
+                work.wait("hits")
+            assert store.master_server is not None
+            store.master_server.kill()
+            work.wait("misses")
+            store.master()
+            work.wait("hits")
+        finally:
+            work.stop()
+        working.result()
+    assert work.longest_s < DEADLINE_S
 
 
 def test_a_daemon_starts_without_a_store_and_finds_it_later(tmp_path: Path) -> None:

@@ -25,9 +25,7 @@ roomy = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def measured(
-    children: Children, system: str, address: str, rows: list[Row]
-) -> Iterator[Worker]:
+def measured(children: Children, system: str, address: str, rows: list[Row]) -> Iterator[Worker]:
     """Measures each row; the client compares the bytes."""
     mode = rows[0].mode
     settings = Settings(

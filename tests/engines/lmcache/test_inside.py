@@ -93,7 +93,7 @@ def test_what_means_something_else_is_a_miss(inside: StartInside, other: str) ->
     first.put([first.key(1)], [first.chunk(1)])
     different: dict[str, Any] = {
         "model": {"model": "tests/other"},
-        "weights": {"settings": {"weights": "others"}},
+        "weights": {"settings": {"model_id": "others"}},
         "dtype": {"dtype": torch.float16},
         "heads": {"heads": 4},
         "tags": {},
