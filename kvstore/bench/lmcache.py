@@ -1,7 +1,7 @@
 """LMCache between the benchmark and a system: its ``RemoteBackend``, as in an engine's process.
 
-This store is behind its plug-in. Mooncake Store is behind LMCache's ``MooncakestoreConnector``, with
-the faster of its two settings (``save_chunk_meta`` off). LMCache hands over and receives chunks of
+This store is behind its plug-in. Mooncake Store is behind LMCache's ``MooncakestoreConnector`` with
+the faster of its settings (``save_chunk_meta`` off). LMCache hands over and receives chunks of
 its own memory, which lies in the client's process.
 """
 

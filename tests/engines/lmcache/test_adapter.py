@@ -158,7 +158,7 @@ def test_the_fleet_record_says_who_this_is(adapter: StartAdapter, store: Cluster
     adapter().store([key(1)], [chunk(1)])
     client = store.client()
     [row] = until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
-    record = json.loads(client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes") or b"")
+    record = json.loads(bytes(client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes") or b""))
     assert (record["engine"], record["models"]) == ("lmcache", [MODEL])
     [namespace] = record["namespaces"]
     assert record["fingerprint"] in namespace
@@ -305,9 +305,12 @@ def test_a_page_does_not_list_again_what_the_page_before_has_told(
     client = first.it._client
     listed: list[Any] = []
     list_page = client._list_page
-    monkeypatch.setattr(
-        client, "_list_page", lambda *args, **more: (listed.append(1), list_page(*args, **more))[1]
-    )
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        listed.append(arguments)
+        return list_page(*arguments, **more)
+
+    monkeypatch.setattr(client, "_list_page", counted)
     pages = [first.it.list_l2_keys(page_size=1)]
     while pages[-1].next_page_token is not None:
         pages.append(first.it.list_l2_keys(page_size=1, cursor=pages[-1].next_page_token))
