@@ -21,20 +21,15 @@ from tests import apart, leaks
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
 """Their conftest leaves out every file where vLLM is not installed."""
-NEED_LMCACHE = "tests/engines/lmcache"
 CONTAINERS = ROOT / "tests/containers"
+ENGINES = {"tests/engines/lmcache": "lmcache"}
+"""Folders of tests with an engine's own classes, and the module without which their conftest leaves
+out every file."""
 
 SUITES = (
-    "unit",
-    "conformance",
-    "model",
-    "simulation",
-    "integration",
-    "engines",
-    "e2e",
-    "netns",
+    "unit", "conformance", "model", "simulation", "integration", "e2e", "engines", "netns",
     "containers",
-)
+)  # fmt: skip
 
 # The developer's own settings must not decide a test. KVSTORE_NATIVE=0 chooses what is tested.
 for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
@@ -130,10 +125,11 @@ def _not_collected(config: pytest.Config) -> list[str]:
         (ROOT / folder, "need vLLM: make test-vllm installs it and runs them")
         for folder in NEED_VLLM
         if importlib.util.find_spec("vllm") is None
+    ] + [
+        (ROOT / folder, f"need {module}: make test-engines installs it and runs them")
+        for folder, module in ENGINES.items()
+        if importlib.util.find_spec(module) is None
     ]
-    if importlib.util.find_spec("lmcache") is None:
-        how = "need LMCache: make test-engines installs it and runs them"
-        left_out.append((ROOT / NEED_LMCACHE, how))
     if CONTAINERS in ignored:
         left_out.append((CONTAINERS, "are run by make test-containers"))
     return [
