@@ -1,4 +1,4 @@
-"""The descriptions that engines put into the store, so that a difference between them can be seen.
+"""Descriptions that engines put into the store, so that differences between engines can be seen.
 
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
 engine serves which models, in which namespaces its blocks are, and what was described. Engines warn
@@ -41,7 +41,7 @@ class Fleet:
             models: names of the model, the first one the name or path that was loaded.
             mark: the fingerprint.
             namespaces: where its blocks are.
-            more: what readers of this engine's records need besides.
+            more: further fields, for readers of this engine's records.
 
         Raises:
             KVStoreError: the store did not answer.
@@ -68,8 +68,8 @@ class Fleet:
         return warnings
 
     def leave(self, models: Sequence[str], mark: str) -> None:
-        """Removes this engine's description under another fingerprint; an engine that still has
-        that fingerprint puts it again.
+        """Removes the description with the fingerprint ``mark``, which this engine has no longer;
+        an engine that still has it puts the description again.
 
         Raises:
             KVStoreError: the store did not answer.
@@ -96,12 +96,12 @@ def _warnings(model: str, record: Mapping[str, object], raw: bytes) -> list[str]
         return []
     ours = record["description"]
     if not isinstance(theirs, dict) or not isinstance(ours, Mapping) or engine != record["engine"]:
-        return []  # other engines keep other bytes
+        return []  # blocks of different engines differ in any case
     told = "; ".join(differences(ours, theirs)) or "only the layout of the cache"
     return [f"another engine serves {model}, and shares no block with this one. {told}"]
 
 
 def _prefix(models: Sequence[str]) -> bytes:
-    """Records of one model stand beside each other, whatever path it was loaded from."""
+    """One prefix for all records of a model, whatever path it was loaded from."""
     name = models[0].rstrip("/").rsplit("/", 1)[-1]
     return name.encode()[: KEY_BYTES_MAX // 2] + b"/"

@@ -39,8 +39,8 @@ GC_S: Final = 1.0
 """How often survivors of the young generations are frozen, so that the collector skips them."""
 
 _MIDDLE: Final = 2
-"""Collections of the young between two of the middle generation, which takes 5 ms after 10 of
-them."""
+"""Young collections per collection of the middle generation. With 10, Python's default, the latter
+takes 5 ms."""
 
 _NEVER: Final = 1 << 30
 
@@ -63,7 +63,8 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
     """Serves until SIGTERM or SIGINT, or until the parent is gone. Returns the exit status:
     ``EXIT_BROKEN`` if a background task died that the master needs.
 
-    ``parent_fd``: the child's end of a ``kvstore.children`` pair; told where we listen.
+    ``parent_fd``: the child's end of a ``kvstore.children`` pair, by which the parent is told where
+    the master listens.
 
     Raises:
         AddressInUseError, StartupError: the master could not start; nothing is left behind.
@@ -83,12 +84,12 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC logs a traceback when a client cancels a call that is just ending, and when it is gone
-    by the time of the answer (an ``ExecuteBatchError``, which is private to gRPC).
+    """Filters out tracebacks that gRPC logs when a client cancels a call that is just ending, or is
+    gone before the reply (an ``ExecuteBatchError``, which is private to gRPC).
 
     Raises:
-        CancelledError: the one that gRPC logs, which ends its task before it goes on to print the
-            traceback to the error output, where no filter reaches.
+        CancelledError: the one that gRPC logs. Raising it ends gRPC's task before the task prints
+            the traceback to stderr, which no log filter reaches.
     """
     kind, error, _ = record.exc_info or (None, None, None)
     if isinstance(error, asyncio.CancelledError):
@@ -118,8 +119,8 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     child: Child | None = None
     try:
         if etcd is None:
-            # Grows from one start to the next, with nothing kept between, unless a clock is put
-            # back: then the nodes say so.
+            # The wall clock grows from start to start, so no epoch needs to be stored. If the
+            # clock was put back, the nodes report it (``_outrun``).
             master.begin(wall_clock_ms(), math.inf)
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
@@ -147,7 +148,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
             return EXIT_BROKEN
         for task in tasks:
             if task.done() and not stopped.is_set():
-                task.result()  # raises: none of them ends by itself
+                task.result()  # raises: a task here ends only with an error
         log.info("master_stopping epoch=%d", master.epoch)
         return 0
     finally:
@@ -167,7 +168,8 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
 
 
 class _Master:
-    """The carriers of this process, and behind them a service while it leads: ``Terms``."""
+    """The carriers of this process, and the service behind them while it leads. Implements
+    ``Terms``."""
 
     def __init__(self, config: MasterConfig, died: background.Died) -> None:
         """``died``: called when the process cannot go on serving."""
@@ -259,7 +261,7 @@ class _Master:
 
     def _end_below(self, epoch: int) -> None:
         if self._service is None or self.epoch > epoch:
-            return  # several nodes say so at once
+            return  # several nodes may report the same epoch
         log.warning("epoch_outrun epoch=%d joined_before=%d", self.epoch, epoch)
         if self._election is not None:
             self._election.outrun(epoch)
@@ -347,9 +349,10 @@ def _node_advertised(config: MasterConfig) -> str:
 
 
 def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool) -> Child:
-    """``is_own``: the master is a user's own, which is started again after it ends."""
+    """``is_own``: a user runs this master, not a parent process, and starts it again after it
+    ends."""
     host = config.host if config.host not in EVERY_INTERFACE else "127.0.0.1"
-    # Its name, for the memory to be found again when we were killed and are started again.
+    # A stable name: a master that is killed and started again finds its memory by it.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     child = start_node(
         master=str(config.etcd_place or join_address(host, endpoints.port)),

@@ -57,7 +57,7 @@ class CallStats:
     count: int = 0
     errors: int = 0
     total_us: float = 0.0
-    """Time of decoding, answering and encoding, including the wait of replies that waited."""
+    """Time of decoding, answering and encoding, including the time that replies waited."""
 
 
 class Dispatcher:
@@ -69,7 +69,7 @@ class Dispatcher:
         self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
 
     def dispatch(self, call: Call[Any, Any], data: bytes) -> bytes | asyncio.Task[bytes]:
-        """The encoded reply, or the task that waits for it. Cancelling it cancels the service's.
+        """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
 
         Raises:
             KVStoreError: the only exception, now or from the task (except cancellation).
@@ -88,7 +88,7 @@ class Dispatcher:
             stats.total_us += (time.perf_counter() - started) * 1e6
             raise _mapped(call, stats, error) from None
         task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
-        # Also when the task is cancelled before its first step, where no ``finally`` would run.
+        # Not in a ``finally``: a task that is cancelled before its first step would not run it.
         task.add_done_callback(lambda _: waiting.cancel())
         return task
 

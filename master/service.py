@@ -51,7 +51,7 @@ JOIN_TIMEOUT_S: Final = 5.0
 """A node's stream must send its join within this time."""
 
 OUTBOX_MAX: Final = 4_096
-"""Messages that a node has not taken yet; one that does not read is cut off."""
+"""Messages that may wait for one node; a node that does not read them is cut off."""
 
 Outbox = asyncio.Queue[calls.MasterMessage | KVStoreError | None]
 
@@ -111,8 +111,8 @@ class MasterService:
         self.leads_until = math.inf
         """A ``uptime()`` value."""
         self.outrun: Callable[[int], None] = lambda epoch: None
-        """Called with the epoch of a later master, which somebody has joined before: another term
-        is to begin above that."""
+        """Called with the epoch of a later master that a client or node has joined: the next term
+        must begin above it."""
         self._longest_step_us = 0
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -147,7 +147,7 @@ class MasterService:
             self._died(error)
 
     def _check_whole(self, error: Exception) -> None:
-        """After an exception in a step: nothing was changed, or this is the end."""
+        """After an exception in a step: calls ``_break`` if the state may be half changed."""
         if not isinstance(error, KVStoreError) and self.state.changing:
             self._break(error)
 
@@ -210,7 +210,7 @@ class MasterService:
         return answer
 
     async def _in_pieces(self, cut: Cut, request: calls.Request) -> calls.Reply:
-        """One piece in each turn of the loop, whatever the number of large calls."""
+        """Runs one piece in each turn of the loop, however many large calls there are."""
         replies: list[calls.Reply | Awaitable[calls.Reply]] = []
         try:
             for piece in cut.pieces(request):
@@ -224,13 +224,13 @@ class MasterService:
                     each.cancel()  # where the caller has gone
 
     def _took(self, started: float) -> float:
-        """Notes how long the loop was held; the time now."""
+        """Notes how long the loop was held. Returns the time now."""
         ended = uptime()
         self._longest_step_us = max(self._longest_step_us, int((ended - started) * 1e6))
         return ended
 
     def _counters(self, counted: Sequence[calls.Counter]) -> list[calls.Counter]:
-        """With those of the shell: ``longest_step_us`` is the longest time since the start for
+        """Adds the shell's counters. ``longest_step_us`` is the longest time since the start for
         which the loop served one call or slice of work and nothing else."""
         own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
         return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
@@ -262,7 +262,7 @@ class MasterService:
 
         def done(answered: asyncio.Future[Any]) -> None:
             if not answered.cancelled():
-                answered.exception()  # seen: its caller may have been refused before
+                answered.exception()  # marks it as seen: the caller may have got another error
             elif self._answers.pop(ticket, None) is not None:
                 self.state.cancel(ticket)  # its caller is gone
 
@@ -331,7 +331,7 @@ class MasterService:
 
     @staticmethod
     def _put(outbox: Outbox, message: calls.MasterMessage | KVStoreError | None) -> None:
-        if outbox.full():  # it does not read: end the stream with what it did not take
+        if outbox.full():  # the node does not read: drop its messages, end its stream
             while not outbox.empty():
                 outbox.get_nowait()
             message = BusyError("the node does not read the master's messages")

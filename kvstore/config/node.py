@@ -125,5 +125,5 @@ class NodeConfig(Config):
 
     @property
     def keeps(self) -> bool:
-        """At a clean stop. Without a name the next start might not find it."""
+        """Whether a clean stop leaves the memory. Without a name no later start might find it."""
         return bool(self.name) if self.keep is None else self.keep

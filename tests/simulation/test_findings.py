@@ -1,8 +1,8 @@
-"""What the simulation has found, each as the shortest story that shows it. ``tests/README.md``
+"""Bugs that the simulation has found, each as the shortest story that shows it. ``tests/README.md``
 explains.
 
-A story that is marked ``xfail`` is open: whoever repairs it removes its mark here, and its rules
-from ``known.py``. The story stays as a regression.
+A story that is marked ``xfail`` is an open bug: its fix removes the mark here, and its rules from
+``known.py``. The story stays as a regression test.
 """
 
 from __future__ import annotations
