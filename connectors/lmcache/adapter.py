@@ -1,7 +1,8 @@
 """``KVStoreL2Adapter``: this store as the second level of LMCache's daemon, behind its memory.
 
-    lmcache server --l2-adapter '{"type": "plugin", "module_path": "kvstore.connectors.lmcache",
-      "class_name": "KVStoreL2Adapter", "adapter_params": {"master": "10.0.0.7:50001"}}' ...
+    lmcache server --l1-size-gb 20 --eviction-policy LRU --l2-adapter '{"type": "plugin",
+      "module_path": "kvstore.connectors.lmcache", "class_name": "KVStoreL2Adapter",
+      "adapter_params": {"master": "10.0.0.7:50001"}}'
 
 The daemon's controllers submit tasks, and wait for the descriptor of their kind. Every task ends,
 by the deadline of its calls (``guard``), also when the store is down: then a store has failed and a

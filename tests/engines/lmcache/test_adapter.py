@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 from kvstore.connectors.lmcache import locks
+from kvstore.demo.processes import free_port
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.lmcache.tasks import (
@@ -547,17 +549,77 @@ def test_close_ends_tasks_under_way_before_their_memory_is_given_back(
 # --- LMCache's own programs on it ----------------------------------------------------------------
 
 
+LMCACHE = str(Path(sys.executable).with_name("lmcache"))
+
+
+def spec(**settings: object) -> str:
+    return json.dumps(
+        {
+            "type": "plugin",
+            "module_path": "kvstore.connectors.lmcache",
+            "class_name": "KVStoreL2Adapter",
+            "adapter_params": settings,
+        }
+    )
+
+
+def daemon(tmp_path: Path, port: int, settings: str) -> subprocess.Popen[bytes]:
+    """``lmcache server``, whose HTTP interface is on that port."""
+    with (tmp_path / "daemon.log").open("wb") as log:
+        return subprocess.Popen(
+            [
+                LMCACHE, "server", "--port", str(free_port()), "--http-host", "127.0.0.1",
+                "--http-port", str(port), "--prometheus-port", str(free_port()),
+                "--l1-size-gb", "0.1", "--no-l1-use-lazy", "--eviction-policy", "LRU",
+                "--l2-adapter", settings,
+            ],
+            cwd=ROOT, env=os.environ | {"LMCACHE_TRACK_USAGE": "false"}, stdout=log, stderr=log,
+        )  # fmt: skip
+
+
+def test_lmcaches_daemon_starts_with_it_and_ends(store: Cluster, tmp_path: Path) -> None:
+    port = free_port()
+
+    def ask(path: str) -> Any:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+                return json.load(answer)
+        except OSError:
+            return None
+
+    process = daemon(tmp_path, port, spec(master=store.address))
+    try:
+        status = until(lambda: ask("/status"), within_s=60)
+        [adapter] = status["storage_manager"]["l2_adapters"]
+        assert adapter["type"] == "KVStoreL2Adapter"
+        assert adapter["is_healthy"]
+        assert adapter["master"] == store.address
+        assert ask("/cache/objects")["entries"] == []
+        process.terminate()
+        process.wait(30)
+    finally:
+        process.kill()
+        process.wait()
+    assert "Application shutdown complete" in (tmp_path / "daemon.log").read_text()
+
+
+def test_lmcaches_daemon_does_not_start_with_a_wrong_setting(
+    store: Cluster, tmp_path: Path
+) -> None:
+    process = daemon(tmp_path, free_port(), spec(master=store.address, no_such=1))
+    try:
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+        process.wait()
+    assert "no_such" in (tmp_path / "daemon.log").read_text()
+
+
 def test_lmcaches_bench_verifies_every_byte(store: Cluster) -> None:
-    spec = {
-        "type": "plugin",
-        "module_path": "kvstore.connectors.lmcache",
-        "class_name": "KVStoreL2Adapter",
-        "adapter_params": {"master": store.address},
-    }
     done = subprocess.run(
         [
-            str(Path(sys.executable).with_name("lmcache")), "bench", "l2", "--no-skip-verify",
-            "--format", "json", "--l2-adapter", json.dumps(spec), "--num-keys", "16",
+            LMCACHE, "bench", "l2", "--no-skip-verify",
+            "--format", "json", "--l2-adapter", spec(master=store.address), "--num-keys", "16",
             "--in-flight", "2", "--rounds", "3", "--data-size-kb", "64",
             "--lookup-max-hit-rate", "0.5",
         ],
