@@ -16,7 +16,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
@@ -55,8 +55,11 @@ class Child:
         *flags: str,
         environ: Mapping[str, str] | None = None,
         timeout_s: float = START_TIMEOUT_S,
+        pass_fds: Sequence[int] = (),
     ) -> Self:
         """Run ``python -m module`` and wait until it serves.
+
+        It inherits the descriptors ``pass_fds``, by their numbers.
 
         Its standard output is dropped, what it logs goes to our standard error. Settings in the
         environment or a file do not reach it: ``flags`` and ``environ`` are all it gets. What may
@@ -74,7 +77,7 @@ class Child:
         with theirs:
             process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *pass_fds],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=_inherited(os.environ) | dict(environ or {}),
@@ -179,6 +182,7 @@ def start_master(*, memory: int) -> Child:
     """A whole store of ``memory`` bytes on loopback; its gRPC port is ``said["port"]``."""
     return Child.start(
         "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
+        "--http-port", "0",
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 

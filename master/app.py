@@ -22,7 +22,9 @@ from kvstore.children import Child, ParentLink, start_node
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
+from kvstore.histograms import Histogram
 from kvstore.host import address_towards, is_loopback, own_address
+from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
@@ -32,6 +34,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.web.serving import bind
 
 log = logging.getLogger("kvstore.master")
 
@@ -112,6 +115,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     master = _Master(config, broken)
     await master.bind()
     endpoints = master.endpoints
+    listener: socket.socket | None = None
     election: Election | None = None
     tasks: list[asyncio.Task[None]] = [start_task("collector", _keep_collector_out(), died=broken)]
     stopping = loop.create_task(stopped.wait())
@@ -133,7 +137,14 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         own = descriptors.open_now()  # before the first connection is accepted
         await master.carriers.start()
         tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
-        _greet(config, endpoints)
+        if config.http_port:
+            given = "http_port" in config.model_fields_set
+            listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
+            answers = {"role": master.role, "measures": master.measures}
+            at = join_address(_reached(config.host), endpoints.port)
+            serving = web.keep_serving(listener, answers, master=at, cluster=config.cluster)
+            tasks.append(start_task("http", serving, died=broken))
+        _greet(config, endpoints, listener)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
             await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
@@ -160,6 +171,8 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         for each in waits:
             each.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+        if listener is not None:
+            listener.close()
         if election is not None:
             await election.resign()
         if etcd is not None:
@@ -298,6 +311,38 @@ class _Master:
                 is_full = False
                 log.info("grpc_port_free connections=%d max=%d", taken, self._grpc_max)
 
+    def role(self) -> dict[str, object]:
+        """Whether this master leads, and if not, the leader's ``host:port``, as far as known."""
+        leads = self._service is not None and not self._service.ceased
+        return {"leads": leads, "leader": "" if leads else self._standby.leader}
+
+    def measures(self) -> dict[str, object]:
+        """What ``kvstore.web.metrics`` shows of this process."""
+        carriers, service = self.carriers, self._service
+        nothing = Histogram()
+        step_us, late_us = (
+            (nothing, nothing) if service is None else (service.step_us, service.late_us)
+        )
+        return {
+            "version": __version__,
+            "cluster": self._config.cluster,
+            "leads": self.role()["leads"],
+            "epoch": self.epoch,
+            "calls": {
+                name: (stats.count, stats.errors, (stats.us.counts, stats.us.total))
+                for name, stats in carriers.call_stats.items()
+                if stats.count
+            },
+            "step_us": (step_us.counts, step_us.total),
+            "late_us": (late_us.counts, late_us.total),
+            "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
+            "counters": {
+                "connections_refused": carriers.lane_stats.refused,
+                "connections_stalled": carriers.lane_stats.stalled,
+                **({} if self._election is None else self._election.counters()),
+            },
+        }
+
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
         own = {"grpc_connections": self._grpc_connections}
@@ -378,7 +423,12 @@ async def _watch(child: Child) -> None:
     )
 
 
-def _greet(config: MasterConfig, endpoints: Endpoints) -> None:
+def _reached(host: str) -> str:
+    """Where this process reaches what it serves itself on ``host``."""
+    return "127.0.0.1" if host in EVERY_INTERFACE else host
+
+
+def _greet(config: MasterConfig, endpoints: Endpoints, http: socket.socket | None) -> None:
     at = join_address(config.host, endpoints.port)
     only = (
         "; this host only, use --host to serve others"
@@ -389,6 +439,9 @@ def _greet(config: MasterConfig, endpoints: Endpoints) -> None:
         f"kvstore-master listening on {at} (gRPC) and port {endpoints.lane_port} (lane){only}",
         flush=True,
     )
+    if http is not None:
+        at = join_address(config.host, http.getsockname()[1])
+        print(f"kvstore-master serves metrics on http://{at}/metrics", flush=True)
 
 
 async def _keep_collector_out() -> None:

@@ -34,6 +34,7 @@ from kvstore.errors import (
     ProtocolError,
     UnavailableError,
 )
+from kvstore.histograms import Histogram
 from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.carriers import Endpoints
 from kvstore.master.pieces import CUTS, Cut
@@ -113,6 +114,10 @@ class MasterService:
         self.outrun: Callable[[int], None] = lambda epoch: None
         """Called with the epoch of a later master that a client or node has joined: the next term
         must begin above it."""
+        self.step_us = Histogram()
+        """For how long the loop served one call or slice of work and nothing else."""
+        self.late_us = Histogram()
+        """How much later than planned the timer ran. A call that came then waited so long."""
         self._longest_step_us = 0
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -226,7 +231,10 @@ class MasterService:
     def _took(self, started: float) -> float:
         """Notes how long the loop was held. Returns the time now."""
         ended = uptime()
-        self._longest_step_us = max(self._longest_step_us, int((ended - started) * 1e6))
+        took_us = (ended - started) * 1e6
+        self.step_us.add(took_us)
+        if took_us > self._longest_step_us:
+            self._longest_step_us = int(took_us)
         return ended
 
     def _counters(self, counted: Sequence[calls.Counter]) -> list[calls.Counter]:
@@ -398,8 +406,10 @@ class MasterService:
 
     async def _tick_forever(self) -> None:
         while True:
+            due = uptime() + TICK_S
             await asyncio.sleep(TICK_S)
             started = uptime()
+            self.late_us.add(max(0.0, started - due) * 1e6)
             if started >= self.leads_until:
                 self.cease()
                 return

@@ -44,6 +44,7 @@ from kvstore.config.reading import KINDS, load, unknown_settings
 from kvstore.config.values import (
     DATA_PORTS,
     DEFAULT_PORT,
+    HTTP_PORT,
     P2P,
     TRANSPORTS,
     TRANSPORTS_KNOWN,
@@ -56,6 +57,7 @@ __all__ = [
     "CONFIG_VARIABLE",
     "DATA_PORTS",
     "DEFAULT_PORT",
+    "HTTP_PORT",
     "KINDS",
     "NATIVE_VARIABLE",
     "P2P",

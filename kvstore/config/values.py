@@ -16,6 +16,12 @@ DEFAULT_PORT = 50001
 
 DATA_PORT = 50003
 """A node's port: the one after the master's two."""
+HTTP_PORT = 50080
+"""A master's port for HTTP."""
+
+NODE_HTTP_PORT = 50100
+"""A node's port for HTTP."""
+
 DATA_PORTS = 16
 """Ports that a node tries from there on: one node per NUMA node or GPU of a host needs no more."""
 
