@@ -90,16 +90,19 @@ def _round(
         servers = {OURS: ours.pids, MOONCAKE: theirs.pids}
         for mode in sorted({row.mode for row in rows}):
             some = [row for row in rows if row.mode == mode]
+            behind = some[0].behind
             progress(f"{what}, {mode}: writing both pools through", 0)
             addresses = {
                 OURS: ours.address,
-                MOONCAKE: theirs.storage if mode == SHM else theirs.master,
+                # Its shared-memory client has no way through LMCache.
+                MOONCAKE: theirs.storage if mode == SHM and not behind else theirs.master,
             }
             with contextlib.ExitStack() as stack:
                 workers = {}
                 for system, address in addresses.items():
                     settings = Settings(
-                        system=system, mode=mode, address=address, pool_bytes=plan.pool_bytes,
+                        system=system, behind=behind, mode=mode, address=address,
+                        pool_bytes=plan.pool_bytes,
                         memory_bytes=memory_needed(some), warm=True, processes=servers[system],
                     )  # fmt: skip
                     worker = workers[system] = Worker(children, f"{system}-{mode}", settings)

@@ -18,7 +18,7 @@ SIZE = 64 << 10
 def test_pages_are_set_got_and_found(mode: str) -> None:
     with own_store(POOL) as store, Children(environment()) as children:
         settings = Settings(
-            system=OURS, mode=mode, address=store.address, pool_bytes=POOL,
+            system=OURS, behind="", mode=mode, address=store.address, pool_bytes=POOL,
             memory_bytes=SIZE * PAGES, warm=True, processes={},
         )  # fmt: skip
         worker = Worker(children, mode, settings)
