@@ -16,8 +16,8 @@ from kvstore._version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("master", "client", "connectors")
-ENGINES = ("sglang", "vllm")
-"""Their packages in ``kvstore.connectors`` import the engine."""
+ENGINES = {"sglang": "sglang", "vllm": "vllm", "vllm_tier": "vllm"}
+"""Packages in ``kvstore.connectors`` that import an engine, and its module."""
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS: dict[str, Any] = PYPROJECT["tool"]["setuptools"]
 
@@ -93,7 +93,7 @@ def test_torch_and_transformers_are_not_needed_to_import_anything() -> None:
 def test_every_package_can_be_imported(package: str) -> None:
     engine = package.removeprefix("kvstore.connectors.")
     if engine in ENGINES:
-        pytest.importorskip(engine)
+        pytest.importorskip(ENGINES[engine])
     with warnings.catch_warnings():  # of engines and torch, to each other
         warnings.simplefilter("ignore")
         importlib.import_module(package)
