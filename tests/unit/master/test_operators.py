@@ -190,3 +190,15 @@ def test_objects_that_a_put_need_not_write_are_counted(new_cluster: NewCluster) 
     cluster.start("abcd")
     assert cluster.state.counters["found_puts"] == 2
     assert cluster.state.counters["overlapping_puts"] == 1
+
+
+def test_nodes_that_died_and_nodes_that_left_are_counted_apart(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4, three=4)
+    cluster.kill("one")
+    cluster.after(cluster.rules.liveness.dead_ms + 1)
+    for step in (calls.DrainStep.BEGIN, calls.DrainStep.LEAVE):
+        cluster.state.nodes.drain(cluster.now_ms, calls.Drain("two", step))
+    cluster.after(1_000)
+    counters = dict(cluster.status().counters)
+    assert cluster.states().keys() == {"three"}
+    assert (counters["dead_nodes"], counters["left_nodes"]) == (1, 1)
