@@ -153,14 +153,16 @@ class Asking:
             segment = record.segment
             if segment is not None and (segment.alive or record.complete):
                 if record.last_used_ms != used_ms:
-                    self.reuses_ms.add(max(0, now_ms - used_ms), uses)
+                    if uses:
+                        self.reuses_ms.add(max(0, now_ms - used_ms), uses)
                     used_ms, uses = record.last_used_ms, 0
                 uses += 1
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
             else:
                 records[index] = None
-        self.reuses_ms.add(max(0, now_ms - used_ms), uses)
+        if uses:
+            self.reuses_ms.add(max(0, now_ms - used_ms), uses)
         placements = common.placements(records, now_ms)
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 
