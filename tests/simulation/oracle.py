@@ -39,6 +39,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import Segment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
 from tests.simulation import inside
+from tests.simulation.follower import Follower
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
 from tests.simulation.scheduler import MS, Scheduler
@@ -175,6 +176,7 @@ class Oracle:
         self._epochs.add(state.epoch)
         self._earlier_leases_end_us = self._scheduler.now_us + state.rules.lease_ms * MS
         self._state = state
+        self._follower = Follower(state)
         self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
@@ -263,6 +265,7 @@ class Oracle:
             self.broken("two_leaders", f"epoch {state.epoch} acts after {self._epoch} has begun")
         try:
             state.check_invariants()
+            self._follower.follow()
         except AssertionError as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.broken(
