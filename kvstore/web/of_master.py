@@ -15,6 +15,7 @@ from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web import metrics
+from kvstore.web.events import Events, not_asked_for
 from kvstore.web.link import Link
 from kvstore.web.serving import Answers, Readiness, serving
 
@@ -42,6 +43,10 @@ class Served(NamedTuple):
     master: str
     """Its own ``host:port``."""
     cluster: str
+    events: socket.socket | None = None
+    """Where it sends its events, if they were asked for."""
+    events_at: str = ""
+    """Where to publish them, too; see ``MasterConfig.events``."""
 
 
 async def serve(served: Served) -> None:
@@ -55,12 +60,18 @@ async def serve(served: Served) -> None:
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
     master = _Master(served)
+    answers = Answers(master.readiness, master.metrics)
+    events = Events(served.events) if served.events else None
     try:
-        async with serving(served.listener, Answers(master.readiness, master.metrics)):
+        async with serving(
+            served.listener, answers, events.routes(master.readiness) if events else not_asked_for()
+        ):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:
         loop.remove_reader(served.parent.fd)
+        if events is not None:
+            await events.close()
         await master.close()
 
 

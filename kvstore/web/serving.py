@@ -7,7 +7,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final, NamedTuple
 
 from aiohttp import web
@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvstore.addresses import join_address
 from kvstore.errors import AddressInUseError, StartupError, UnavailableError
-from kvstore.web.doors import Doors, connections_max, listen_on
+from kvstore.web.doors import Doors, Handler, connections_max, listen_on
 
 log = logging.getLogger("kvstore.web")
 
@@ -78,12 +78,18 @@ def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
         time.sleep(0.05)
 
 
+Routes = Mapping[str, Handler]
+"""Handlers of GET by path."""
+
+
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket, answers: Answers) -> AsyncIterator[None]:
-    """Serves inside the block. Closes ``listener``."""
+async def serving(
+    listener: socket.socket, answers: Answers, routes: Routes | None = None
+) -> AsyncIterator[None]:
+    """Serves inside the block, and ``routes`` as well. Closes ``listener``."""
     doors = Doors(connections_max(REQUESTS_MAX))
     runner = web.AppRunner(
-        _application(answers, doors),
+        _application(answers, doors, routes or {}),
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=CUT_S,
@@ -104,7 +110,7 @@ async def serving(listener: socket.socket, answers: Answers) -> AsyncIterator[No
         await runner.cleanup()
 
 
-def _application(answers: Answers, doors: Doors) -> web.Application:
+def _application(answers: Answers, doors: Doors, routes: Routes) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         del request
         await answers.readiness()
@@ -133,4 +139,6 @@ def _application(answers: Answers, doors: Doors) -> web.Application:
     application = web.Application(middlewares=[doors.middleware, answered])
     for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
         application.router.add_get(path, handler)
+    for path, further in routes.items():
+        application.router.add_get(path, further)
     return application

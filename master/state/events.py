@@ -61,9 +61,8 @@ class Survey:
                 self._next_shard()
                 continue
             until = min(len(self._records), self._at + steps)
-            for record in self._records[self._at : until]:
-                if record.complete:
-                    rows.append(stored(record))
+            seen = self._records[self._at : until]
+            rows += [stored(record) for record in seen if record.complete]
             steps -= until - self._at
             self._at = until
         return rows
@@ -77,4 +76,3 @@ class Survey:
         else:
             self._table += 1
             self._shard = 0
-

@@ -156,8 +156,10 @@ class MasterState:
         return effects
 
     @property
-    def has_events(self) -> bool:
-        return bool(self.forest.events)
+    def waiting_events(self) -> int:
+        """How many ``take_events`` could give."""
+        events = self.forest.events
+        return 0 if events is None else len(events)
 
     def take_events(self, count: int) -> list[Event]:
         """The first ``count`` events that have not been taken."""

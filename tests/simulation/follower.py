@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.master.state.events import GONE_SIZE, Event, Survey
+from kvstore.master.state.events import GONE_SIZE, Survey
 from kvstore.master.state.master_state import MasterState
 
 Name = tuple[str, bytes]
