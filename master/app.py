@@ -351,6 +351,7 @@ class _Master:
                 "connections_refused": carriers.lane_stats.refused,
                 "connections_stalled": carriers.lane_stats.stalled,
                 **({} if self._election is None else self._election.counters()),
+                **({} if self.feed is None else self.feed.counters()),
             },
         }
 

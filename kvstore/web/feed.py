@@ -108,6 +108,9 @@ class Feed:
         self._surveys: dict[int, Survey] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
+    def counters(self) -> dict[str, int]:
+        return {"events": self._number, "events_dropped": self.dropped}
+
     # --- the term -------------------------------------------------------------------------------
 
     def begin(self, source: Source) -> None:

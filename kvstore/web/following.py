@@ -6,7 +6,7 @@ import http.client
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
@@ -35,7 +35,7 @@ class Told(NamedTuple):
 
 
 def follow(
-    addresses: Sequence[str],
+    addresses: Iterable[str],
     *,
     namespace: str = "",
     whole: bool = True,
@@ -45,7 +45,8 @@ def follow(
     """Yields events as they come, across restarts of masters and elections. Blocks.
 
     Args:
-        addresses: ``host:port`` of each master's HTTP; the one that leads is found.
+        addresses: ``host:port`` of each master's HTTP; the one that leads is found. Or an endless
+            iterator that says where to connect next.
         namespace: only objects of it; empty: of all.
         whole: begin with all that is visible, and again whenever events were missed (``cleared``,
             ``stored`` ..., ``whole``); applied in order, the events give the exact set.
@@ -59,7 +60,7 @@ def follow(
     place = since
     heard = time.monotonic()
     why = "no master answers"
-    for address in itertools.cycle(addresses):
+    for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
         try:
             for told, after in _read(address, namespace, whole, place):
                 place = after

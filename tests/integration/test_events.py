@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -16,7 +18,7 @@ import pytest
 from kvstore import Client, KVStoreError
 from kvstore.demo.processes import free_port
 from kvstore.web.following import follow
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import ROOT, Cluster, Server, flags_of, until
 from tests.integration.http import get
 from tests.integration.test_http import child_of
 
@@ -247,9 +249,74 @@ def test_subscribers_that_read_nothing_hold_up_nobody(
         assert get(port, "/healthz").status == 200
 
 
+def test_the_command_follows(cluster_with_events: Cluster, port: int) -> None:
+    cluster = cluster_with_events
+    assert cluster.master_server is not None
+    settings = {"master": cluster.address, "http": f"127.0.0.1:{port}"}
+    with cluster.client(namespace="n") as client:
+        client.put_chain([b"a", b"\xff"], [b"x", b"y" * 2048])
+        command = Server(
+            "kvstore.cli.main",
+            ["events", "--snapshot", *flags_of(settings)],
+            log=cluster.directory / "events",
+        )
+        as_json = Server(
+            "kvstore.cli.main",
+            ["events", "--json", *flags_of(settings)],
+            log=cluster.directory / "json",
+        )
+        try:
+            command.line(r"^stored\tn\ta\t1 B\t-$")
+            command.line(r"^stored\tn\thex:ff\t2.00 KiB\ta$")
+            command.line("^whole\t2$")
+            as_json.line('"event": "begin"')
+            client.remove(b"\xff")
+            command.line(r"^removed\tn\thex:ff$")
+            assert json.loads(as_json.line(r"^.*removed.*$")[0])["key"] == "ff"
+            cluster.master_server.kill()
+            cluster.master()
+            command.line("^cleared")
+            command.line(r"^stored\tn\ta\t")
+            as_json.line('"event": "(cleared|gap)"')
+            as_json.process.send_signal(signal.SIGINT)
+            assert as_json.wait() == 130
+        finally:
+            command.close()
+            as_json.close()
+
+
 def test_without_events_the_answer_says_how_to_get_them(cluster: Cluster) -> None:
     cluster.settings["http_port"] = port = free_port()
     cluster.master()
     answer = get(port, "/api/v1/events")
     assert answer.status == 404
     assert "--events" in answer.text
+
+
+def test_the_reader_in_the_documentation(cluster_with_events: Cluster, port: int) -> None:
+    cluster = cluster_with_events
+    text = (ROOT / "docs" / "events.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    program = cluster.directory / "reader.py"
+    program.write_text(code.replace("50080", str(port)))
+    with cluster.client() as client:
+        client.put(b"a", b"x")
+        log = (cluster.directory / "reader").open("wb")
+        with (
+            log,
+            subprocess.Popen(
+                [sys.executable, program], stdout=subprocess.PIPE, stderr=log, text=True
+            ) as reader,
+        ):
+            assert reader.stdout is not None
+            try:
+                told = [reader.stdout.readline() for _ in range(3)]
+                assert told == ["cleared 0\n", "stored 1\n", "whole 1\n"]
+                client.remove(b"a")
+                assert reader.stdout.readline() == "removed 0\n"
+                assert cluster.master_server is not None
+                os.kill(child_of(cluster.master_server), signal.SIGKILL)
+                client.put(b"b", b"x")
+                assert reader.stdout.readline() in ("cleared 0\n", "stored 1\n")
+            finally:
+                reader.kill()

@@ -245,7 +245,7 @@ def test_the_whole_set_comes_amid_the_events() -> None:
             term.remove(1)
             term.remove(5)
             pair.feed.changed()
-            visible = set()
+            visible: set[str] = set()
             events = await told
             assert events[0] == "cleared"
             for event in events[1:-1]:
