@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import logging
 import math
 import re
@@ -110,6 +111,10 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         loop.add_signal_handler(number, stopped.set)
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
+    if config.events_at and not all(map(importlib.util.find_spec, ("zmq", "msgpack"))):
+        raise StartupError(
+            "events by ZeroMQ need pyzmq and msgpack", advice="pip install 'kvstore-llm[events]'"
+        )
     place = config.etcd_place
     etcd = None if place is None else Etcd(place)
     broken = background.End()

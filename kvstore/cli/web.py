@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 
 import click
 
 from kvstore import logs
 from kvstore.children import ParentLink
+from kvstore.errors import KVStoreError
 
 
 @click.command()
@@ -53,6 +55,9 @@ def command(
                 )
             )
         )
+    except KVStoreError as error:
+        parent.tell_error(error)
+        sys.exit(1)
     finally:
         parent.close()
 

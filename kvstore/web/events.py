@@ -52,7 +52,7 @@ class Events:
         """Owns ``sock``."""
         self.journal = Journal()
         self.channel = Channel(sock, self.journal.took)
-        self._streams = Streams(self.journal, self.channel)
+        self.streams = Streams(self.journal, self.channel)
         self._task = start_task("events", self.channel.run())
         self._subscribers = 0
 
@@ -83,7 +83,7 @@ class Events:
                 return web.Response(status=400, text=error.message + "\n")
             with self._subscriber():
                 await ready()
-                texts = self._streams.events(
+                texts = self.streams.events(
                     place,
                     whole=query.get("snapshot", "0") in _TRUE,
                     namespace=namespace,
@@ -97,7 +97,7 @@ class Events:
                 return web.Response(status=400, text=error.message + "\n")
             with self._subscriber():
                 await ready()
-                texts = self._streams.snapshot(namespace)
+                texts = self.streams.snapshot(namespace)
                 return await _send(request, "application/x-ndjson", texts, b"")
 
         return {PATH: events, SNAPSHOT_PATH: snapshot}

@@ -12,7 +12,7 @@ import asyncio
 import json
 import marshal
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from functools import lru_cache
 from operator import attrgetter
 from typing import Final, NamedTuple
@@ -61,7 +61,6 @@ class Journal:
         """How many events came before the first that is kept."""
         self.end = 0
         """How many there were in all."""
-        self.on_frame: Callable[[Frame], None] = lambda frame: None
         self._frames: list[Frame] = []
         self._skipped = 0
         """Frames at the front of the list that are no longer kept."""
@@ -80,7 +79,6 @@ class Journal:
             self._bytes += len(frame.payload) + FRAME_BYTES
             while self._bytes > JOURNAL_BYTES_MAX:
                 self._drop_oldest()
-        self.on_frame(frame)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -185,8 +183,7 @@ class Streams:
             frames = journal.after(number, journal.end)
             if frames:
                 text = b"".join(
-                    _text(frame, max(0, number - frame.before), namespace, ids=True)
-                    for frame in frames
+                    _text(frame, max(0, number - frame.before), namespace) for frame in frames
                 )
                 number = frames[-1].before + frames[-1].count
                 if text:
@@ -197,35 +194,38 @@ class Streams:
     async def _whole(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, bytes]]:
         """All that is visible, amid the events meanwhile. Ends early, with -1, if some of these are
         missing."""
-        journal = self._journal
         # Until all is told there is nothing to resume from, so the last id is cleared.
         yield -1, b'id\nevent: cleared\ndata: {"epoch":%d}\n\n' % epoch
+        number = -1
+        async for after, events in self.changes(epoch, namespace):
+            number = after
+            yield -1, "".join(_lines(epoch, None, events, namespace)).encode()
+        if number >= 0:
+            yield number, _note("whole", Place(epoch, number))
+
+    async def changes(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
+        """Events to apply in order, after which all that is visible is known; each time with the
+        number of the last event so far, but -1 as long as rows are missing. Ends early, with -1, if
+        events were missed or the term is over."""
+        journal = self._journal
+        survey = self._channel.survey()
         number: int | None = None
-        objects = 0
-        async for before, rows in self._pages(namespace):
+        is_last = False
+        while not is_last:
+            try:
+                before, rows, is_last = await self._channel.page(survey, namespace)
+            except UnavailableError:
+                return
             number = before if number is None else number
             while number < before:
                 if not journal.has(Place(epoch, number)):
                     return
                 for frame in journal.after(number, before):
                     number = frame.before + frame.count
-                    yield -1, _text(frame, 0, namespace, ids=False)
-            objects += len(rows)
-            yield -1, "".join(_lines(epoch, None, rows, namespace)).encode()
-        if number is not None and journal.epoch == epoch:
-            data = f'{{"objects":{objects}}}'
-            yield number, _event("whole", Place(epoch, number), data)
-
-    async def _pages(self, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
-        survey = self._channel.survey()
-        while True:
-            try:
-                page = await self._channel.page(survey, namespace)
-            except UnavailableError:
+                    yield -1, marshal.loads(frame.payload)  # noqa: S302  # of our own parent
+            if journal.epoch != epoch:
                 return
-            yield page.before, page.rows
-            if page.is_last:
-                return
+            yield number if is_last else -1, rows
 
     async def snapshot(self, namespace: str) -> AsyncGenerator[bytes]:
         """All that is visible, as lines of JSON. The first says after which event to replay; only
@@ -252,10 +252,10 @@ class Streams:
 
 
 @lru_cache(maxsize=64)
-def _text(frame: Frame, skipped: int, namespace: str, *, ids: bool) -> bytes:
+def _text(frame: Frame, skipped: int, namespace: str) -> bytes:
     """The events of a frame, but for the first ``skipped``. Subscribers that keep up share it."""
     events: list[Event] = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
-    first = frame.before + 1 + skipped if ids else None
+    first = frame.before + 1 + skipped
     return "".join(_lines(frame.epoch, first, events[skipped:], namespace)).encode()
 
 
