@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from kvstore.addresses import ETCD_SCHEME, join_address, split_address
+from kvstore.addresses import join_address, split_address
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
 from kvstore.cli.show import key_text, print_json, size_text
@@ -59,7 +59,7 @@ def _leaders(invocation: Invocation) -> Iterator[str]:
                 time.sleep(PAUSE_S)
                 continue
             known = True
-            leads = status.leader or master.removeprefix(ETCD_SCHEME)
+            leads = status.leader or master.split(",")[0]
             yield join_address(split_address(leads)[0], HTTP_PORT)
 
 

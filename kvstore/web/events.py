@@ -48,11 +48,15 @@ def not_asked_for() -> Routes:
 class Events:
     """Serves what the parent sends. Use it in one event loop."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Owns ``sock``."""
+    def __init__(self, sock: socket.socket, readiness: Callable[[], Awaitable[Readiness]]) -> None:
+        """Owns ``sock``.
+
+        ``readiness``: says who leads, if this master does not; raises UnavailableError: it hangs.
+        """
+        self._readiness = readiness
         self.journal = Journal()
         self.channel = Channel(sock, self.journal.took)
-        self.streams = Streams(self.journal, self.channel)
+        self.streams = Streams(self.journal, self.channel, self._lives)
         self._task = start_task("events", self.channel.run())
         self._subscribers = 0
 
@@ -60,15 +64,22 @@ class Events:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def routes(self, readiness: Callable[[], Awaitable[Readiness]]) -> Routes:
-        """``readiness``: says who leads, if this master does not."""
+    async def _lives(self) -> bool:
+        try:
+            await self._readiness()
+        except UnavailableError:
+            return False
+        return True
 
-        async def ready() -> None:
-            if not self.journal.epoch:
-                await self.journal.change(FIRST_S)
-            if not self.journal.epoch:
-                raise UnavailableError((await readiness()).reason)
+    async def _check_leads(self) -> None:
+        """Raises UnavailableError."""
+        if not self.journal.epoch:
+            await self.journal.change(FIRST_S)
+        said = await self._readiness()
+        if not self.journal.epoch:
+            raise UnavailableError(said.reason)
 
+    def routes(self) -> Routes:
         def namespace_of(request: web.Request) -> str:
             given = request.query.get("namespace", "")
             return check_namespace(given) if given else ""
@@ -82,7 +93,7 @@ class Events:
             except InvalidArgumentError as error:
                 return web.Response(status=400, text=error.message + "\n")
             with self._subscriber():
-                await ready()
+                await self._check_leads()
                 texts = self.streams.events(
                     place,
                     whole=query.get("snapshot", "0") in _TRUE,
@@ -96,7 +107,7 @@ class Events:
             except InvalidArgumentError as error:
                 return web.Response(status=400, text=error.message + "\n")
             with self._subscriber():
-                await ready()
+                await self._check_leads()
                 texts = self.streams.snapshot(namespace)
                 return await _send(request, "application/x-ndjson", texts, b"")
 
@@ -134,7 +145,7 @@ async def _send(
                 async with asyncio.timeout(STALLED_S):
                     await response.write(text)
         await response.write_eof()
-    except TimeoutError:
+    except (TimeoutError, UnavailableError):  # it reads nothing, or our master hangs
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:

@@ -48,7 +48,8 @@ SURVEY_STEPS: Final = 1_024
 SURVEYS_MAX: Final = 64
 """Each holds the list of one dictionary, 300 KiB at ten million objects."""
 
-REQUEST_BYTES_MAX: Final = 1 << 10
+PAGE_S: Final = 10.0
+"""A master that sends no page for so long hangs."""
 
 EVENTS: Final = 0
 PAGE: Final = 1
@@ -339,7 +340,7 @@ class Channel:
         """The next page. One caller per survey.
 
         Raises:
-            UnavailableError: the master leads no longer, or is gone; the survey has ended.
+            UnavailableError: the master leads no longer, hangs or is gone; the survey has ended.
         """
         if self._writer is None or not self._epoch:
             raise UnavailableError("this master does not lead")
@@ -348,7 +349,10 @@ class Channel:
         self._pages[survey] = page
         try:
             self._writer.write(_REQUEST.pack(survey, len(text)) + text)
-            return await page
+            async with asyncio.timeout(PAGE_S):
+                return await page
+        except TimeoutError:
+            raise UnavailableError("the master does not answer") from None
         finally:
             self._pages.pop(survey, None)
 

@@ -12,7 +12,7 @@ import asyncio
 import json
 import marshal
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from functools import lru_cache
 from operator import attrgetter
 from typing import Final, NamedTuple
@@ -134,14 +134,19 @@ _NO_FRAME: Final = Frame(0, 0, 0, 0, 0, b"")
 class Streams:
     """What subscribers of one journal are sent."""
 
-    def __init__(self, journal: Journal, channel: Channel) -> None:
+    def __init__(
+        self, journal: Journal, channel: Channel, lives: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """``lives``: whether the master answers; the streams of one that hangs end, because another
+        one may lead."""
         self._journal = journal
         self._channel = channel
+        self._lives = lives
 
     async def events(
         self, since: Place | None, *, whole: bool, namespace: str
     ) -> AsyncGenerator[bytes]:
-        """Text for one subscriber, in pieces, until this master no longer leads.
+        """Text for one subscriber, in pieces, until this master no longer leads, or hangs.
 
         ``cleared``: forget all; ``stored`` and ``removed``: apply in order; ``whole``: what you
         have is exact now; ``gap``: take a snapshot; ``begin``: events follow, and no set.
@@ -189,6 +194,8 @@ class Streams:
                 if text:
                     yield number, text
             elif not await journal.change(HEARTBEAT_S):
+                if not await self._lives():
+                    raise UnavailableError("the master does not answer")
                 yield number, b"id: %d-%d\n\n" % (epoch, number)  # dispatches nothing
 
     async def _whole(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, bytes]]:
@@ -206,7 +213,7 @@ class Streams:
     async def changes(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
         """Events to apply in order, after which all that is visible is known; each time with the
         number of the last event so far, but -1 as long as rows are missing. Ends early, with -1, if
-        events were missed or the term is over."""
+        events were missed or the term is over. Raises UnavailableError: the master hangs."""
         journal = self._journal
         survey = self._channel.survey()
         number: int | None = None
@@ -215,6 +222,8 @@ class Streams:
             try:
                 before, rows, is_last = await self._channel.page(survey, namespace)
             except UnavailableError:
+                if journal.epoch == epoch:
+                    raise
                 return
             number = before if number is None else number
             while number < before:

@@ -67,13 +67,13 @@ async def serve(served: Served) -> None:
     loop.add_reader(served.parent.fd, stopped.set)
     master = _Master(served)
     answers = Answers(master.readiness, master.metrics)
-    events = Events(served.events) if served.events else None
+    events = Events(served.events, master.readiness) if served.events else None
     publisher: Publisher | None = None
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
         async with serving(
-            served.listener, answers, events.routes(master.readiness) if events else not_asked_for()
+            served.listener, answers, events.routes() if events else not_asked_for()
         ):
             served.parent.tell(ready=1)
             await stopped.wait()

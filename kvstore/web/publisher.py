@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from kvstore.background import start_task
-from kvstore.errors import StartupError
+from kvstore.errors import StartupError, UnavailableError
 from kvstore.web.feed import GONE_SIZE, Event
 from kvstore.web.journal import HEARTBEAT_S, Journal, Place, Streams
 
@@ -141,9 +141,12 @@ class Publisher:
         for topic in sorted(self._known):
             await self._send(topic, [])
         number = -1
-        async for after, events in self._streams.changes(epoch, ""):
-            number = after
-            await self._publish(events)
+        try:
+            async for after, events in self._streams.changes(epoch, ""):
+                number = after
+                await self._publish(events)
+        except UnavailableError:
+            return None
         return number if number >= 0 and self._journal.epoch == epoch else None
 
     async def _publish(self, events: Iterable[Event]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,9 @@ from kvstore import Client, KVStoreError
 from kvstore.demo.processes import free_port
 from kvstore.web.following import follow
 from tests.integration.cluster import ROOT, Cluster, Server, flags_of, until
+from tests.integration.etcd import running
 from tests.integration.http import get
+from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
 
 Name = tuple[str, str]
@@ -247,6 +250,49 @@ def test_subscribers_that_read_nothing_hold_up_nobody(
             client.put(b"%d" % number, b"")
         until(lambda: get(port, "/api/v1/events/snapshot").status == 503)
         assert get(port, "/healthz").status == 200
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_another_master_leads(tmp_path: Path, how: str) -> None:
+    ports = [free_port(), free_port()]
+    with contextlib.ExitStack() as stack:
+        cluster = HaCluster(tmp_path, stack.enter_context(running(tmp_path / "etcd")))
+        stack.callback(cluster.close)
+        first = cluster.add_master(http_port=ports[0], events="on")
+        until(lambda: cluster.leader() == first)
+        cluster.add_master(http_port=ports[1], events="on")
+        cluster.node()
+        cluster.node()
+        client = cluster.client()
+        with reading(cluster, *ports) as reader:
+            for number in range(300):
+                client.put(b"%d" % number, b"x", wait_ms=3_000)
+            agree(reader, client)
+            leader = cluster.masters[first]
+            if how == "killed":
+                leader.kill()
+            else:
+                leader.freeze()
+            cluster.another_leads(first)
+            put = 0
+            while put < 300:
+                with contextlib.suppress(KVStoreError):
+                    client.put(b"later %d" % put, b"x", wait_ms=3_000)
+                    client.remove(b"%d" % put)
+                    put += 1
+            until(lambda: len(listed(client)) == 300)
+            agree(reader, client, within_s=60)
+            if how == "stopped":
+                assert get(ports[0], "/api/v1/events").status == 503
+                leader.resume()
+                cluster.stands_by(first)
+                answer = get(ports[0], "/api/v1/events")
+                assert answer.status == 503
+                assert "leads" in answer.text
+                client.put(b"at last", b"", wait_ms=3_000)
+                agree(reader, client)
+            assert b"later 299".hex() in {key for _, key in reader.objects}
+        cluster.finish()
 
 
 def test_the_command_follows(cluster_with_events: Cluster, port: int) -> None:

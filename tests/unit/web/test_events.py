@@ -70,16 +70,20 @@ class Pair:
 
     def __init__(self) -> None:
         self.feed = Feed()
+        self.hangs = False
         self.journal = Journal()
         self.channel: Channel
         self.streams: Streams
+
+    async def lives(self) -> bool:
+        return not self.hangs
 
     @contextlib.asynccontextmanager
     async def child(self, *, reads: bool = True) -> AsyncIterator[asyncio.Task[None]]:
         ours, theirs = socket.socketpair()
         self.journal = Journal()
         self.channel = Channel(theirs, self.journal.took)
-        self.streams = Streams(self.journal, self.channel)
+        self.streams = Streams(self.journal, self.channel, self.lives)
         self.feed.attach(ours)
         task = asyncio.create_task(self.channel.run() if reads else asyncio.sleep(3600))
         try:
@@ -257,6 +261,23 @@ def test_the_whole_set_comes_amid_the_events() -> None:
             await soon(lambda: pair.journal.end == 7)
             # Those after the survey come with numbers.
             assert visible - {"1", "5"} == {"2", "3", "4"}
+        yield
+
+    run(test)
+
+
+def test_a_quiet_stream_lives_as_long_as_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "HEARTBEAT_S", 0.01)
+
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        async with pair.child():
+            await soon(lambda: pair.journal.epoch == 7)
+            texts = pair.streams.events(None, whole=False, namespace="")
+            assert b"event: begin" in await anext(texts)
+            assert await anext(texts) == b"id: 7-0\n\n"
+            pair.hangs = True
+            with pytest.raises(UnavailableError):
+                await anext(texts)
         yield
 
     run(test)
