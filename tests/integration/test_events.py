@@ -215,6 +215,8 @@ def test_the_master_is_killed_and_learns_again(cluster_with_events: Cluster) -> 
         for _ in range(2):
             cluster.master_server.kill()
             cluster.master()
+            epoch = cluster.status().epoch
+            until(lambda: reader.is_whole and reader.place.startswith(f"{epoch}-"))  # noqa: B023
             until(lambda: len(listed(client)) == 500)
             agree(reader, client)
             assert reader.objects == before
