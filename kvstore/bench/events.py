@@ -36,7 +36,17 @@ class _Store:
         more = ("--events", "on") if events else ()
         self.master = Child.start(
             "kvstore.cli.master",
-            *("--port", "0", "--memory", "256MiB", "--http-port", str(self.http), *more),
+            *(
+                "--port",
+                "0",
+                "--memory",
+                "512MiB",
+                "--lease-ms",
+                "1000",
+                "--http-port",
+                str(self.http),
+                *more,
+            ),
         )
         self.client = Client(f"127.0.0.1:{self.master.said['port']}", namespace="bench/p0t0")
         self.put_s = self.removed_s = 0.0
