@@ -113,7 +113,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         loop.add_reader(parent.fd, stopped.set)
     if config.events_at and not all(map(importlib.util.find_spec, ("zmq", "msgpack"))):
         raise StartupError(
-            "events by ZeroMQ need pyzmq and msgpack", advice="pip install 'kvstore-llm[events]'"
+            "events by ZeroMQ need pyzmq and msgpack", advice="pip install pyzmq msgpack"
         )
     place = config.etcd_place
     etcd = None if place is None else Etcd(place)
