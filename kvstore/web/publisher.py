@@ -172,7 +172,7 @@ class Publisher:
             self._topics.add(topic)
             self._known.add(topic)
             events = [CLEARED, *events]
-        payload: bytes = msgpack.packb([time.time(), events, 0])
+        payload: Any = msgpack.packb([time.time(), events, 0])
         number = next(self._batch).to_bytes(8, "big")
         self._sent.append((topic, number, payload))
         self._sent_bytes += len(payload)
