@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm test-engines test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-lmcache bench-vllm proto clean clean-all
+.PHONY: help test test-vllm test-engines test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-hicache bench-lmcache bench-vllm proto clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into d
 
 bench-lmcache: $(ENGINE_VENV)lmcache/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind LMCache, into docs/benchmarks
 	$(ENGINE_VENV)lmcache/bin/python -m kvstore.bench --behind lmcache --out docs/benchmarks $(ARGS)
+
+bench-hicache: $(ENGINE_VENV)sglang/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind SGLang's HiCache, into docs/benchmarks
+	$(ENGINE_VENV)sglang/bin/python -m kvstore.bench --behind hicache --out docs/benchmarks $(ARGS)
 
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m kvstore.demo_vllm $(ARGS)
