@@ -17,6 +17,16 @@ TCP: Final = "tcp"
 SHM: Final = "shm"
 MODES: Final = (SHM, TCP)
 
+LMCACHE: Final = "lmcache"
+"""Both systems behind LMCache, instead of their own clients."""
+
+HICACHE: Final = "hicache"
+"""Both systems behind SGLang's HiCache."""
+
+DROP_IN: Final = "drop-in"
+NATIVE: Final = "native"
+NATIVE_SHM: Final = "native, shm"
+
 VERIFIED = (
     "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
     " both with each copying get; Mooncake writes and verifies neither."
@@ -38,6 +48,14 @@ REMEMBERED = (
     " copies and verifies; Mooncake's client keeps no placements, so each get asks its storage"
     " process."
 )
+BEHIND_LMCACHE = (
+    "Not the same work: LMCache's connector for Mooncake asks for one key after the other; its"
+    " plug-in for this store asks for all keys with one call, which leases what it finds."
+)
+OVER_TCP = (
+    "Not the same path: LMCache has no way to Mooncake's shared-memory client, so Mooncake's bytes"
+    " travel by TCP."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +65,8 @@ class Row:
     op: str
     """The operation of kvstore's client."""
     mode: str
-    """Transport on both sides: ``shm`` within the host, or ``tcp``."""
+    """Transport on both sides: ``shm`` within the host, or ``tcp``. Behind HiCache: what runs on
+    kvstore; Mooncake's side is always SGLang's class over TCP."""
     goal: float
     """The peer's time divided by kvstore's, at least."""
     batch: int = 1
@@ -58,10 +77,12 @@ class Row:
     memcpy_goal: float = 0.0
     """The time of a memcpy of the same bytes divided by kvstore's, at least; 0: no such goal."""
     notes: tuple[str, ...] = ()
+    behind: str = ""
+    """What is between the benchmark and the systems: ``LMCACHE``, ``HICACHE``, or nothing."""
 
     @property
     def id(self) -> str:
-        """Unique: ``put/tcp/1MiB/64``."""
+        """Unique in its table: ``put/tcp/1MiB/64``."""
         return "/".join((self.op, self.mode, size_name(self.size), str(self.batch)))
 
     @property
@@ -132,6 +153,35 @@ ROWS: Final[tuple[Row, ...]] = (
     *_pair(SHM, 4 * KIB, 64, (1.2, 1.2)),
 )
 """The goals of the project, in its order."""
+
+LMCACHE_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=64, goal=1, behind=LMCACHE, notes=notes)
+    for mode in MODES
+    for op, size, notes in (
+        (EXIST, 0, (BEHIND_LMCACHE,)),
+        *(
+            (op, size, (VERIFIED, OVER_TCP) if mode == SHM else (VERIFIED,))
+            for size in (64 * KIB, MIB)
+            for op in (PUT, GET)
+        ),
+    )
+)
+
+HICACHE_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=64, goal=1, behind=HICACHE, notes=(note,))
+    for mode, note in (
+        (DROP_IN, "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and"
+                  " on Mooncake's."),
+        (NATIVE, "KVStoreHiCache, over TCP, beside SGLang's MooncakeStore on Mooncake."),
+        (NATIVE_SHM, "KVStoreHiCache as it runs by default on the node's host: shared memory."
+                     " Not the same path: SGLang's MooncakeStore, over TCP here, shares memory only"
+                     " with a pool of Mooncake's own allocator."),
+    )
+    for op, size in ((PUT, 64 * KIB), (GET, 64 * KIB), (PUT, MIB), (GET, MIB), (EXIST, 0))
+)  # fmt: skip
+
+TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS}
+"""By what is between the benchmark and the systems."""
 
 
 def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:

@@ -9,13 +9,9 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.demo.processes import free_port
 from tests.integration.cluster import MASTER, NODE, Cluster, Server, children_of, is_running, until

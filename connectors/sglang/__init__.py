@@ -1,0 +1,15 @@
+"""A storage back-end of SGLang's HiCache: host pages in this store (``docs/engines/sglang.md``).
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "kvstore",
+        "module_path": "kvstore.connectors.sglang", "class_name": "KVStoreHiCache",
+        "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "master": "10.0.0.7:50001"}'
+
+* ``backend.py``: ``KVStoreHiCache``, which SGLang calls
+* ``pools.py``: the pages of a host pool as memory
+* ``identity.py``: whose pages mean the same
+"""
+
+from kvstore.connectors.sglang.backend import KVStoreHiCache
+
+__all__ = ["KVStoreHiCache"]
