@@ -30,6 +30,8 @@ MASTER: Final = (
     Family("kvstore_master_connections", "gauge", ("carrier",), "Open connections of clients and nodes: lane, grpc."),
     Family("kvstore_master_connections_refused_total", "counter", (), "Connections to the lane that were refused: no token, too many, broken protocol."),
     Family("kvstore_master_connections_stalled_total", "counter", (), "Connections to the lane that were cut because the client did not read."),
+    Family("kvstore_master_events_total", "counter", (), "Events of this term, if asked for: objects that became visible, or are gone."),
+    Family("kvstore_master_events_dropped_total", "counter", (), "Of those, the ones that the child for HTTP was too slow for."),
     Family("kvstore_master_elections_won_total", "counter", (), "Terms that this master began as one of several."),
     Family("kvstore_master_leads_lost_total", "counter", (), "Terms that ended because its lease in etcd was lost."),
     Family("kvstore_master_etcd_failures_total", "counter", (), "Calls to etcd that failed."),

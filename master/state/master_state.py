@@ -38,6 +38,7 @@ from kvstore.master.state.asking import Asking
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Effect
+from kvstore.master.state.events import Event, Survey
 from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.keeping import Keeping
@@ -66,7 +67,9 @@ class MasterState:
         rules: MasterRules | None = None,
         policy: Callable[[], EvictionPolicy] = LRU,
         started_ms: int = 0,
+        events: bool = False,
     ) -> None:
+        """``events``: collect what becomes visible and what is gone, for ``take_events``."""
         self.epoch = epoch
         self.version = version
         self.cluster = cluster
@@ -81,6 +84,8 @@ class MasterState:
         )
         self.pool = common.pool
         self.forest = common.forest
+        if events:
+            self.forest.events = []
         self.counters = common.counters
         self.membership = common.membership
         self.pending = common.pending
@@ -151,6 +156,25 @@ class MasterState:
     def take_effects(self) -> list[Effect]:
         effects, self.common.effects = self.common.effects, []
         return effects
+
+    @property
+    def waiting_events(self) -> int:
+        """How many ``take_events`` could give."""
+        events = self.forest.events
+        return 0 if events is None else len(events)
+
+    def take_events(self, count: int) -> list[Event]:
+        """The first ``count`` events that have not been taken."""
+        events = self.forest.events
+        if events is None:
+            return []
+        taken = events[:count]
+        del events[:count]
+        return taken
+
+    def survey(self, namespace: str) -> Survey:
+        """A listing for readers of events; ``""``: of all namespaces."""
+        return self.forest.survey(namespace)
 
     @property
     def changing(self) -> bool:
