@@ -14,6 +14,11 @@ HEX = "hex:"
 """Prefix of the written form of a key that is not printable text, or that begins with it."""
 
 
+def name_text(name: str) -> str:
+    """A name that a program chose, on one line and without control characters."""
+    return name if name.isprintable() else ascii(name)
+
+
 def key_text(key: bytes) -> str:
     """A key as text where that is unambiguous, else ``hex:`` and its hexadecimal form."""
     try:
