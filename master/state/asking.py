@@ -99,6 +99,7 @@ class Asking:
             table = self._forest.table(namespace)
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
+                common.counters["missed_objects"] += len(request.keys)
                 continue
             keys = request.keys
             living = keys
