@@ -121,8 +121,8 @@ class Oracle:
         self._marked: dict[Version, tuple[int, set[bytes]]] = {}
         """The master that acknowledged that end, and the memory that knew so: what it had then, or
         that kept its newest mark."""
-        self._kept: dict[bytes, tuple[Version, set[bytes]]] = {}
-        """The newest mark of each memory, and the memory that its master has had until then."""
+        self._kept: dict[bytes, list[tuple[Version, set[bytes]]]] = {}
+        """The marks of each memory, and the memory that the master of each has had until then."""
         self._had: dict[int, set[bytes]] = {}
         """The memory that the master of this epoch has had when it ordered marks."""
         self._calls: dict[int, _Call] = {}
@@ -617,7 +617,7 @@ class Oracle:
         if order.mark != NO_MARK and epoch == self._epoch:
             had = self._had.setdefault(epoch, set())
             had |= {memory.uuid} | inside.mounted_uuids(self._state)
-            self._kept[memory.uuid] = order.mark, set(had)
+            self._kept.setdefault(memory.uuid, []).append((order.mark, set(had)))
         self.check_views(memory)
 
     def check_views(self, memory: Memory) -> None:
@@ -667,7 +667,11 @@ class Oracle:
 
     def _memory_that_knows(self) -> set[bytes]:
         newest = inside.newest_mark(self._state)
-        kept = {uuid for uuid, (mark, _) in self._kept.items() if NO_MARK < newest <= mark}
+        kept = {
+            uuid
+            for uuid, marks in self._kept.items()
+            if NO_MARK < newest <= max(mark for mark, _ in marks)
+        }
         return kept | inside.mounted_uuids(self._state)
 
     def _was_stored(self, version: Version) -> None:
@@ -716,7 +720,7 @@ class Oracle:
         places = {segment.offer.uuid for segment, _ in self._places.get(version, ())}
         if epoch == self._epoch or not knew or knew & places:
             return False
-        marks = (self._kept.get(uuid, (NO_MARK, knew)) for uuid in places)
+        marks = [each for uuid in places for each in self._kept.get(uuid, ())]
         outranked = any(mark.epoch > epoch and not knew & had for mark, had in marks)
         return outranked or not knew & inside.mounted_uuids(self._state)
 
