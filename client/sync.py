@@ -485,6 +485,19 @@ class Client:
         """The cluster at a glance."""
         return self._run(self._operations.status(), timeout_ms)
 
+    def traffic(
+        self, namespace: str | None = None, *, timeout_ms: int | None = None
+    ) -> calls.TrafficReport:
+        """Who puts into a namespace, or into each one (None), who asks there, and which keys were
+        not found last.
+
+        The master remembers this since its start, of the last 512 namespaces at least, 16 clients
+        of each that put, 16 that asked, and 8 keys. It counts what reaches the master: a client
+        that still knows from its last question where an object is does not ask again.
+        ``kvstore why`` draws the conclusions.
+        """
+        return self._run(self._operations.traffic(namespace), timeout_ms)
+
     def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> Iterator[calls.ObjectRow]:

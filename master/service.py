@@ -35,6 +35,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import agreed_protocol, check_cluster
+from kvstore.master.callers import UNKNOWN, token_for
 from kvstore.master.carriers import Endpoints
 from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
@@ -77,7 +78,7 @@ class Standby:
         self.leader = leader
         """``host:port``; empty: not known."""
 
-    def call(self, request: calls.Request) -> calls.Reply:
+    def call(self, request: calls.Request, caller: str = UNKNOWN) -> calls.Reply:
         raise not_leader(self.leader)
 
     def node_session(
@@ -177,7 +178,9 @@ class MasterService:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def call(self, request: calls.Request) -> calls.Reply | Awaitable[calls.Reply]:
+    def call(
+        self, request: calls.Request, caller: str = UNKNOWN
+    ) -> calls.Reply | Awaitable[calls.Reply]:
         if isinstance(request, calls.Join):
             return self._joined(request)
         kind = type(request)
@@ -186,11 +189,12 @@ class MasterService:
             raise ProtocolError(f"this master does not know {kind.__name__}")
         cut = CUTS.get(kind)
         if cut is not None and cut.is_large(request):
-            return self._in_pieces(cut, request)
+            return self._in_pieces(cut, request, caller)
         started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
         self.state.changing = False
+        self.state.traffic.caller = caller
         try:
             result: calls.Reply | Later = step(self._clock(), request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
@@ -209,13 +213,13 @@ class MasterService:
             return answer._replace(counters=counters, role=self.role, leader=self.address)
         return answer
 
-    async def _in_pieces(self, cut: Cut, request: calls.Request) -> calls.Reply:
+    async def _in_pieces(self, cut: Cut, request: calls.Request, caller: str) -> calls.Reply:
         """One piece in each turn of the loop, whatever the number of large calls."""
         replies: list[calls.Reply | Awaitable[calls.Reply]] = []
         try:
             for piece in cut.pieces(request):
                 async with self._cutting:
-                    replies.append(self.call(piece))
+                    replies.append(self.call(piece, caller))
                     await asyncio.sleep(0)
             return cut.joined([each if isinstance(each, tuple) else await each for each in replies])
         finally:
@@ -248,7 +252,7 @@ class MasterService:
             epoch=state.epoch,
             lane_port=endpoints.lane_port if endpoints else 0,
             lane_unix=endpoints.lane_unix if endpoints else "",
-            lane_token=endpoints.lane_token if endpoints else b"",
+            lane_token=token_for(endpoints.lane_token, request.client) if endpoints else b"",
             lease_ms=state.rules.lease_ms,
             put_deadline_ms=state.rules.put_deadline_ms,
             version=state.version,

@@ -25,6 +25,14 @@ def key_text(key: bytes) -> str:
     return text if plain else HEX + key.hex()
 
 
+def shown_text(text: str, most: int = 80) -> str:
+    """What a stranger may have written, for a terminal: nothing that controls it, and not long."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
+
+
 def key_from_text(text: str, *, as_hex: bool = False) -> Key:
     """The inverse of ``key_text``.
 

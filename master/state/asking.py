@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Presence
-from kvstore.limits import Key
+from kvstore.limits import Key, Namespace
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
@@ -27,6 +28,9 @@ JOINING_MS = 600
 ASKING_MAX = 4_096
 """Questions that wait for inventories; further ones are answered at once."""
 
+_ABSENT: Final = bytes([Presence.ABSENT])
+_COMPLETE: Final = bytes([Presence.COMPLETE])
+
 Question = calls.MatchPrefix | calls.Lookup | calls.Exists
 Found = calls.Matched | calls.Found | calls.Existing
 
@@ -39,14 +43,15 @@ class Asking:
         self._forest = common.forest
         self._granting = granting
         self._lifetimes = common.pool.lifetimes
+        self._traffic = common.traffic
         self._returning = returning
         self._gathering = common.rules.gather_ms > 0
         """Whether misses may have to wait for inventories."""
         self._finished = 0
         """Inventories that were finished when this was last looked at."""
-        self._asking: deque[tuple[int, Question]] = deque()
-        """Questions that wait for inventories, with their tickets."""
-        self._walking: deque[tuple[int, Question]] = deque()
+        self._asking: deque[tuple[int, str, Question]] = deque()
+        """Questions that wait for inventories, with their tickets and clients."""
+        self._walking: deque[tuple[int, str, Question]] = deque()
         """Questions about chains that are too long for one step."""
 
     # --- calls --------------------------------------------------------------------------------
@@ -66,9 +71,9 @@ class Asking:
             return self._wait(self._asking, request)
         return reply
 
-    def _wait(self, questions: deque[tuple[int, Question]], request: Question) -> Later:
+    def _wait(self, questions: deque[tuple[int, str, Question]], request: Question) -> Later:
         ticket = self._common.ticket()
-        questions.append((ticket, request))
+        questions.append((ticket, self._traffic.caller, request))
         return Later(ticket)
 
     def cancel(self, ticket: int) -> None:
@@ -90,11 +95,13 @@ class Asking:
     def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
         common = self._common
         lease_until_ms = now_ms + common.rules.lease_ms
+        count = len(request.keys)
         matches = []
         for namespace in request.namespaces:
             table = self._forest.table(namespace)
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
+                self._note(now_ms, namespace, request.keys, count, 0, 0 if count else -1)
                 continue
             keys = request.keys
             living = keys
@@ -109,7 +116,7 @@ class Asking:
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
             being_written = 0
-            for index in range(matched, len(keys)):
+            for index in range(matched, count):
                 record_after = table.get(keys[index])
                 if record_after is None or not record_after.writer:
                     break
@@ -119,7 +126,9 @@ class Asking:
                 placements = common.placements(records, now_ms)
             matches.append(calls.PrefixMatch(matched, being_written, placements))
             common.counters["matched_objects"] += matched
-            common.counters["missed_objects"] += len(keys) - matched
+            common.counters["missed_objects"] += count - matched
+            missing = matched < count and not being_written
+            self._note(now_ms, namespace, keys, count, matched, matched if missing else -1)
         return calls.Matched(common.epoch, common.rules.lease_ms, matches)
 
     def _before_ended(
@@ -134,10 +143,12 @@ class Asking:
     def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
         common = self._common
         table = self._forest.table(request.namespace)
+        keys = request.keys
         records: list[ObjectRecord | None]
-        records = [None] * len(request.keys) if table is None else table.get_many(request.keys)
+        records = [None] * len(keys) if table is None else table.get_many(keys)
         lease_until_ms = now_ms + common.rules.lease_ms
         some_ended = now_ms >= self._lifetimes.next_ms
+        found = 0
         for index, record in enumerate(records):
             if record is None:
                 continue
@@ -148,23 +159,44 @@ class Asking:
             if segment is not None and (segment.alive or record.complete):
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
+                found += 1
             else:
                 records[index] = None
+        count = len(records)
+        first = -1 if found == count else records.index(None)
+        self._note(now_ms, request.namespace, keys, count, found, first)
         placements = common.placements(records, now_ms)
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 
     def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
+        keys = request.keys
         table = self._forest.table(request.namespace)
-        if table is None:
-            return calls.Existing(bytes(len(request.keys)))
-        presence = table.presence(request.keys)
-        if now_ms >= self._lifetimes.next_ms:
+        presence = bytes(len(keys)) if table is None else table.presence(keys)
+        if table is not None and now_ms >= self._lifetimes.next_ms:
             known = bytearray(presence)
-            for index, record in enumerate(table.get_many(request.keys)):
+            for index, record in enumerate(table.get_many(keys)):
                 if record is not None and self._lifetimes.ended(record, now_ms):
                     known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
             presence = bytes(known)
+        count = len(presence)
+        first = presence.find(_ABSENT)
+        found = count if first < 0 else presence.count(_COMPLETE)
+        self._note(now_ms, request.namespace, keys, count, found, first)
         return calls.Existing(presence)
+
+    def _note(
+        self,
+        now_ms: int,
+        namespace: Namespace,
+        keys: Sequence[Key],
+        count: int,
+        found: int,
+        first: int,
+    ) -> None:
+        """What is remembered of a question. While a new master gathers inventories, a miss may not
+        be the answer."""
+        if not (self._gathering and self._gathers(now_ms)):
+            self._traffic.asked(now_ms, namespace, keys, count, found, first)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         """Leases of the objects that are still what they were, and deadlines of grants."""
@@ -222,12 +254,13 @@ class Asking:
             return
         keys = 0
         while self._asking and keys < ANSWERED_PER_STEP:
-            ticket, request = self._asking.popleft()
+            ticket, caller, request = self._asking.popleft()
             keys += len(request.keys)
+            self._traffic.caller = caller
             reply = self._find(now_ms, request)
             if self._forest.unfinished:
                 self._forest.unfinished = False
-                self._walking.append((ticket, request))
+                self._walking.append((ticket, caller, request))
             else:
                 self._common.effect(Answer(ticket, reply))
 
@@ -236,7 +269,7 @@ class Asking:
 
     def walk_on(self, now_ms: int) -> None:
         """A slice of the way up a long chain, for the first that asks."""
-        ticket, request = self._walking[0]
+        ticket, self._traffic.caller, request = self._walking[0]
         self._forest.resumes = True
         reply = self._find(now_ms, request)
         self._forest.resumes = False

@@ -21,6 +21,7 @@ from kvstore.master.state.liveness import Node
 from kvstore.master.state.pins import Pins
 from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
+from kvstore.master.state.traffic import Traffic
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128
@@ -60,6 +61,7 @@ class Pool:
         """Capacity of the largest of them."""
         self.counters: Counter[str] = Counter()
         self.forest = Forest(self.counters)
+        self.traffic = Traffic()
         self.pins = Pins()
         self.lifetimes = Ends()
         """When objects are gone that were put with a time to live."""
@@ -270,12 +272,12 @@ class Pool:
                 return evicted, False
             eviction.forget(segment)
             evicted.append(Remains.of(head))
-            self.evict(head, free=False)
+            self.evict(head, now_ms, free=False)
             for other, _ in evicted[-1].extents:
                 other.wiping_bytes += extent_bytes(evicted[-1].size)
         return evicted, True
 
-    def evict(self, record: ObjectRecord, *, free: bool = True) -> ObjectRecord | None:
+    def evict(self, record: ObjectRecord, now_ms: int, *, free: bool = True) -> ObjectRecord | None:
         """Evicts a candidate. Returns its parent if that has become a candidate.
 
         Without ``free`` its extents stay allocated; the caller then frees them and has their
@@ -289,6 +291,7 @@ class Pool:
             self.strip(record)
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
+        self.traffic.evicts(now_ms, record.namespace, now_ms - record.last_used_ms)
         return self.settle(record, detached=detached)
 
     def let_evict(self, record: ObjectRecord) -> None:
@@ -593,7 +596,7 @@ class _Eviction:
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
         changed = {victim.segment}
-        parent = self._pool.evict(victim)
+        parent = self._pool.evict(victim, self._now_ms)
         if parent is not None:
             changed.add(parent.segment)
         for segment in heads.keys() & changed:

@@ -136,6 +136,22 @@ def test_what_cannot_be_sent_is_refused_before_it_is_sent(server: Server, caller
     assert server.service.asked == []
 
 
+def test_the_master_learns_which_client_calls(server: Server, caller: Caller) -> None:
+    caller.call(EXISTS)
+    caller.call(PUT_START)
+    joined, *others = server.service.callers
+    assert joined == "", "a client that has not joined is not known"
+    address = "local" if server.service._unix else "127.0.0.1"
+    assert others == [f"test {address}"] * 2
+
+
+def test_a_client_is_known_by_its_name_whatever_that_is(server: Server) -> None:
+    name = "prefill 3, " + "模" * 80
+    with contextlib.closing(Caller(server.address, name=name)) as caller:
+        caller.call(EXISTS)
+    assert server.service.callers[-1].rpartition(" ")[0] == name
+
+
 def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:
     with pytest.raises(UsageError):
         caller.call(calls.Exists(Namespace(""), KEYS))
@@ -477,6 +493,26 @@ def test_a_wrong_token_is_refused(lane_server: Server) -> None:
         assert raw.next() is None
     assert lane_server.service.asked == []
     assert refused(lane_server) == 1
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"\x1b[2J", b"x" * 256, b"a\nb", b"x" * 400])
+def test_a_token_with_no_name_of_a_client_is_refused(lane_server: Server, name: bytes) -> None:
+    token = lane_server.endpoints.lane_token + name
+    with RawLane(lane_server.endpoints, token=token) as raw:
+        answer = raw.next()
+        assert answer is not None
+        assert answer[1] == ERROR
+        assert raw.next() is None
+    assert refused(lane_server) == 1
+    still_serves(lane_server)
+
+
+def test_a_token_without_a_name_is_that_of_an_unknown_client(lane_server: Server) -> None:
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        raw.sock.sendall(call_frame(1))
+        assert raw.next() is not None
+        assert raw.next() is not None
+    assert lane_server.service.callers == [""]
 
 
 def test_no_call_is_answered_before_the_hello(lane_server: Server) -> None:

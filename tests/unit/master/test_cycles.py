@@ -23,7 +23,7 @@ class Waits:
     def __init__(self) -> None:
         self.replies: list[asyncio.Future[calls.Reply]] = []
 
-    def call(self, request: calls.Request) -> asyncio.Future[calls.Reply]:
+    def call(self, request: calls.Request, caller: str = "") -> asyncio.Future[calls.Reply]:
         del request
         self.replies.append(asyncio.get_running_loop().create_future())
         return self.replies[-1]

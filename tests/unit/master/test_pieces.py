@@ -157,7 +157,7 @@ def test_pieces_of_several_large_calls_take_turns() -> None:
     turn = 0
     find = service.call
 
-    def counted(request: calls.Request) -> Any:
+    def counted(request: calls.Request, caller: str = "") -> Any:
         if len(cast(calls.PutRevoke, request).tokens) <= KEYS_PER_PIECE:
             steps.append(turn)
         return find(request)
