@@ -23,6 +23,9 @@ FIELDS_SHOWN: Final = 8
 """Differing fields of one pair; the rest is counted."""
 
 VALUE_CHARS: Final = 60
+HASH_BYTES: Final = frozenset({8, 16, 20, 32, 40, 64, 128})
+"""Of 64 to 512 bits, as they are or in hexadecimal digits."""
+
 NAMES_SHOWN: Final = 3
 
 
@@ -304,16 +307,6 @@ def _none_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Ca
         return None
     misses, putters = party.misses, party.putters
     here = f"{counted(party.objects, 'object')} in {party.name}"
-    sizes = sorted({len(row.key) for row in putters if row.key})
-    asked_sizes = sorted({len(miss.key) for miss in misses})
-    if sizes and asked_sizes and not {*sizes} & {*asked_sizes}:
-        return Cause(
-            "other_keys",
-            f"{here}, under keys of {_list(sizes)} bytes; asked were keys of "
-            f"{_list(asked_sizes)} bytes",
-            "The engines hash blocks by different algorithms: give them the same "
-            "(vLLM: --prefix-caching-hash-algo).",
-        )
     elsewhere = _elsewhere(evidence, party)
     if elsewhere is not None:
         return elsewhere
@@ -326,6 +319,16 @@ def _none_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Ca
         )
     if party.evicted > party.objects:
         return _evicted(party)
+    sizes = sorted({len(row.key) for row in putters if row.key})
+    asked_sizes = sorted({len(miss.key) for miss in misses})
+    if _are_hashes(sizes) and _are_hashes(asked_sizes) and not {*sizes} & {*asked_sizes}:
+        return Cause(
+            "other_keys",
+            f"{here}, under keys of {_list(sizes)} bytes; asked were keys of "
+            f"{_list(asked_sizes)} bytes",
+            "The engines hash blocks by different algorithms: give them the same "
+            "(vLLM: --prefix-caching-hash-algo).",
+        )
     detached, looked = _detached(evidence, party)
     if looked and 2 * detached >= looked:
         return Cause(
@@ -486,6 +489,11 @@ def _names(rows: Sequence[ClientTraffic], unknown: str = "a client") -> str:
 def _value(value: object) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= VALUE_CHARS else text[: VALUE_CHARS - 1] + "…"
+
+
+def _are_hashes(sizes: Sequence[int]) -> bool:
+    """Whether keys of these sizes, in bytes, are hashes; others may be of any length."""
+    return bool(sizes) and all(size in HASH_BYTES for size in sizes)
 
 
 def _list(numbers: Sequence[int]) -> str:
