@@ -1,7 +1,7 @@
 """``AsyncClient``: the verbs of ``Client`` for an event loop, which they never block.
 
-Each call is one of ``Client`` in a thread; the loop waits for its end. A thread for a call costs
-less than a second client that sends, waits and joins in another way (ADR 19).
+Each call runs the same call of ``Client`` in a thread, and the loop awaits its end. A thread per
+call costs less than a second client with its own code to send, wait and join (ADR 19).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class AsyncClient:
     them are under way at once; the others wait, which counts towards their ``timeout_ms``. What a
     call stores or fills must not change until it ends.
 
-    A cancelled call ends at once if it waits for the master, and otherwise when its transfer has
-    been cut short, which takes milliseconds (if the transfer engine moves registered memory: when
-    that transfer has ended). After that the client touches no byte of the caller's memory. What a
-    cancelled ``get_into`` was to fill is undefined; the grant of a cancelled put lapses at its
-    deadline.
+    A cancelled call that waits for the master ends at once. One that moves bytes ends when its
+    transfer has been cut short, which takes milliseconds (if the transfer engine moves registered
+    memory: when that transfer has ended). After that the client touches no byte of the caller's
+    memory. The buffers of a cancelled ``get_into`` have undefined contents; the grant of a
+    cancelled put lapses at its deadline.
 
     After a fork the child can use the client in an event loop of its own; see ``Client``.
     """
@@ -81,7 +81,7 @@ class AsyncClient:
         forks.watch(self)
 
     def _begin_anew(self) -> None:
-        """Called automatically in the child of a fork, as of ``_client``."""
+        """Called automatically in the child of a fork, as ``Client._begin_anew`` is."""
         forks.keep(self._threads)
         self._threads = _new_threads()
 
@@ -242,7 +242,7 @@ class AsyncClient:
                     with contextlib.suppress(asyncio.CancelledError):
                         await ended.wait()
             raise
-        except GeneratorExit:  # the loop was closed around us: nothing can be awaited any more
+        except GeneratorExit:  # the loop was closed: nothing can be awaited any more
             if not call.cancel() and not stop.set():
                 wait([call])
             raise

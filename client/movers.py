@@ -53,7 +53,7 @@ class Movers:
     ) -> None:
         """
         Args:
-            engine: makes the transport "mooncake"; None: it does not count.
+            engine: makes the transport "mooncake"; None: this client has none.
             client_number: as ``Context.client_number``.
             stall_s: the longest that a transfer over tcp may move no byte.
 
@@ -95,7 +95,7 @@ class Movers:
         stop = current() or Stop()
         under_way: list[Future[KVStoreError | None]] = []
         try:
-            for transfer in transfers:  # what has begun when one cannot is in the list
+            for transfer in transfers:  # if one cannot begin, those that have are in the list
                 move = _submit(pool, self._move_stoppable, transfer, deadline, stop)
                 under_way.append(move)
             return [future.result() for future in under_way]
@@ -113,7 +113,7 @@ class Movers:
         return any(transport.maps and transport.reaches(segment) for transport in self._transports)
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """All of a segment that ``maps`` has said is here.
+        """All of a segment for which ``maps`` is true.
 
         Raises:
             SegmentGoneError: it was unmounted, or mounted anew.
@@ -146,14 +146,14 @@ class Movers:
         return None
 
     def watch(self, segment: SegmentInfo) -> Mounted:
-        """Whether a segment that ``view`` has shown is mounted as it was, from now on."""
+        """A function that says whether a segment, seen by ``view``, is still mounted as it was."""
         for transport in self._transports:
             if (mounted := transport.watch(segment)) is not None:
                 return mounted
         return lambda: False  # it was unmounted since
 
     def register(self, buffer: memoryview) -> None:
-        """As ``MooncakeTransport.register``; the other transports need it not."""
+        """As ``MooncakeTransport.register``; the other transports do nothing."""
         for transport in self._transports:
             transport.register(buffer)
 
@@ -162,7 +162,7 @@ class Movers:
             self._engine.unregister(buffer)
 
     def begin_anew(self, client_number: int) -> None:
-        """As ``Forked._begin_anew``. An engine is made when it is needed."""
+        """As ``Forked._begin_anew``. The child's transfer engine starts when it is needed."""
         for transport in self._transports:
             transport.abandon()
         forks.keep((self._engine, self._pool))
@@ -194,16 +194,16 @@ class Movers:
                     return None
         except KVStoreError as error:
             stop = current()
-            if stop is not None and stop.is_set:  # we ended it; the node is not to blame
+            if stop is not None and stop.is_set:  # the caller cancelled; the node did not fail
                 return ClosedError("the call was cancelled", settled=error.fields.get("settled", 0))
-            # A caller's deadline says nothing of the segment, which other calls are using.
+            # A caller's deadline says nothing about the segment, which other calls are using.
             if isinstance(error, SegmentGoneError | NodeUnreachableError):
                 for transport in self._transports:
                     transport.forget(segment)
             if isinstance(error, DeadlineExceededError) and is_final:
                 error.fields["final"] = 1  # no time is left to go elsewhere
-            # Frames of the transport refer to the segment's memory, which is unmapped when nothing
-            # does; a caller that keeps the error, or is in a cycle with it, would keep that mapped.
+            # The traceback's frames refer to the segment's memory, which is unmapped with its last
+            # reference. A caller that keeps the error, or forms a cycle with it, would keep it.
             error.__context__ = error.__cause__ = None
             return error.with_traceback(None)
         names = ", ".join(transport.name for transport in self._transports)
@@ -229,7 +229,7 @@ class Movers:
             for transport in self._transports:
                 try:
                     transport.sweep()
-                except Exception:  # a bug of ours: the next round goes on
+                except Exception:  # a bug; the next round goes on
                     log.exception("sweep_broken transport=%s", transport.name)
 
     def _move_stoppable(

@@ -69,12 +69,12 @@ if TYPE_CHECKING:
 
 AnyKey = str | bytes
 TIMEOUT_MS_MAX = 3_600_000
-"""Of one call, as of all of them (``ClientConfig.timeout_ms``)."""
+"""The longest time-out of one call; ``ClientConfig.timeout_ms`` has the same bound."""
 
 View = Value | memoryview
 """What ``copy=False`` returns: bytes come as a read-only memoryview."""
 Range = tuple[int, Buffer]
-"""Where a part of a payload begins, in bytes, and the memory for it, which says how long it is."""
+"""Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
 
 
@@ -197,11 +197,12 @@ class Operations:
                 raise _lost()
 
     def _settle_commit(self, lease: Lease) -> Flow[tuple[Named | None, float]]:
-        """What an allocation has become, if a commit of it had no answer; None: it is one still,
-        until when. (That commit may be on its way, and what it makes is leased for so long.)
+        """Returns the object that an allocation has become by a commit without an answer, or None
+        if it is still an allocation; and until when the client holds it. (That commit may still
+        arrive. Its object is leased until then, too.)
 
         Raises:
-            ReservationLostError: neither.
+            ReservationLostError: it is neither.
         """
         named = lease.unanswered
         if named is None:
@@ -223,7 +224,7 @@ class Operations:
     def _commit(
         self, lease: Lease, item: Items, options: PutOptions, until: float
     ) -> Flow[PutOutcome]:
-        """Put what was computed into an allocation."""
+        """Puts the object whose payload was computed in an allocation."""
         granted = lease.what
         assert isinstance(granted, Granted)
         if not lease.held:
@@ -327,7 +328,7 @@ class Operations:
         kind: Kind | None,
         timeout_ms: int | None,
     ) -> Flow[list[View | None]]:
-        """Values over the pool's own memory, leased; copies of what is not mapped here."""
+        """Values over the pool's own memory, leased; copies of objects that are not mapped here."""
         views: list[View | None] = [None] * len(keys)
         todo = list(range(len(keys)))
         copied: list[int] = []
@@ -386,8 +387,8 @@ class Operations:
         kind: Kind | None,
         bad: dict[int, list[Bad]],
     ) -> list[int]:
-        """Put values over the segment into ``views``; returns the indexes of those where something
-        else stands now, and adds to ``bad`` what it has found there."""
+        """Puts values over the segment into ``views``. Returns the indexes of objects to look up
+        again, and adds to ``bad`` the places that hold other bytes now."""
         segment, rows, of = looks
         context = self.context
         try:
@@ -420,7 +421,7 @@ class Operations:
                 continue
             at = offset + HEADER_BYTES
             wanted = kind or read_descriptor(descriptor).kind
-            # torch takes no array that is read-only
+            # torch does not accept read-only arrays
             array = array_over(
                 descriptor, kind, memory if wanted == "torch" else read_only, at, size
             )
@@ -546,7 +547,7 @@ class Operations:
 
 def _duration_ms(name: str, duration_s: float, most_ms: int) -> int:
     """Raises InvalidArgumentError: not more than 0 s, or more than ``most_ms``."""
-    if not 0 < duration_s <= most_ms / 1000:  # also refuses what is no number
+    if not 0 < duration_s <= most_ms / 1000:  # also refuses NaN
         raise InvalidArgumentError(
             f"{name} is more than 0 and at most {most_ms // 1000} seconds, not {duration_s}"
         )
@@ -567,7 +568,7 @@ LIST_PAGE = 1_000
 
 
 def seconds(timeout_ms: int) -> float:
-    """Of one call. Raises InvalidArgumentError."""
+    """The time-out of one call, in seconds. Raises InvalidArgumentError."""
     if not 1 <= timeout_ms <= TIMEOUT_MS_MAX:
         raise InvalidArgumentError(f"timeout_ms is 1 to {TIMEOUT_MS_MAX}, not {timeout_ms}")
     return timeout_ms / 1000

@@ -1,4 +1,4 @@
-"""The caller's memory that was registered, by address: what engines hand over are addresses."""
+"""The caller's registered memory, by address: engines hand over addresses, not buffers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvstore.memory.regions import Region, Regions
 
 
 class RegisteredMemory:
-    """Lends parts of what was registered. Threads: any."""
+    """Lends parts of registered memory. Threads: any."""
 
     def __init__(self) -> None:
         self._regions = Regions()
         self._changing = threading.Lock()
 
     def add(self, memory: memoryview) -> None:
-        """Raises InvalidArgumentError: it overlaps what is registered."""
+        """Raises InvalidArgumentError: it overlaps registered memory."""
         if not memory.nbytes:
             return
         region = Region.of(memory)
@@ -26,7 +26,7 @@ class RegisteredMemory:
             self._regions.add(region)
 
     def take(self, start: int) -> memoryview | None:
-        """The memory that was registered at this address, which is not any more; None: none was."""
+        """Unregisters and returns the memory that begins at this address; None: there is none."""
         with self._changing:
             region = self._regions.take(start)
         return None if region is None else region.memory
@@ -35,7 +35,7 @@ class RegisteredMemory:
         """``size`` bytes at this address, within one region.
 
         Raises:
-            InvalidArgumentError: they are not.
+            InvalidArgumentError: they are not within one region.
         """
         region = self._regions.holding(address, size) if size >= 0 else None
         if region is None:

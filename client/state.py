@@ -79,7 +79,7 @@ class ClientState:
         self.children: list[Child] = []
 
     def begin_anew(self) -> None:
-        """As ``Forked._begin_anew``. The children are the parent's, too."""
+        """As ``Forked._begin_anew``. The child processes stay the parent's."""
         for child in self.children:
             child.abandon()
         forks.keep(self.children)
@@ -111,10 +111,10 @@ class ClientState:
         )
 
     def contribute(self, join: Callable[[float], object]) -> None:
-        """Start the node that serves ``config.memory``, if there is to be one. Blocks.
+        """Starts the node that serves ``config.memory``, if there is to be one. Blocks.
 
-        ``join`` the master by a deadline comes first: where there is none, that is told before
-        any memory is taken.
+        Calls ``join`` with a deadline first, so that a missing master is reported before any
+        memory is taken.
         """
         if self.config.memory:
             join(uptime() + self.config.timeout_ms / 1000)
@@ -143,7 +143,7 @@ class ClientState:
         """As ``Client.unregister``."""
         if isinstance(memory, int):
             whole = self.registered.take(memory)
-        else:  # also of memory that is a part of what was registered, and in doubt
+        else:  # unknown memory is passed on: a transfer that was given up may still write to it
             whole = self.registered.take(address_of(memory)) or memory
         if whole is not None:
             self.movers.unregister(whole)

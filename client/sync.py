@@ -37,14 +37,14 @@ class Client:
             tensor = client.get("greeting")          # None on a miss
 
     Keys are ``bytes`` or ``str`` of 1 to 256 bytes. Every method that takes a ``namespace`` uses
-    the configured one where it is None. Nothing is connected before the first call, and no call
-    takes longer than ``timeout_ms``, which each may be given (None: the configured 10 s): a master
-    that cannot be reached is tried again until then. ``list_objects`` and ``clear`` have so long
-    for each page or slice. All methods may be called from any thread.
+    the configured one where it is None. The client connects at its first call. A call lasts at most
+    its ``timeout_ms`` (None: the configured one, by default 10 s); a master that cannot be reached
+    is tried again until then. ``list_objects`` and ``clear`` have that time for each page or slice.
+    All methods may be called from any thread.
 
     All methods may raise, besides what they name:
-        MasterUnreachableError: no master was found in time; ``fields`` say where we looked.
-        DeadlineExceededError: it was found, and did not answer in time.
+        MasterUnreachableError: no master was found in time; ``fields`` name the addresses.
+        DeadlineExceededError: the master was found, but did not answer in time.
         InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
         ClosedError: after ``close``.
     A failed call leaves the client as it was; nothing needs to be cleaned up.
@@ -126,7 +126,7 @@ class Client:
         ``client.config.master``.
 
         Args:
-            memory: of the pool, in ``/dev/shm``.
+            memory: size of the pool, in ``/dev/shm``.
             **settings: as of ``Client``.
 
         Raises:
@@ -158,7 +158,7 @@ class Client:
     ) -> PutOutcome:
         """Store a torch tensor, a numpy array or bytes under a key.
 
-        Keys name content: where a complete object of that key is there, nothing is written.
+        A key names its content: if a complete object with this key exists, nothing is written.
 
         Args:
             value: copied before this returns; of any shape, dtype and device. A tensor from
@@ -167,7 +167,7 @@ class Client:
             parent: key of the object before it in its chain. The parent need not be there yet;
                 until it is, the object is not found by ``match_prefix``.
             replicas: copies on distinct nodes, or on as many as there are.
-            overwrite: write a new version also where one is there, and retire that one.
+            overwrite: write a new version even if the key exists, and retire the old version.
             wait_ms: how long to wait for leases to end when there is no room; None: as
                 configured.
             ttl: seconds after which the object is gone, counted from the end of this call, up to a
@@ -181,7 +181,7 @@ class Client:
                 the object has none.
 
         Returns:
-            STORED by this call, FOUND there already, or BEING_WRITTEN by somebody else.
+            STORED by this call, FOUND there already, or BEING_WRITTEN by another client.
 
         Raises:
             UnsupportedValueError: a value without plain bytes (sparse, quantized, objects).
@@ -189,7 +189,7 @@ class Client:
             NoSpaceError: everything is leased or pinned; ``fields["missing_bytes"]``, and
                 ``fields["pinned_bytes"]`` if objects are pinned.
             PutRefusedError: nodes came and went; try again.
-            ReservationLostError: the memory from ``allocate`` is not ours any more.
+            ReservationLostError: the client no longer holds the memory from ``allocate``.
         """
         return self._run(
             self._operations.put(
@@ -281,10 +281,10 @@ class Client:
     ) -> Value:
         """A tensor inside the pool to compute into; putting it moves no byte.
 
-        Its contents are undefined. The memory is ours for as long as the tensor, or anything made
-        of it, lives; what is dropped without being put is given back. Ask ``lease(tensor).held``
-        whether that has worked: where the master could not be reached for longer than the put
-        deadline, the memory may have become somebody else's.
+        Its contents are undefined. The client holds the memory for as long as the tensor, or
+        anything made of it, lives; memory that is dropped without a put is given back. Check
+        ``lease(tensor).held``: if the master could not be reached for longer than the put deadline,
+        the memory may have been granted to another client.
 
         Raises:
             NodeUnreachableError: there is no segment on this host. Otherwise as ``put``.
@@ -349,8 +349,8 @@ class Client:
             keys: a sequence, or a single key with a single buffer.
             buffers: per key a contiguous, writable tensor, array, bytearray or memoryview in CPU
                 memory, or a list of them that are filled one after the other. Memory beyond the
-                value's size is left as it is, unless a longer value is replaced while it is being
-                read (by the transfer engine: during the call). Then it may hold bytes of that one.
+                value's size is left as it is. Only if a longer value is replaced while it is being
+                read (with the transfer engine: during the call) may it hold bytes of that value.
                 Buffers of ``uint8`` take any dtype's bytes.
 
         Raises:
@@ -369,8 +369,8 @@ class Client:
         namespace: str | None = None,
         timeout_ms: int | None = None,
     ) -> list[int | None]:
-        """Read parts of values into the caller's memory; per key the bytes of the whole value, or
-        None: a miss, and its buffers' contents are undefined.
+        """Read parts of values into the caller's memory; per key the size of the whole value in
+        bytes, or None: a miss, which leaves the contents of its buffers undefined.
 
         The header says that this is the object, and complete; the bytes of a part cannot be
         compared with the checksum, which covers the whole payload.
@@ -378,21 +378,22 @@ class Client:
         Args:
             keys: a sequence, or a single key with a single list of ranges.
             ranges: per key a list of ``(offset, buffer)``: where the part begins in the payload,
-                in bytes, and the memory for it, as of ``get_into``, which says how long it is.
+                in bytes, and memory for it, as for ``get_into``, which is as long as the part.
                 Dtypes are not compared.
 
         Raises:
-            BufferMismatchError: a range ends behind its value, or a buffer cannot be filled.
+            BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
         """
         return self._run(self._operations.get_ranges(keys, ranges, namespace), timeout_ms)
 
     def register(self, memory: Buffer | int, size: int | None = None) -> None:
-        """Lend this memory to the client until ``unregister`` or ``close``: ``memory_at`` gives
-        parts of it by address, and a transfer engine, if there is one, moves bytes from and into
-        it as it is; without, they pass through a buffer.
+        """Lend this memory to the client until ``unregister`` or ``close``. ``memory_at`` gives
+        parts of it by address. A transfer engine, if there is one, moves bytes directly from and
+        into it; bytes of unregistered memory pass through a buffer.
 
-        A ``get_into`` of such memory that fails with MemoryQuarantinedError leaves it in doubt:
-        see there. RDMA needs memory that may be locked. After a fork the child registers anew.
+        A ``get_into`` of such memory that fails with MemoryQuarantinedError leaves it in doubt: see
+        that error. RDMA needs a process that may lock memory. After a fork the child must register
+        its memory again.
 
         Args:
             memory: a writable tensor, array or buffer, which is kept alive; or the address of
@@ -406,8 +407,8 @@ class Client:
         self._state.register(_lent(memory, size))
 
     def unregister(self, memory: Buffer | int) -> None:
-        """Take memory back: what was registered, or its address. Returns when nothing can be
-        written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
+        """Take memory back, named by the registered buffer or its address. Returns when nothing can
+        be written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
         ignored."""
         self._state.unregister(memory if isinstance(memory, int) else writable(memory)[0][0])
 
@@ -421,8 +422,8 @@ class Client:
         return self._state.registered.at(address, size)
 
     def lease(self, view: View) -> Lease | None:
-        """The promise under a value from ``get(copy=False)`` or ``allocate``, or under anything
-        that was made of it; None: it is not the pool's memory."""
+        """The lease of a value from ``get(copy=False)`` or ``allocate``, or of anything that was
+        made of it; None: it is not the pool's memory."""
         return self._state.views.of(view)
 
     # --- asking -------------------------------------------------------------------------------
@@ -430,10 +431,10 @@ class Client:
     def match_prefix(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> int:
-        """How many leading keys of a chain are there; those are leased.
+        """How many leading keys of a chain are stored; those are leased.
 
         Takes O(log n) steps at the master for a chain that was put with ``put_chain``. More than
-        16,384 keys are asked for in several calls, as far as all of a call's keys are there.
+        16,384 keys take several calls, until one of them misses a key.
         """
         return self._run(self._operations.match_prefix(keys, [namespace]), timeout_ms)[0].matched
 
@@ -455,18 +456,18 @@ class Client:
     def lookup(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[int | None]:
-        """Which of these are there, and how large: per key the payload's bytes, or None: a miss.
+        """Which of these are stored, and how large: per key the payload's size in bytes, or None.
 
-        What was found is leased as by ``get`` (``kvstore-master --lease-ms``), so that a ``get`` or
-        ``get_into`` within that time finds it, and does so without another call to the master.
+        Objects that are found are leased as by ``get`` (``kvstore-master --lease-ms``), so that a
+        ``get`` or ``get_into`` within that time finds them, without another call to the master.
         """
         return self._run(self._operations.lookup(keys, namespace), timeout_ms)
 
     def exists(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> bool:
-        """Whether a complete object is there now. Promises nothing for the next moment: ``lookup``
-        does."""
+        """Whether a complete object is stored now. Does not lease it, so a later ``get`` may miss;
+        ``lookup`` leases it."""
         return self._run(self._operations.exists([key], namespace), timeout_ms)[0]
 
     def exists_many(
@@ -543,11 +544,11 @@ class Client:
 
         Args:
             seconds: until the pin ends, counted from this call: more than 0, at most a day. Of two
-                pins of an object, whoever made them, the later end holds.
+                pins of an object, by any clients, the later end holds.
 
         Raises:
             NoSpaceError: the namespace would have more pinned than its share of the pool
-                (``kvstore-master --pinned-max``, half); ``fields["cause"]`` is ``"pins"``. Nothing
+                (``kvstore-master --pinned-max``: half); ``fields["cause"]`` is ``"pins"``. Nothing
                 was pinned; of more than 512 keys, which are pinned in several exchanges, the
                 first ones may have been.
             InvalidArgumentError: more than 8,192 ancestors would be pinned with one exchange. Pin
@@ -558,7 +559,7 @@ class Client:
     def unpin(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
-        """End the pins of these objects, whoever made them; per key, whether it was pinned.
+        """End the pins of these objects, by any client; per key, whether it was pinned.
 
         What was pinned only as an ancestor is let go with the last pin below it, and need not be
         named. An ancestor of an object that is still pinned is kept.
@@ -610,15 +611,15 @@ class Client:
     def drain(
         self, node: str, *, undo: bool = False, leave: bool = False, timeout_ms: int | None = None
     ) -> calls.Drained:
-        """Let a node be given nothing new; what it holds is still read. ``kvstore drain`` does
-        the whole of it: this, ``move_some`` until nothing is left, and ``leave``.
+        """Stop placing new objects on a node; clients still read the objects that it holds.
+        ``kvstore drain`` does all of it: this, ``move_some`` until nothing is left, and ``leave``.
 
         Args:
-            undo: let it be chosen again.
-            leave: tell it to leave, with what it still holds.
+            undo: place new objects on the node again.
+            leave: tell the node to leave, whatever it still holds.
 
         Raises:
-            InvalidArgumentError: there is no such node, or it is to leave and is not drained.
+            InvalidArgumentError: there is no such node; or ``leave``, and it is not being drained.
         """
         return self._run(self._operations.drain(node, undo, leave), timeout_ms)
 
@@ -635,8 +636,8 @@ class Client:
         Args:
             cursor: 0 begins a pass over all objects; then ``next_cursor`` of the step before, until
                 that is 0 again.
-            repair: of any node; objects with fewer replicas than they were put with get one more,
-                where the master finds room. Nodes do this by themselves.
+            repair: instead, for any node: give objects with fewer replicas than they were put with
+                one more, if the master finds room. Nodes do this by themselves.
 
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
@@ -731,7 +732,7 @@ def _lent(memory: Buffer | int, size: int | None) -> memoryview:
 
 
 def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:
-    """``wait`` for a call that can be stopped: it touches no memory of the caller."""
+    """``wait``, during which ``stop`` ends the call at once: it touches no memory of the caller."""
 
     def waits(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         with stop.waiting():

@@ -1,4 +1,4 @@
-"""Values and their bytes: torch tensors, numpy arrays, bytes; and back, dtype and shape intact.
+"""Turns values (torch tensors, numpy arrays, bytes) into bytes and back, dtype and shape intact.
 
 A descriptor travels in the header of each object and says what its bytes are: JSON of at most
 ``DESCRIPTOR_BYTES_MAX`` bytes, ``{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}``, so that
@@ -33,15 +33,15 @@ Kind = Literal["torch", "numpy", "bytes"]
 Value = Union["torch.Tensor", NDArray[np.generic], bytes]
 """What ``get`` returns: the kind that was put."""
 Storable = Union[Value, bytearray, memoryview, Sequence[Union[Value, bytearray, memoryview]]]
-"""What ``put`` takes; ``bytearray`` and ``memoryview`` come back as ``bytes``, and so do several
-values in a list, one after the other: a gather list, as ``get_into`` takes scatter lists."""
+"""What ``put`` takes. ``bytearray`` and ``memoryview`` come back as ``bytes``. A list is a gather
+list: its values are stored one after the other, and come back as one ``bytes``."""
 Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview]
 """What ``get_into`` fills: contiguous, writable, in CPU memory."""
 Bytes1D = NDArray[np.uint8]
 
 
 class Described(NamedTuple):
-    """A descriptor, read."""
+    """A parsed descriptor."""
 
     kind: Kind
     dtype: str
@@ -54,18 +54,18 @@ class Encoded(NamedTuple):
 
     descriptor: bytes
     data: memoryview
-    """One-dimensional, ``B``-formatted; keeps what it needs alive."""
+    """One-dimensional, ``B``-formatted; keeps its memory alive."""
     more: Sequence[memoryview] = ()
-    """What follows it, of a gather list."""
+    """The further parts of a gather list."""
 
     @property
     def parts(self) -> list[memoryview]:
-        """All of it, without what is empty."""
+        """All parts that are not empty."""
         return [part for part in (self.data, *self.more) if len(part)]
 
 
 class Columns(NamedTuple):
-    """Values as bytes, a row each: as ``Encoded``, with a fourth of its cost for many."""
+    """Values as bytes, a row each: like a list of ``Encoded``, at a fourth of its cost."""
 
     sizes: list[int]
     """In bytes."""
@@ -84,7 +84,7 @@ def encode_all(values: Iterable[Storable]) -> Columns:
     parts: list[list[memoryview]] = []
     descriptors: list[bytes] = []
     for value in values:
-        if type(value) is np.ndarray and value.dtype is _UINT8:  # what engines have: no detours
+        if type(value) is np.ndarray and value.dtype is _UINT8:  # a fast path: what engines put
             data = memoryview(value)  # type: ignore[arg-type]
             size = len(data) if data.ndim == 1 and data.c_contiguous else 0
             if size:
@@ -251,7 +251,7 @@ def _numpy_name(dtype: np.dtype[np.generic]) -> str:
             f"arrays of {dtype} cannot be stored",
             advice="Put plain numbers: one array per field, no objects.",
         )
-    # The name where it means one thing; the type string for byte orders, strings and times.
+    # The name where it is unambiguous; the type string for byte orders, strings and times.
     if dtype.isnative and dtype.kind in "biufcV":
         return dtype.name if dtype.kind != "V" or dtype.isbuiltin == 2 else dtype.str
     return dtype.str
@@ -311,8 +311,8 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
 def array_over(
     descriptor: bytes, kind: Kind | None, memory: memoryview, offset: int, size: int
 ) -> NDArray[np.generic]:
-    """A new array over ``size`` bytes of ``memory``, which it keeps alive: the value, where that is
-    to be a numpy array, else its bytes.
+    """A new array over ``size`` bytes of ``memory``, which it keeps alive: the value, if that is to
+    be a numpy array, otherwise its bytes.
 
     Raises:
         UnsupportedValueError: the dtype is not available here.
@@ -332,7 +332,7 @@ def array_over(
 def _as_array(
     descriptor: bytes, kind: Kind | None
 ) -> tuple[np.dtype[np.generic] | None, tuple[int, ...], int]:
-    """dtype, shape and bytes of a value that is to be a numpy array; None: it is to be another."""
+    """dtype, shape and size in bytes of a value to return as numpy array; None: as another kind."""
     described = read_descriptor(descriptor)
     if (kind or described.kind) != "numpy" or described.kind == "bytes":
         return None, (), 0
@@ -346,7 +346,7 @@ def described_as(
     """The descriptor and the payload bytes of a value of this shape and dtype.
 
     Args:
-        dtype: a ``torch.dtype``, whatever ``numpy.dtype`` takes, or torch's name of one.
+        dtype: a ``torch.dtype`` or torch's name of one, or anything that ``numpy.dtype`` takes.
 
     Raises:
         UnsupportedValueError: no such dtype here.

@@ -1,4 +1,4 @@
-"""The descriptions that engines put into the store, so that a difference between them can be seen.
+"""Descriptions that engines put into the store, so that differences between engines can be seen.
 
 Fleet records (``kvstore.fleet``) say which engine serves which models, in which namespaces its
 blocks are, and what was described. Engines warn of records of the same model that differ from
@@ -37,7 +37,7 @@ class Fleet:
             models: names of the model, the first one the name or path that was loaded.
             mark: the fingerprint.
             namespaces: where its blocks are.
-            more: what readers of this engine's records need besides.
+            more: further fields, for readers of this engine's records.
 
         Raises:
             KVStoreError: the store did not answer.
@@ -64,8 +64,8 @@ class Fleet:
         return warnings
 
     def leave(self, models: Sequence[str], mark: str) -> None:
-        """Removes this engine's description under another fingerprint; an engine that still has
-        that fingerprint puts it again.
+        """Removes the description with the fingerprint ``mark``, which this engine has no longer;
+        an engine that still has it puts the description again.
 
         Raises:
             KVStoreError: the store did not answer.
@@ -76,7 +76,7 @@ class Fleet:
 def _warnings(model: str, record: Mapping[str, object], raw: bytes) -> list[str]:
     other, ours = parse(raw), record["description"]
     if other is None or not isinstance(ours, Mapping) or other.engine != record["engine"]:
-        return []  # other engines keep other bytes
+        return []  # blocks of different engines differ in any case
     differing = "; ".join(
         f"{each.field}: {each.ours!r} here, {each.theirs!r} there"
         for each in differences(ours, other.description)
@@ -86,5 +86,5 @@ def _warnings(model: str, record: Mapping[str, object], raw: bytes) -> list[str]
 
 
 def _prefix(models: Sequence[str]) -> bytes:
-    """Records of one model stand beside each other, whatever path it was loaded from."""
+    """One prefix for all records of a model, whatever path it was loaded from."""
     return short_name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"

@@ -1,8 +1,8 @@
-"""How long an engine's thread waits for the store: one rule for adapters that engines call
+"""Bounds how long an engine's thread waits for the store, in adapters that engines call
 synchronously.
 
-A call lasts 2 s at most, and longer only as far as its bytes take time. After failures in a row the
-store is not asked for a while: the engine gets a miss at once, and computes.
+A call lasts at most 2 s, and a time for the bytes that it moves. After several failures in a row
+the guard makes no calls for a while: the engine gets a miss at once, and computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvstore.config import ClientConfig, load
 from kvstore.errors import KVStoreError, UnavailableError
 
 DEADLINE_MS: Final = 2_000
-"""Of one call, if the settings name no other (``timeout_ms``)."""
+"""The deadline of one call, unless the settings name another (``timeout_ms``)."""
 
 BYTES_PER_MS: Final = 256 << 10
 """The slowest network that is worth loading from: a call that moves 1 GiB may last 4 s longer."""
@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Guard:
-    """A client, and the breaker before it. Threads: any."""
+    """A client behind a circuit breaker. Threads: any."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes: makes the connector known under its own name.
+"""The plug-in that vLLM calls in each of its processes: registers the connector under its name.
 
 Apart from ``kvstore.connectors.vllm``, which is loaded only where the connector is used.
 """
@@ -12,5 +12,5 @@ def register() -> None:
     """vLLM's plug-in, of the group ``vllm.general_plugins``; it may be called more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if NAME not in KVConnectorFactory._registry:  # it has no question for that
+    if NAME not in KVConnectorFactory._registry:  # the factory has no public method for this
         KVConnectorFactory.register_connector(NAME, "kvstore.connectors.vllm", NAME)

@@ -11,7 +11,7 @@ from kvstore.errors import InvalidArgumentError
 ETCD_SCHEME: Final = "etcd://"
 ETCD_PORT: Final = 2379
 ETCD_PREFIX: Final = "kvstore"
-"""Under which the masters of one cluster meet, where nothing else is said."""
+"""The prefix of a cluster's keys in etcd, unless another one is given."""
 
 _FILES: Final = ("ca", "cert", "key")
 
@@ -39,18 +39,18 @@ def split_address(address: str, *, default_port: int | None = None) -> tuple[str
 
 
 def join_address(host: str, port: int) -> str:
-    """``split_address`` backwards."""
+    """The inverse of ``split_address``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class EtcdPlace(NamedTuple):
-    """An etcd, how to get in, and the prefix under which the masters of one cluster meet."""
+    """An etcd, the credentials for it, and the prefix of one cluster's keys."""
 
     endpoints: tuple[str, ...]
     """``host:port`` of its members, one or more."""
     prefix: str = ETCD_PREFIX
     ca: str = ""
-    """File with the certificates that its own is checked against; empty: no TLS."""
+    """File with the authority's certificates, to check etcd's own; empty: no TLS."""
     cert: str = ""
     key: str = ""
     """Files with our certificate and key, where etcd asks for one."""
@@ -73,7 +73,7 @@ class EtcdPlace(NamedTuple):
         return f"{self.prefix}/cluster".encode()
 
     def __str__(self) -> str:
-        """``parse_etcd`` backwards."""
+        """The inverse of ``parse_etcd``."""
         user = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}@" if self.user else ""
         files = {name: getattr(self, name) for name in _FILES if getattr(self, name)}
         query = "?" + urlencode(files, safe="/") if files else ""
@@ -114,7 +114,7 @@ def parse_etcd(text: str) -> EtcdPlace:
 
 
 def checked_etcd(place: EtcdPlace) -> EtcdPlace:
-    """``place``. Raises InvalidArgumentError: its files make no sense together."""
+    """Returns ``place``. Raises InvalidArgumentError: one of its files is missing."""
     if bool(place.cert) != bool(place.key) or (place.cert and not place.ca):
         raise InvalidArgumentError(
             "a certificate for etcd needs its key, and both need the certificate of its authority",

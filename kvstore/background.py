@@ -6,7 +6,7 @@
 When one ends by an exception, the exception is logged once with its traceback, and ``died`` is
 called with it: the owner knows whether the process can go on without it. ``End`` is for an owner
 that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
-``watch_loop`` and ``watch_threads`` log what no owner has claimed.
+``watch_loop`` and ``watch_threads`` log the failures of tasks and threads without an owner.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Final, TypeVar
 log = logging.getLogger("kvstore.background")
 
 Died = Callable[[BaseException], None]
-"""What the owner does about it. Called once, in the loop's thread for a task, and in the dying
-thread for a thread."""
+"""Tells the owner that its task or thread has failed. Called once, in the loop's thread for a task,
+and in the dying thread for a thread."""
 
 EXIT_BROKEN: Final = 70
 """The exit status of a process that ends because of a bug or for want of memory (EX_SOFTWARE)."""
@@ -29,7 +29,7 @@ EXIT_BROKEN: Final = 70
 AnyResult = TypeVar("AnyResult")
 
 _running: Final[set[asyncio.Task[Any]]] = set()
-"""A loop refers to its tasks weakly."""
+"""Keeps running tasks alive: a loop refers to its tasks weakly."""
 
 
 def start_task(
@@ -39,13 +39,13 @@ def start_task(
     died: Died | None = None,
     expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> asyncio.Task[AnyResult]:
-    """Run ``work`` in the running loop. Its cancellation is no death.
+    """Runs ``work`` in the running loop. A cancellation does not count as a failure.
 
     Args:
         name: as in the log.
         work: what the task runs.
         died: None: the task that awaits it is its owner.
-        expected: exceptions that are a usual end of it, and are neither logged nor told.
+        expected: exceptions by which it may end: they are neither logged nor given to ``died``.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     _running.add(task)
@@ -122,7 +122,7 @@ def _log_context(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 
 
 def watch_threads(died: Callable[[str, BaseException], None] | None = None) -> None:
-    """Log the death of any other thread of this process by name; then ``died`` is told of it."""
+    """Logs the death of any other thread of this process by name, and calls ``died`` then."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
         error = args.exc_value

@@ -1,4 +1,4 @@
-"""When somebody who keeps failing is left alone, and when it is tried again.
+"""A circuit breaker: when a peer that keeps failing is left alone, and when it is tried again.
 
     closed ──failures_max in a row──► open ──open_for──► half open ──next result──► closed or open
 
@@ -78,5 +78,6 @@ class Breaker:
         return False
 
     def abandoned(self) -> None:
-        """The probe ended without a result (its client left): the next request is the probe."""
+        """Called when the probe ended without a result (its client left): the next request is the
+        probe."""
         self._probing = False

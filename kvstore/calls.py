@@ -68,7 +68,7 @@ class PutOutcome(enum.IntEnum):
     FOUND = 2
     """Already there: same key, same content."""
     BEING_WRITTEN = 3
-    """Somebody else is writing it at this moment."""
+    """Another put is writing it at this moment."""
     STORED = 4
     """Complete now, by this put (only in the answer to ``put_end`` and ``commit``)."""
     REFUSED = 5
@@ -91,7 +91,7 @@ class EngineAddress(NamedTuple):
     name: Name
     """What peers open: ``host:port`` of its handshake, or its key in the metadata server."""
     base: int
-    """Of the segment's first byte in the node's process; another one for each generation."""
+    """The address of the segment's first byte in the node's process; new for each generation."""
     protocol: Name
     metadata_server: Name
 
@@ -146,7 +146,7 @@ NO_PLACEMENTS = Placements((), (), (), (), (), ())
 
 class Join(NamedTuple):
     client: Name
-    """Who asks, for logs and statistics."""
+    """The name of the client, for logs and statistics."""
     host: Name
     protocol: int
     """The highest version that the client speaks."""
@@ -155,7 +155,7 @@ class Join(NamedTuple):
     cluster: NameOrEmpty = ""
     """Name of the cluster that the client means; empty: any."""
     highest_epoch: Epoch = 0
-    """That it has joined; as ``NodeJoin.highest_epoch``."""
+    """The highest epoch that the client has joined; as ``NodeJoin.highest_epoch``."""
 
 
 class Joined(NamedTuple):
@@ -213,7 +213,7 @@ class Found(NamedTuple):
 
 
 class Exists(NamedTuple):
-    """No lease: an answer about this moment only."""
+    """Which of these keys are stored? Nothing is leased: the answer is about this moment only."""
 
     namespace: Namespace
     keys: Sequence[Key]
@@ -233,21 +233,21 @@ class PutStart(NamedTuple):
     chain: bool
     """Whether each key's parent is the key before it."""
     replicas: Replicas
-    """On so many distinct nodes, or on as many as there are."""
+    """The number of distinct nodes for each object; fewer if there are fewer."""
     overwrite: bool
     """Write a new version even where a complete one is there."""
     wait_ms: WaitMs
     """How long to wait for leases to end when there is no room."""
     host: NameOrEmpty
-    """The putter's, for placement."""
+    """The putter's host, for placement."""
     avoid: Avoided = ()
     """Segments (uuids) that the putter could not reach a moment ago, at most ``AVOID_MAX``."""
     here_only: bool = False
     """Only segments of ``host``: the putter has no transport that reaches another one."""
     client_number: int = 0
-    """That the putter shows to data servers; 0: unknown."""
+    """The number that the putter shows to data servers; 0: unknown."""
     ttl_ms: TtlMs = 0
-    """So long after its put has ended an object is gone; 0: no such end."""
+    """How long an object lives after the end of its put; 0: for ever."""
 
 
 class Grants(NamedTuple):
@@ -282,10 +282,10 @@ class PutRevoke(NamedTuple):
     epoch: int
     tokens: Numbers
     settled: bool
-    """No write of theirs can still land, so the extents may be reused at once."""
+    """Whether no write of these puts can still land, so that the extents are free at once."""
     connections: Annotated[Sequence[int], Rows(CONNECTIONS_CUT_MAX)] = ()
-    """Not settled: the connections to data servers that may still carry their bytes, by the numbers
-    that the client has given them. None: any connection of that client."""
+    """Not settled: the connections to data servers that may still carry bytes of these puts, by the
+    client's numbers for them. Empty: any connection of that client."""
 
 
 class Revoked(NamedTuple):
@@ -305,7 +305,7 @@ class Allocate(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Name an allocation: its header is written, it becomes an object."""
+    """Give an allocation, whose header is written, its key: it becomes an object."""
 
     epoch: int
     token: int
@@ -325,14 +325,14 @@ class Committed(NamedTuple):
 
 
 class Renew(NamedTuple):
-    """Go on holding: objects by key and version, and allocations by token."""
+    """Extend leases of objects, by key and version, and deadlines of allocations, by token."""
 
     namespace: Namespace
     keys: Sequence[Key]
     epochs: NumberPerKey
     counters: NumberPerKey
     epoch: int
-    """Of the tokens."""
+    """The epoch of the tokens."""
     tokens: Numbers
 
 
@@ -350,16 +350,16 @@ class Pin(NamedTuple):
     namespace: Namespace
     keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
     hold_ms: PinMs
-    """So long from now, at least: of two pins of an object the later end holds."""
+    """How long from now on; of two pins of an object the later end counts."""
 
 
 class Pinned(NamedTuple):
     pinned: Sequence[int]
-    """1 or 0 per key: whether it is there, and is pinned now."""
+    """1 or 0 per key: whether the object is stored, and is pinned now."""
 
 
 class Unpin(NamedTuple):
-    """End the pins of these objects. What is an ancestor of one that is pinned is still kept."""
+    """End the pins of these objects. Ancestors of other pinned objects are still kept."""
 
     namespace: Namespace
     keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
@@ -398,17 +398,17 @@ class DescribeSegments(NamedTuple):
 
 class Segments(NamedTuple):
     epoch: int
-    """Of the master that answers: the numbers of another one name other segments."""
+    """The epoch of the answering master: in another epoch the same ids mean other segments."""
     segments: Sequence[SegmentInfo]
-    """Those of the asked ones that are mounted."""
+    """The requested segments that are mounted."""
 
 
 class ReportFailure(NamedTuple):
-    """Reads or writes of these segments fail from here."""
+    """Reads or writes on these segments fail from the client's host."""
 
     segment_ids: Numbers
     client: NameOrEmpty = ""
-    """Who reports, and on which host."""
+    """The client that reports; ``host`` is where it runs."""
     host: NameOrEmpty = ""
     reason: NameOrEmpty = ""
     """What failed: one line, for the master's log."""
@@ -420,17 +420,17 @@ class Reported(NamedTuple):
 
 
 class ReportCorrupt(NamedTuple):
-    """These replicas hold other bytes than were put, as columns: a header that is none, or a
-    payload that is not the checksum's. Told of every replica that was offered, the master removes
-    the object."""
+    """These replicas, as columns, hold other bytes than were put: an invalid header, or a payload
+    that does not match its checksum. If all replicas of an object are reported, the master removes
+    it."""
 
     namespace: Namespace
     keys: Sequence[Key]
     epochs: NumberPerKey
     counters: NumberPerKey
-    """With ``epochs`` the version that was read; another one is left alone."""
+    """With ``epochs``, the version that was read; if the object has another one now, it is kept."""
     uuids: Annotated[Sequence[bytes], Rows(like="keys")]
-    """Of the segments: their numbers may be those of an earlier master."""
+    """The replicas' segments, by uuid: the reporter's segment ids may be of an earlier master."""
 
 
 class Dropped(NamedTuple):
@@ -452,7 +452,7 @@ class SegmentStatus(NamedTuple):
     segment_id: int
     size: int
     used: int
-    """Bytes in extents that are not free, including quarantined and retired ones."""
+    """Bytes in extents that are not free, including quarantined ones and those pending free."""
     largest_free: int
     shm_name: str
 
@@ -464,7 +464,7 @@ class NodeStatus(NamedTuple):
     """alive, draining (alive, and given nothing new), suspect or dead."""
     address: str
     silent_ms: int
-    """Since it was last heard."""
+    """Time since the master last heard of the node."""
     segments: Sequence[SegmentStatus]
 
 
@@ -474,9 +474,9 @@ class NamespaceStatus(NamedTuple):
     size: int
     """Payload bytes, replicas not counted."""
     pinned_objects: int = 0
-    """That pins hold: named by a pin, or ancestors of those."""
+    """Objects that pins hold: those named by a pin, and their ancestors."""
     pinned_bytes: int = 0
-    """Of memory, with headers and replicas, that those have."""
+    """Bytes of memory that those take, headers and replicas included."""
 
 
 class Counter(NamedTuple):
@@ -495,14 +495,14 @@ class ClusterStatus(NamedTuple):
     role: str = "single"
     """single, or leader: a master that stands by answers NotLeaderError."""
     leader: str = ""
-    """Where the master says that it is; empty where it was not told."""
+    """The address that the leader advertises; empty: none was given."""
     cluster: str = ""
     """Name of the cluster; empty: it has none."""
     next_cursor: int = 0
     """Not 0: there are more nodes or namespaces. Counters are part of the first page only."""
 
     def with_page(self, page: ClusterStatus) -> ClusterStatus:
-        """With the rows of the page behind it, in their order once it is the last."""
+        """This status with the rows of the next page added; sorted once that page is the last."""
         nodes = [*self.nodes, *page.nodes]
         namespaces = [*self.namespaces, *page.namespaces]
         return self._replace(
@@ -551,7 +551,7 @@ class ObjectDetail(NamedTuple):
     children: int
     version: Version
     idle_ms: int
-    """Since it was last matched, looked up or put."""
+    """Time since the object was last matched, looked up or put."""
     placements: Placements
 
 
@@ -638,14 +638,14 @@ class TrafficReport(NamedTuple):
 
 
 class DrainStep(enum.IntEnum):
-    """What is to become of a node."""
+    """One step of draining a node."""
 
     BEGIN = 1
-    """It is given nothing new. What it holds is still read."""
+    """The node gets nothing new. Its objects are still read."""
     UNDO = 2
-    """It is chosen again, as any other."""
+    """The node takes puts again, as any other."""
     LEAVE = 3
-    """It is told to leave, with what it still holds; only after BEGIN."""
+    """The master tells the node to leave, with the objects left on it; only after BEGIN."""
 
 
 class Drain(NamedTuple):
@@ -662,13 +662,13 @@ class Drained(NamedTuple):
 
 
 class StartMoves(NamedTuple):
-    """Grant room elsewhere for some of what a draining node holds. The caller copies payload and
-    header, under the version that the token stands for, and ends it by ``PutEnd``, which is refused
-    for an object that was removed or replaced meanwhile."""
+    """Grant space elsewhere for some objects of a draining node. The caller copies each payload,
+    with a header for the token's version, and ends the copy by ``PutEnd``. That is refused if the
+    object was removed or replaced meanwhile."""
 
     node: Name
     cursor: int
-    """0 begins a pass over all objects; then what the last reply said."""
+    """0 begins a pass over all objects; then ``next_cursor`` of the last reply."""
     limit: PageRows
     """Objects granted at most."""
     bytes_max: Size
@@ -678,8 +678,8 @@ class StartMoves(NamedTuple):
     client_number: int = 0
     """As in ``PutStart``."""
     repair: bool = False
-    """Not of a draining node, and not to move: grant one more replica of what has too few. Nothing
-    is evicted for that; the reply is empty where nothing is to be copied now."""
+    """Instead of moves off a draining node, grant one more replica for objects that have too few.
+    Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
 
 
 class MovesStarted(NamedTuple):
@@ -688,13 +688,13 @@ class MovesStarted(NamedTuple):
     skipped: int
     """Objects that are being replaced at this moment."""
     left: int
-    """Objects for which there is no room elsewhere: all that is there was used later, is leased or
-    being written."""
+    """Objects for which there is no room elsewhere: the objects there were used later, are leased
+    or are being written."""
     left_bytes: int
     evicted: int
     """Objects elsewhere that were used longer ago, and had to make room."""
     namespaces: Sequence[Namespace]
-    """Of the granted ones; so the next three."""
+    """Of the granted objects, as the next three columns."""
     keys: Sequence[Key]
     sources: Placements
     grants: Grants
@@ -766,9 +766,9 @@ class SegmentOffer(NamedTuple):
     seed: int
     generation: int
     fresh: bool
-    """No extent of it has ever been granted."""
+    """Whether no extent of it has ever been granted."""
     mark: Version = NO_MARK
-    """The last that it was told to keep (``MasterWipe``)."""
+    """The last mark that the node was ordered to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
     data_protocol: int = 2
     """The highest version of the data protocol that the node's data server speaks."""
@@ -781,14 +781,14 @@ class NodeJoin(NamedTuple):
     host: Name
     protocol: int
     resume_epoch: int
-    """The epoch to go on under after a broken stream: the master knows these segments still, or
-    refuses with ``SegmentGoneError``. 0: joins anew, having fenced off every older grant."""
+    """The epoch to resume after a broken stream. A master that does not know these segments any
+    more refuses with ``SegmentGoneError``. 0: joins anew, having fenced off every older grant."""
     segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
     protocol_min: int = 0
     """The lowest version that the node speaks, ``protocol`` being the highest; 0: only that."""
     highest_epoch: Epoch = 0
-    """The highest that the node has joined, or that its memory has seen. A master of a lower one
-    begins a new term above it."""
+    """The highest epoch that the node has joined, or that its memory records. A master of a lower
+    one begins a new term above it."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the node was given, or that its memory belongs to."""
 
@@ -810,18 +810,18 @@ class NodeLeave(NamedTuple):
 
 
 class NodeClaims(NamedTuple):
-    """What a node found in one of its segments after it joined anew, in as many messages as it
-    takes. The master grants nothing on a segment that is not fresh before the last of them."""
+    """Objects that a node found in one of its segments after it joined anew, in as many messages as
+    needed. Until the last one, the master grants nothing on a segment that is not fresh."""
 
     segment: int
-    """Which of those that were offered."""
+    """Its index among the offered segments."""
     first: bool
-    """An inventory that was broken off before starts anew with this message."""
+    """Whether the inventory begins with this message, perhaps again after it was broken off."""
     last: bool
     namespaces: Sequence[Namespace]
     """Distinct."""
     namespace_of: Sequence[int]
-    """For each object its place in ``namespaces``; and so the columns below."""
+    """Per object, the index of its namespace; the columns below are per object, too."""
     keys: Sequence[Key]
     parents: Sequence[Key | None]
     """None: a root."""
@@ -836,7 +836,7 @@ class MasterAccepted(NamedTuple):
     beat_ms: Annotated[int, Between(1, 3_600_000)]
     """How often to send ``NodeBeat``."""
     dead_ms: Annotated[int, Between(1, 86_400_000)]
-    """Silence after which the node is dead; after one it must join anew."""
+    """Silence after which the node counts as dead, and must join anew."""
     segment_ids: Annotated[Sequence[int], Rows(NODE_SEGMENTS_MAX)]
     protocol: int = 1
     """The version that both speak from here on."""
@@ -853,7 +853,7 @@ class MasterBeat(NamedTuple):
 
 
 class MasterWipe(NamedTuple):
-    """Wipe the headers at these offsets, each where it still has that version."""
+    """Wipe the headers at these offsets, each only if it still has that version."""
 
     order: int
     uuid: Uuid
@@ -861,20 +861,20 @@ class MasterWipe(NamedTuple):
     epochs: NumberPerOffset
     counters: NumberPerOffset
     mark: Version = NO_MARK
-    """If there is one, to be kept in the segment. Memory whose mark is older than another's was
-    away when something was removed, and is not believed by a master that does not know what."""
+    """The mark to keep in the segment; ``NO_MARK``: none. Memory whose mark is older than another's
+    was away during a removal. A master that does not know what was removed refuses its claims."""
     cut_clients: Numbers = ()
-    """End these data connections first, which may still carry what was given up: the client of
-    each, 0 for any."""
+    """Data connections to end first, because they may still carry bytes of abandoned puts: the
+    client of each, 0 for any."""
     cut_connections: Annotated[Sequence[int], Rows(like="cut_clients")] = ()
     """For each the number that its client has given it, 0 for all of that client."""
 
 
 class MasterClaimed(NamedTuple):
-    """One ``NodeClaims`` is dealt with. What of it is not wanted is the subject of a wipe."""
+    """One ``NodeClaims`` is processed. A ``MasterWipe`` names the refused objects."""
 
     segment: int
-    """Which of those that were offered."""
+    """Its index among the offered segments."""
 
 
 NodeMessage = NodeJoin | NodeBeat | NodeWiped | NodeLeave | NodeClaims

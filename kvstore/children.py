@@ -1,11 +1,11 @@
-"""Processes of ours that live no longer than the process that started them.
+"""Child processes, which live no longer than the process that started them.
 
-Memory that a master or a client contributes is served by a child, not by a thread: its bytes never
-compete with the parent for an interpreter. Parent and child share a socket pair. The child says in
-one line of JSON that it serves, or why it cannot; after that the pair is silent, and its end, which
-comes however the parent died, tells the child to stop cleanly and leave nothing behind. A parent
-that stops it says so before: a master's node, whose master was killed, leaves its memory to the
-node of the next.
+Memory that a master or a client contributes is served by a child, not by a thread, so that it does
+not compete with the parent for an interpreter. Parent and child share a socket pair. The child
+reports in one line of JSON that it serves, or why it cannot. After that the pair is silent. Its
+end, which comes however the parent dies, tells the child to stop cleanly and leave nothing behind.
+A parent that stops its child sends ``STOP`` before: without it the parent was killed, and a
+master's node leaves its memory to the node of the next master.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
 
 START_TIMEOUT_S: Final = 60.0
-"""For a master to be joined, and for little memory to be reserved."""
+"""Time for a child to join its master, and to reserve little memory."""
 
 RESERVE_BYTES_PER_S: Final = 256 << 20
-"""Memory is reserved at some 2 GiB a second; on a busy host more slowly."""
+"""The slowest that is waited for. Usually some 2 GiB are reserved a second; less on a busy host."""
 
 STOP_TIMEOUT_S: Final = 10.0
 LINE_BYTES_MAX: Final = 1 << 16
 _MAY_BE_SECRET: Final = {"master", "metadata_server"}
-"""Settings of a node: an ``etcd://`` may hold a password."""
+"""Settings of a node that may hold a password, in an ``etcd://...``."""
 
 STOP: Final = b"stop\n"
 """What a parent says before it closes its end, unless it was killed."""
@@ -46,7 +46,7 @@ class Child:
         self._process = process
         self._link = link
         self.said: Final = said
-        """What it reported of itself: a node ``name``; a master ``port``."""
+        """What the child reported of itself: a node ``name``; a master ``port``."""
 
     @classmethod
     def start(
@@ -55,16 +55,19 @@ class Child:
         *flags: str,
         environ: Mapping[str, str] | None = None,
         timeout_s: float = START_TIMEOUT_S,
+        pass_fds: Sequence[int] = (),
     ) -> Self:
         """Run ``python -m module`` and wait until it serves.
+
+        It inherits the descriptors ``pass_fds``, by their numbers.
 
         Its standard output is dropped, what it logs goes to our standard error. Settings in the
         environment or a file do not reach it: ``flags`` and ``environ`` are all it gets. What may
         hold a password is in ``environ``, because every user of the host can read the flags.
 
         Raises:
-            KVStoreError: what it could not do; DeadlineExceededError: it said nothing in time.
-            Nothing of it is left then.
+            KVStoreError: the child's own error; DeadlineExceededError: it did not report in time.
+            The child has ended then.
         """
         ours, theirs = socket.socketpair()
         command = [
@@ -74,7 +77,7 @@ class Child:
         with theirs:
             process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *pass_fds],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=_inherited(os.environ) | dict(environ or {}),
@@ -110,16 +113,16 @@ class Child:
         return self._process.pid
 
     def abandon(self) -> None:
-        """In the child of a fork: it is the parent's. Our end of the link would hide that the
+        """Called in the child of a fork: closes our end of the link, which would hide that the
         parent has ended."""
         self._link.close()
 
     def wait(self) -> int:
-        """Block until it ends; its exit status."""
+        """Blocks until the child ends. Returns its exit status."""
         return self._process.wait()
 
     def stop(self, *, orphaned: bool = False) -> None:
-        """Let it clean up; killed if that takes longer than ``STOP_TIMEOUT_S``. Idempotent.
+        """Lets it clean up, and kills it after ``STOP_TIMEOUT_S``. Idempotent.
 
         ``orphaned``: end it as if we were killed, so that it may keep its memory for our successor.
         """
@@ -136,7 +139,8 @@ class Child:
 
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """No settings: a child gets those that it is given. But it is compiled, or not, as we are."""
+    """The environment without settings: a child gets those that it is given. But it runs compiled
+    code if we do."""
     return {
         variable: value
         for variable, value in environ.items()
@@ -157,7 +161,7 @@ def start_node(
     keep_orphaned: bool = False,
     **settings: str,
 ) -> Child:
-    """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is what it is called.
+    """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is its name.
 
     ``port``: None: the usual one, or a free one. ``keep_orphaned``: it is the node of a master, and
     leaves its memory when we are killed. ``settings``: other fields of ``NodeConfig``.
@@ -178,6 +182,7 @@ def start_master(*, memory: int) -> Child:
     """A whole store of ``memory`` bytes on loopback; its gRPC port is ``said["port"]``."""
     return Child.start(
         "kvstore.cli.master", "--port", "0", "--memory", str(memory), "--host", "127.0.0.1",
+        "--http-port", "0",
         timeout_s=_start_timeout_s(memory),
     )  # fmt: skip
 
@@ -196,7 +201,7 @@ class ParentLink:
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         self.waits = fd is not None
-        """Whether a parent waits to be told, and tells its user what we cannot do."""
+        """Whether a parent waits for our report, and tells its user why we cannot start."""
 
     @property
     def fd(self) -> int | None:

@@ -1,13 +1,13 @@
 """The clock of promises and deadlines.
 
-A host that is suspended (a laptop, a virtual machine that is moved) does not count that time on
-CLOCK_MONOTONIC. Others do: leases end, grants expire, another master is elected. So everything
-that compares the time with a promise of another process asks ``uptime``, and so does everything
-that compares a deadline with it: there is one clock, and values of two are never compared. How long
-the kernel is told to wait is a difference of two of its values.
+CLOCK_MONOTONIC does not count the time in which the host is suspended (a laptop, a virtual machine
+that is moved). For other hosts that time passes: leases end, grants expire, another master is
+elected. So code that compares the time with a promise of another process reads ``uptime``. So does
+code that compares deadlines with such times, because values of two clocks must not be compared.
+Waits of the kernel get a difference of two ``uptime`` values.
 
-``time.monotonic`` measures how long something of ours took, and times what promises others nothing.
-A master counts what *it* promises on it: if its host is suspended, it keeps its promises longer.
+``time.monotonic`` measures durations within this process, and times that promise others nothing. A
+master counts its own promises on it: if its host is suspended, it keeps its promises longer.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ uptime: Final[Callable[[], float]] = (
     if hasattr(time, "CLOCK_BOOTTIME")
     else time.monotonic
 )
-"""Seconds since this host has started, suspended or not. Costs what ``time.monotonic`` does (60
-and 45 ns), but for kernels before 5.3, which have to be called for it."""
+"""Seconds since this host has started, suspended or not. Takes 60 ns (``time.monotonic``: 45), but
+more on kernels before 5.3, where it is a system call."""

@@ -7,11 +7,11 @@ import resource
 from typing import Final
 
 RESERVE: Final = 256
-"""For all that is no client's connection: files, listeners, pipes, libraries."""
+"""Descriptors for everything but clients' connections: files, listeners, pipes, libraries."""
 
 
 def allow(wanted: int) -> int:
-    """Raise this process's limit so that ``wanted`` descriptors fit, as far as the hard limit lets;
+    """Raises this process's limit to ``wanted`` descriptors, as far as the hard limit lets. Returns
     the limit then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -23,4 +23,4 @@ def allow(wanted: int) -> int:
 
 
 def open_now() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1  # and that of the listing
+    return len(os.listdir("/proc/self/fd")) - 1  # one is of the listing itself

@@ -14,7 +14,7 @@ NAME: Final = "kvstore-llm"
 NAME_BEFORE: Final = "kvstore"
 
 _ENTRY_POINT: Final = "kvstore.cli.master:main"
-"""Only ours has it."""
+"""An entry point that only our distribution has."""
 
 
 def ours() -> metadata.Distribution | None:

@@ -12,7 +12,7 @@
     │   ├── InvalidRangeError           a range that leaves its segment
     │   ├── ConfigError                 a setting that is unknown, unreadable or out of range
     │   └── ClosedError                 the client was closed
-    ├── UnavailableError            somebody cannot be reached now; worth trying again
+    ├── UnavailableError            a peer cannot be reached now; worth trying again
     │   ├── MasterUnreachableError
     │   ├── NotLeaderError              a master that stands by; ``fields["leader"]``: who leads
     │   ├── EtcdUnreachableError
@@ -36,7 +36,7 @@
     │   ├── LeftOverMemoryError         memory of that name was left, and is no use as it is
     │   ├── SharedMemoryTooSmallError
     │   ├── MemoryLimitError            a control group (a container) allows less memory
-    │   └── TransferEngineError         Mooncake's engine is not there, or not for what was asked
+    │   └── TransferEngineError         Mooncake's engine is missing, or cannot do what was asked
     └── InternalError               a bug of ours, reported by the peer
 
 A miss is no error: it is the value ``None`` (or 0, or False). Each class has a stable ``code``,

@@ -66,11 +66,11 @@ class Rows:
     most: int = BATCH_KEYS_MAX
     """So many rows at most."""
     like: str = ""
-    """The field before it that has as many rows; then ``most`` says nothing."""
+    """An earlier field that must have as many rows; ``most`` does not count then."""
     value_max: int | None = None
-    """Of its numbers; None: any of 64 bits."""
+    """The largest number that it may hold; None: any of 64 bits."""
     distinct: bool = False
-    """Of its keys."""
+    """Whether its keys must be distinct."""
 
 
 Name = Annotated[str, Text()]

@@ -89,8 +89,8 @@ def meaningful(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _snapshot(model: str, revision: str | None) -> Path | None:
-    """The directory of a model in the hub's local cache; a branch moves, what was loaded does
-    not."""
+    """The directory of a model in the hub's local cache. A branch may move; files that were loaded
+    do not change."""
     try:
         from huggingface_hub import try_to_load_from_cache  # comes with engines, not with kvstore
         from huggingface_hub.errors import HFValidationError

@@ -36,10 +36,10 @@ def host_id() -> str:
 
 
 def places_of(masters: str) -> tuple[str, ...]:
-    """The masters of ``host:port,...``, or the places in ``etcd://...``, each in a form that is
-    equal for two nodes that were told the same: what a cluster without a name is known by.
+    """The addresses in ``host:port,...`` or ``etcd://...``, each in a form that is equal for all
+    nodes that were given it. They identify a cluster without a name.
 
-    A loopback address says nothing without its host: two containers may share a ``/dev/shm``.
+    A loopback address gets the name of its host: two containers may share a ``/dev/shm``.
     """
     if masters.startswith(ETCD_SCHEME):
         place = parse_etcd(masters)
@@ -56,7 +56,7 @@ def _placed(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host finds something there."""
+    """Whether the address is one that only this host itself can reach."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -64,20 +64,20 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address() -> str:
-    """Of this host, as most others see it: that on the way to anywhere; loopback without one."""
-    for somewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):  # of documentation: nobody is there
+    """The address of this host on its default route; a loopback address without such a route."""
+    for somewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):  # reserved for documentation
         with contextlib.suppress(StartupError):
             return address_towards(somewhere)
     return "127.0.0.1"
 
 
 def address_towards(masters: str) -> str:
-    """Our own address on the way to the first of ``host:port,...``, or to the etcd that says where
-    the master is: what clients beside it can most likely reach; a loopback address where it is on
-    this host.
+    """Our own address on the route to the first of ``host:port,...``, or to the etcd that names the
+    master. Clients near the master can most likely reach it. It is a loopback address if the master
+    is on this host.
 
     Raises:
-        StartupError: there is no way to it.
+        StartupError: there is no route.
     """
     if masters.startswith(ETCD_SCHEME):
         masters = parse_etcd(masters).endpoints[0]
@@ -85,7 +85,7 @@ def address_towards(masters: str) -> str:
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # of a datagram socket: sends nothing
+            probe.connect(target)  # a datagram socket sends nothing here
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StartupError(

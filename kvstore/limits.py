@@ -1,4 +1,4 @@
-"""The bounds that every part agrees on, and the checks at the door.
+"""The bounds that every part agrees on, and the checks of arguments against them.
 
 These are part of the protocol and of the format in memory, not configuration: both ends compile
 against the same numbers, so that a peer that exceeds one is wrong rather than differently set up.
@@ -27,18 +27,18 @@ Namespace = NewType("Namespace", str)
 KEY_BYTES_MAX = 256
 NAMESPACE_BYTES_MAX = 128
 FLEET_NAMESPACE = Namespace("vllm-fleet")
-"""Where the connectors of engines say what they are, and the proxy reads it."""
+"""The namespace in which connectors of engines describe themselves, for the proxy."""
 
 DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384
-"""Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``. To
-ask of so many holds the master's loop for a few milliseconds."""
+"""Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``. Asking
+about so many holds the master's loop for a few milliseconds."""
 
 PUT_KEYS_MAX = 512
 """Objects that one call asks space for: that holds the master's loop for 1 to 2 ms, and cannot be
-cut, because all of them are granted or none. Clients split larger batches, calls of all others are
-served between."""
+cut, because all of them are granted or none. Clients split larger batches, and the master serves
+others in between."""
 
 MATCH_KEYS_MAX = 1 << 20
 """Keys in one ``Client.match_prefix``, which asks in several calls where it must: 16 million tokens
@@ -76,7 +76,7 @@ NODE_SEGMENTS_MAX = 1_024
 """Segments that one node offers."""
 
 SIZE_BYTES_MAX = 1 << 48
-"""256 TiB: what no object, segment or sum of them has in earnest."""
+"""256 TiB: more than any real object, segment or sum of them has."""
 
 WAIT_MS_MAX = 3_600_000
 """The longest a call may ask the master to hold its reply."""
@@ -85,8 +85,8 @@ FRAME_BYTES_MAX = 16 << 20
 """One control message on either carrier."""
 
 EPOCH_MAX = 1 << 62
-"""Of a master. Epochs are near Unix time in milliseconds, which has 41 bits: a larger number in a
-message or in memory is damage, and must not leave the next masters without room above it."""
+"""The highest epoch of a master. Epochs are near Unix time in milliseconds, which has 41 bits. A
+larger number in a message or in memory is damage, and must leave room for later masters above."""
 
 PROTOCOL_VERSION = 1
 """The highest version of the control protocol that this release speaks."""
@@ -199,7 +199,7 @@ def check_keys(
 
 
 def _whole_keys(keys: Sequence[object]) -> list[Key]:
-    """``keys`` as bytes if all of them are right, found out without a Python step per key (0.1
+    """``keys`` as bytes if all of them are valid, checked without a Python step per key (0.1
     instead of 0.7 ms for 8,192); else none."""
     types = set(map(type, keys))
     if types == {bytes}:

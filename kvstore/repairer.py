@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.node")
 
 IDLE_S: Final = 60.0
-"""The client and its connections are given back when there was nothing to copy for so long."""
+"""The client and its connections are closed after so long without anything to copy."""
 
 STOP_S: Final = 2.0
 """How long the end of the process waits for a copy that is under way."""
@@ -49,7 +49,7 @@ class Repairer:
         return cls(client_config, node)
 
     def wake(self) -> None:
-        """There is something to copy. Returns at once."""
+        """Called when there is something to copy. Returns at once."""
         self._woken.set()
         if (self._thread is None or not self._thread.is_alive()) and not self._stopped:
             self._thread = start_thread("repair", self._run)
@@ -80,7 +80,7 @@ class Repairer:
         self._close()
 
     def _copy(self) -> None:
-        """Until the master grants nothing more, or nothing of what it has granted succeeds."""
+        """Copies until the master grants nothing more, or no granted copy succeeds."""
         from kvstore.client.sync import Client  # takes a while, and most nodes never need it
 
         if self._client is None:

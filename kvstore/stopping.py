@@ -4,8 +4,8 @@
         transport.read(...)
     stop.set()                        # any other thread: the read fails soon
 
-What moves bytes asks for ``current()`` and looks at ``is_set`` where it loops; where it waits it
-adds what wakes it. Then no caller's memory is touched any more once it has returned.
+Code that moves bytes gets the ``current()`` stop. It looks at ``is_set`` in its loops, and uses
+``wakes`` where it waits. After it has returned, the caller's memory is not touched any more.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvstore.errors import ClosedError
 
 
 class CallStoppedError(Exception):
-    """A stopped call came back from a wait. It ends here: its caller has control again."""
+    """A stopped call came back from a wait. Its thread gives up: the caller has control again."""
 
 
 class Stop:
-    """Of one call. Any thread."""
+    """Stops one call. Threads: any."""
 
     def __init__(self, deadline: float = math.inf) -> None:
         """``deadline``: a ``uptime()`` value, by which the call must have ended."""
@@ -47,7 +47,7 @@ class Stop:
             return self._is_waiting
 
     def check(self) -> None:
-        """Raises ClosedError: it is set."""
+        """Raises ClosedError: the call was stopped."""
         if self.is_set:
             raise ClosedError("the call was cancelled", settled=1)
 
@@ -57,7 +57,7 @@ class Stop:
         has its request.
 
         Raises:
-            CallStoppedError: it is set, at the beginning or at the end.
+            CallStoppedError: the call is stopped, at the beginning or at the end.
         """
         with self._lock:
             if self.is_set:
@@ -73,10 +73,10 @@ class Stop:
 
     @contextmanager
     def wakes(self, cut: Callable[[], object]) -> Iterator[None]:
-        """Has ``cut`` called when it is set within this block, and never after it.
+        """Calls ``cut`` when the call is stopped within this block, and never after it.
 
         Raises:
-            ClosedError: it is set already.
+            ClosedError: the call is stopped already.
         """
         with self._lock:
             self.check()
@@ -89,7 +89,7 @@ class Stop:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Makes it the ``current`` one of this thread."""
+        """Makes this the ``current`` stop of the thread."""
         before, _HERE.stop = current(), self
         try:
             yield
@@ -105,5 +105,5 @@ _HERE = _Here()
 
 
 def current() -> Stop | None:
-    """What may cut short what this thread does; None: nothing will."""
+    """The stop of the call that this thread carries out; None: nothing can stop it."""
     return _HERE.stop

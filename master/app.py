@@ -22,7 +22,9 @@ from kvstore.children import Child, ParentLink, start_node
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
+from kvstore.histograms import Histogram
 from kvstore.host import address_towards, is_loopback, own_address
+from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
@@ -32,6 +34,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.web.serving import bind
 
 log = logging.getLogger("kvstore.master")
 
@@ -39,8 +42,8 @@ GC_S: Final = 1.0
 """How often survivors of the young generations are frozen, so that the collector skips them."""
 
 _MIDDLE: Final = 2
-"""Collections of the young between two of the middle generation, which takes 5 ms after 10 of
-them."""
+"""Young collections per collection of the middle generation. With 10, Python's default, the latter
+takes 5 ms."""
 
 _NEVER: Final = 1 << 30
 
@@ -63,7 +66,8 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
     """Serves until SIGTERM or SIGINT, or until the parent is gone. Returns the exit status:
     ``EXIT_BROKEN`` if a background task died that the master needs.
 
-    ``parent_fd``: the child's end of a ``kvstore.children`` pair; told where we listen.
+    ``parent_fd``: the child's end of a ``kvstore.children`` pair, by which the parent is told where
+    the master listens.
 
     Raises:
         AddressInUseError, StartupError: the master could not start; nothing is left behind.
@@ -83,12 +87,12 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC logs a traceback when a client cancels a call that is just ending, and when it is gone
-    by the time of the answer (an ``ExecuteBatchError``, which is private to gRPC).
+    """Filters out tracebacks that gRPC logs when a client cancels a call that is just ending, or is
+    gone before the reply (an ``ExecuteBatchError``, which is private to gRPC).
 
     Raises:
-        CancelledError: the one that gRPC logs, which ends its task before it goes on to print the
-            traceback to the error output, where no filter reaches.
+        CancelledError: the one that gRPC logs. Raising it ends gRPC's task before the task prints
+            the traceback to stderr, which no log filter reaches.
     """
     kind, error, _ = record.exc_info or (None, None, None)
     if isinstance(error, asyncio.CancelledError):
@@ -111,6 +115,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     master = _Master(config, broken)
     await master.bind()
     endpoints = master.endpoints
+    listener: socket.socket | None = None
     election: Election | None = None
     tasks: list[asyncio.Task[None]] = [start_task("collector", _keep_collector_out(), died=broken)]
     stopping = loop.create_task(stopped.wait())
@@ -118,8 +123,8 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     child: Child | None = None
     try:
         if etcd is None:
-            # Grows from one start to the next, with nothing kept between, unless a clock is put
-            # back: then the nodes say so.
+            # The wall clock grows from start to start, so no epoch needs to be stored. If the
+            # clock was put back, the nodes report it (``_outrun``).
             master.begin(wall_clock_ms(), math.inf)
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
@@ -132,7 +137,14 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         own = descriptors.open_now()  # before the first connection is accepted
         await master.carriers.start()
         tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
-        _greet(config, endpoints)
+        if config.http_port:
+            given = "http_port" in config.model_fields_set
+            listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
+            answers = {"role": master.role, "measures": master.measures}
+            at = join_address(_reached(config.host), endpoints.port)
+            serving = web.keep_serving(listener, answers, master=at, cluster=config.cluster)
+            tasks.append(start_task("http", serving, died=broken))
+        _greet(config, endpoints, listener)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
             await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +159,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
             return EXIT_BROKEN
         for task in tasks:
             if task.done() and not stopped.is_set():
-                task.result()  # raises: none of them ends by itself
+                task.result()  # raises: a task here ends only with an error
         log.info("master_stopping epoch=%d", master.epoch)
         return 0
     finally:
@@ -159,6 +171,8 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         for each in waits:
             each.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+        if listener is not None:
+            listener.close()
         if election is not None:
             await election.resign()
         if etcd is not None:
@@ -167,7 +181,8 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
 
 
 class _Master:
-    """The carriers of this process, and behind them a service while it leads: ``Terms``."""
+    """The carriers of this process, and the service behind them while it leads. Implements
+    ``Terms``."""
 
     def __init__(self, config: MasterConfig, died: background.Died) -> None:
         """``died``: called when the process cannot go on serving."""
@@ -259,7 +274,7 @@ class _Master:
 
     def _end_below(self, epoch: int) -> None:
         if self._service is None or self.epoch > epoch:
-            return  # several nodes say so at once
+            return  # several nodes may report the same epoch
         log.warning("epoch_outrun epoch=%d joined_before=%d", self.epoch, epoch)
         if self._election is not None:
             self._election.outrun(epoch)
@@ -295,6 +310,38 @@ class _Master:
             elif taken < self._grpc_max * 9 // 10 and is_full:
                 is_full = False
                 log.info("grpc_port_free connections=%d max=%d", taken, self._grpc_max)
+
+    def role(self) -> dict[str, object]:
+        """Whether this master leads, and if not, the leader's ``host:port``, as far as known."""
+        leads = self._service is not None and not self._service.ceased
+        return {"leads": leads, "leader": "" if leads else self._standby.leader}
+
+    def measures(self) -> dict[str, object]:
+        """What ``kvstore.web.metrics`` shows of this process."""
+        carriers, service = self.carriers, self._service
+        nothing = Histogram()
+        step_us, late_us = (
+            (nothing, nothing) if service is None else (service.step_us, service.late_us)
+        )
+        return {
+            "version": __version__,
+            "cluster": self._config.cluster,
+            "leads": self.role()["leads"],
+            "epoch": self.epoch,
+            "calls": {
+                name: (stats.count, stats.errors, (stats.us.counts, stats.us.total))
+                for name, stats in carriers.call_stats.items()
+                if stats.count
+            },
+            "step_us": (step_us.counts, step_us.total),
+            "late_us": (late_us.counts, late_us.total),
+            "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
+            "counters": {
+                "connections_refused": carriers.lane_stats.refused,
+                "connections_stalled": carriers.lane_stats.stalled,
+                **({} if self._election is None else self._election.counters()),
+            },
+        }
 
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
@@ -347,9 +394,10 @@ def _node_advertised(config: MasterConfig) -> str:
 
 
 def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool) -> Child:
-    """``is_own``: the master is a user's own, which is started again after it ends."""
+    """``is_own``: a user runs this master, not a parent process, and starts it again after it
+    ends."""
     host = config.host if config.host not in EVERY_INTERFACE else "127.0.0.1"
-    # Its name, for the memory to be found again when we were killed and are started again.
+    # A stable name: a master that is killed and started again finds its memory by it.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     child = start_node(
         master=str(config.etcd_place or join_address(host, endpoints.port)),
@@ -375,7 +423,12 @@ async def _watch(child: Child) -> None:
     )
 
 
-def _greet(config: MasterConfig, endpoints: Endpoints) -> None:
+def _reached(host: str) -> str:
+    """Where this process reaches what it serves itself on ``host``."""
+    return "127.0.0.1" if host in EVERY_INTERFACE else host
+
+
+def _greet(config: MasterConfig, endpoints: Endpoints, http: socket.socket | None) -> None:
     at = join_address(config.host, endpoints.port)
     only = (
         "; this host only, use --host to serve others"
@@ -386,6 +439,9 @@ def _greet(config: MasterConfig, endpoints: Endpoints) -> None:
         f"kvstore-master listening on {at} (gRPC) and port {endpoints.lane_port} (lane){only}",
         flush=True,
     )
+    if http is not None:
+        at = join_address(config.host, http.getsockname()[1])
+        print(f"kvstore-master serves metrics on http://{at}/metrics", flush=True)
 
 
 async def _keep_collector_out() -> None:

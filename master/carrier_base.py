@@ -11,11 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
+from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import UNKNOWN
 from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
@@ -59,8 +60,8 @@ class CallStats:
 
     count: int = 0
     errors: int = 0
-    total_us: float = 0.0
-    """Time of decoding, answering and encoding, including the wait of replies that waited."""
+    us: Histogram = field(default_factory=Histogram)
+    """Microseconds of decoding, answering and encoding, including the time that replies waited."""
 
 
 class Dispatcher:
@@ -74,7 +75,7 @@ class Dispatcher:
     def dispatch(
         self, call: Call[Any, Any], data: bytes, caller: str = UNKNOWN
     ) -> bytes | asyncio.Task[bytes]:
-        """The encoded reply, or the task that waits for it. Cancelling it cancels the service's.
+        """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
 
         Raises:
             KVStoreError: the only exception, now or from the task (except cancellation).
@@ -86,14 +87,14 @@ class Dispatcher:
             reply = self.service.call(decode_request(call, data), caller)
             if type(reply) is call.reply:
                 encoded = _encoded(call, cast(Reply, reply))
-                stats.total_us += (time.perf_counter() - started) * 1e6
+                stats.us.add((time.perf_counter() - started) * 1e6)
                 return encoded
             waiting = asyncio.ensure_future(cast(Awaitable[Reply], reply))
         except Exception as error:  # noqa: BLE001  # no bug in one call ends the process
-            stats.total_us += (time.perf_counter() - started) * 1e6
+            stats.us.add((time.perf_counter() - started) * 1e6)
             raise _mapped(call, stats, error) from None
         task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
-        # Also when the task is cancelled before its first step, where no ``finally`` would run.
+        # Not in a ``finally``: a task that is cancelled before its first step would not run it.
         task.add_done_callback(lambda _: waiting.cancel())
         return task
 
@@ -112,7 +113,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  # as above
             raise _mapped(call, stats, error) from None
         finally:
-            stats.total_us += (time.perf_counter() - started) * 1e6
+            stats.us.add((time.perf_counter() - started) * 1e6)
             # The error's traceback refers to this frame: a cycle. If the call has waited for a
             # second, the cycle is frozen and the collector does not see it.
             del waiting

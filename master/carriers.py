@@ -112,7 +112,7 @@ class Carriers:
         for name, stats in self.call_stats.items():
             if stats.count:
                 counted[f"calls_{name}"] = stats.count
-                counted[f"call_us_{name}"] = int(stats.total_us)
+                counted[f"call_us_{name}"] = int(stats.us.total)
             if stats.errors:
                 counted[f"errors_{name}"] = stats.errors
         return counted

@@ -31,21 +31,21 @@ CALL_S: Final = 2.0
 """How long etcd may take to answer a master that stands by."""
 
 REVOKE_S: Final = 1.0
-"""The same to end a lease, which ends by itself if the call does not reach etcd."""
+"""How long etcd may take to revoke a lease, which expires by itself if the call is lost."""
 
 WATCH_S: Final = 3.0
-"""After watching for this long the key is read again, in case the connection was cut meanwhile."""
+"""The leader's key is read again after so long a watch, in case the connection was cut."""
 
 
 class Terms(Protocol):
-    """Serves in this process while it leads."""
+    """Serves calls in this process while this master leads."""
 
     def begin(self, epoch: int, until: float) -> None:
         """Begin to serve under ``epoch`` with an empty state, until ``until`` at the latest."""
 
     def extend(self, until: float) -> bool:
-        """The lease was kept: serve on until ``until``. False: the time had passed before, and the
-        term has ended by itself, for good."""
+        """Called when the lease was kept: serve on until ``until``. Returns False if the time had
+        passed before: the term has ended by itself, for good."""
         ...
 
     def end(self, leader: str) -> None:
@@ -120,7 +120,7 @@ class Election:
             case Wait(until):
                 await asyncio.sleep(max(until - uptime(), 0.0))
             case Look():
-                await self._cluster(deadline)  # before a take-over needs us
+                await self._cluster(deadline)  # a mismatch shows before this master must take over
                 sight = await etcd.look(deadline)
                 role.saw(_seen(sight.leader), sight.revision)
                 self._stand_by()

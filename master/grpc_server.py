@@ -46,7 +46,7 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
     ("grpc.max_concurrent_streams", 1024),
-    # Connections without a greeting, or without a call for long: clients connect anew.
+    # gRPC closes connections without a handshake, or without a call for long; clients reconnect.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 60_000),
 ]
@@ -147,9 +147,9 @@ class GrpcServer:
         return UNKNOWN
 
     async def _session(self, _: object, context: Context) -> None:
-        """One node's stream. A coroutine that reads and writes, not a generator: then the
-        cancellation of a broken stream arrives here, and the service's generator is closed at
-        once rather than when it is collected."""
+        """One node's stream. This is a coroutine, not a generator, so that the cancellation of a
+        broken stream arrives here, and the service's generator is closed at once rather than when
+        it is collected."""
         try:
             outgoing = self._dispatcher.node_session(_messages(context))
             async with contextlib.AsyncExitStack() as stack:

@@ -1,8 +1,8 @@
 """The lane's server: calls as frames on TCP and on an abstract Unix socket, in the master's loop.
 
-A misbehaving client costs a bounded amount, and other clients nothing: connections are counted,
-the first frame must come soon and must carry the token, calls that wait are bounded per connection
-(reading stops beyond), and a client that does not read its replies is cut.
+A misbehaving client costs the master a bounded amount, and other clients nothing: connections are
+counted, the first frame must come soon and must carry the token, the calls of a connection that
+wait are bounded (reading stops beyond), and a client that does not read its replies is cut.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ HELLO_BYTES_MAX = 512
 """Bytes that the master buffers, at most, for a client without a valid token."""
 
 FRAMES_PER_TURN = 64
-"""Calls of one connection answered before the others get their turn: well under a millisecond of
-small ones."""
+"""Calls of one connection that are answered before other connections get their turn: well under a
+millisecond, if they are small."""
 
 REPLY_BYTES_PER_WRITE = 64 << 10
-"""Replies to calls that came together are sent together, up to here."""
+"""Replies to calls that arrived together are sent in one write, up to about so many bytes."""
 
 WRITE_BYTES_HIGH = 1 << 20
-"""Unread replies at which we stop reading that client's calls."""
+"""Bytes of unread replies at which the lane stops reading that client's calls."""
 
 WRITE_BYTES_MAX = 2 * FRAME_BYTES_MAX
-"""Unread replies at which the client is cut: what its waiting calls may add."""
+"""Bytes of unread replies at which a client is cut: calls that already wait may still add some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class LaneServer:
         self._servers.append(server)
         self.port = server.sockets[0].getsockname()[1]
         if unix:
-            # The name is not guessable, which keeps accidents apart; the token keeps strangers out.
+            # The random name prevents connections by accident; the token keeps strangers out.
             self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.bind(b"\0" + self.unix.encode())
@@ -116,7 +116,7 @@ class LaneServer:
         for server in self._servers:
             server.close()
         self.cut()
-        await asyncio.sleep(0)  # their connection_lost
+        await asyncio.sleep(0)  # lets their ``connection_lost`` run
         self._servers.clear()
         self.port, self.unix = 0, ""
 
@@ -201,14 +201,14 @@ class _Connection(asyncio.BufferedProtocol):
             task.cancel()
         transport, self._transport = self._transport, None  # breaks the cycle with the transport
         if transport is not None:
-            # And the one that asyncio's own leaves behind, of a transport and its bound method.
-            # What is as old as a connection is out of the collector's sight.
+            # asyncio leaves another cycle behind: the transport and its own bound method. Objects
+            # as old as a connection are frozen, so the collector would not find it.
             vars(transport).pop("_read_ready_cb", None)
 
     # --- frames --------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Answers what has been received, until it is this connection's turn to wait."""
+        """Answers received calls, until a bound is reached or other connections get their turn."""
         replies: list[bytes] = []
         size = 0
         try:
@@ -343,7 +343,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.cut()
 
     def _refuse(self, error: KVStoreError) -> None:
-        """Says why, closes, counts."""
+        """Sends the error, closes the connection and counts it as refused."""
         self._server.stats.refused += 1
         logger.info("lane connection refused error=%s reason=%r", error.code, error.message)
         if self._transport is not None and not self._transport.is_closing():

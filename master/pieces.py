@@ -17,13 +17,13 @@ from kvstore.calls import Reply, Request
 from kvstore.limits import BATCH_KEYS_MAX
 
 KEYS_PER_PIECE: Final = 256
-"""To remove so many takes 2 ms."""
+"""Removing so many keys takes 2 ms."""
 
 REPORTS_PER_PIECE: Final = 64
-"""Corrupt objects; each is a line in the log."""
+"""Corrupt objects in one piece; each writes a line to the log."""
 
 LOOKUPS_PER_PIECE: Final = 4_096
-"""To look up so many at random among 10 million objects takes 5 ms."""
+"""Looking up so many random keys among 10 million objects takes 5 ms."""
 
 PROBES_PER_PIECE: Final = BATCH_KEYS_MAX
 """Keys times namespaces of a match: a scan of so many takes 5 ms, a search much less."""
@@ -92,7 +92,7 @@ def _renewed(replies: list[calls.Renewed]) -> calls.Renewed:
 def _rows(
     joined: Callable[[list[Any]], Reply], *columns: str, rows_max: int = KEYS_PER_PIECE
 ) -> Cut:
-    """Of a call whose rows are in these fields: cut where it has more than ``rows_max``."""
+    """The cut of a call whose rows are in these fields: it is large with more than ``rows_max``."""
     return Cut(
         lambda request: len(getattr(request, columns[0])) > rows_max,
         _by(*columns, rows_max=rows_max),
@@ -104,7 +104,7 @@ CUTS: Final[dict[type, Cut]] = {
     calls.Exists: _rows(
         lambda replies: calls.Existing(_flat(replies, "presence")),
         "keys",
-        rows_max=2 * LOOKUPS_PER_PIECE,  # it takes half as long
+        rows_max=2 * LOOKUPS_PER_PIECE,  # takes half as long as ``Lookup``
     ),
     calls.Lookup: _rows(_found, "keys", rows_max=LOOKUPS_PER_PIECE),
     calls.MatchPrefix: Cut(

@@ -4,9 +4,10 @@
         ▲                                │ another one was faster       │ its lease was not kept in
         └────────────────────────────────┴──────────────────────────────┘ time, or is gone
 
-One rule makes a second leader impossible: a leader acts only while ``now < until``, and ``until``
-is counted from *before* the request was sent to which etcd answered that the lease lives on, less a
-margin for clocks that run at different speeds. So it has stopped before etcd elects another master.
+One rule makes a second leader impossible: a leader acts only while ``now < until``. ``until`` is
+the lease's time to live, counted from *before* the request that granted or renewed it was sent,
+less a margin for clocks of different speeds. So the leader has stopped before etcd lets another
+master win.
 
 A lease serves one campaign, and each election has its own epoch, higher than any before. A master
 that has lost its lease, or may have, leads again only under a new lease and epoch.
@@ -20,13 +21,13 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 MARGIN: Final = 0.1
-"""Share of a lease that its leader does not use: clocks differ by far less than a hundredth."""
+"""Share of a lease that its leader does not use: clock speeds differ by far less than 1 %."""
 
 KEEP_SHARE: Final = 1 / 3
-"""Of a lease, after which it is kept alive again: two attempts may be lost."""
+"""Share of a lease after which the leader renews it: two attempts may be lost."""
 
 RETRY_SHARE: Final = 1 / 15
-"""Of a lease, after which a failed attempt is repeated."""
+"""Share of a lease after which the leader repeats a failed renewal."""
 
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 """Pauses of a master that stands by and cannot reach etcd; the last one is repeated."""
@@ -114,7 +115,7 @@ class Role:
         self._why = ""
         """Why this master no longer leads, until ``StepDown`` is returned."""
         self._revision = 0
-        """The revision up to which no other leader is known; 0: ``Look`` first."""
+        """The etcd revision up to which ``leader`` is known; 0: ``Look`` first."""
         self._lease_id = 0
         self._stale: list[int] = []
         """Leases to revoke."""
@@ -188,7 +189,7 @@ class Role:
         self.leader, self._revision = leader, leader.revision
 
     def kept(self, ttl_s: float, leader: Seen | None) -> None:
-        """After ``KeepAlive``: how long the lease lives, counted from then; and who is entered."""
+        """After ``KeepAlive``: how long the lease lives from then on, and the leader in etcd."""
         if ttl_s <= 0:
             self._why = "lease_gone"
         elif leader is None or leader.lease_id != self._lease_id:
@@ -200,7 +201,7 @@ class Role:
             self._not_before = self._asked_at + ttl_s * KEEP_SHARE
 
     def stopped(self) -> None:
-        """What serves found that its time had passed, and stopped, before ``kept`` was heard."""
+        """After ``kept``: the service had already stopped, because its time had passed."""
         self._why = "lease_not_kept"
 
     def outrun(self, epoch: int) -> None:

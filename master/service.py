@@ -34,6 +34,7 @@ from kvstore.errors import (
     ProtocolError,
     UnavailableError,
 )
+from kvstore.histograms import Histogram
 from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.callers import UNKNOWN, token_for
 from kvstore.master.carriers import Endpoints
@@ -52,7 +53,7 @@ JOIN_TIMEOUT_S: Final = 5.0
 """A node's stream must send its join within this time."""
 
 OUTBOX_MAX: Final = 4_096
-"""Messages that a node has not taken yet; one that does not read is cut off."""
+"""Messages that may wait for one node; a node that does not read them is cut off."""
 
 Outbox = asyncio.Queue[calls.MasterMessage | KVStoreError | None]
 
@@ -112,8 +113,12 @@ class MasterService:
         self.leads_until = math.inf
         """A ``uptime()`` value."""
         self.outrun: Callable[[int], None] = lambda epoch: None
-        """Called with the epoch of a later master, which somebody has joined before: another term
-        is to begin above that."""
+        """Called with the epoch of a later master that a client or node has joined: the next term
+        must begin above it."""
+        self.step_us = Histogram()
+        """For how long the loop served one call or slice of work and nothing else."""
+        self.late_us = Histogram()
+        """How much later than planned the timer ran. A call that came then waited so long."""
         self._longest_step_us = 0
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -148,7 +153,7 @@ class MasterService:
             self._died(error)
 
     def _check_whole(self, error: Exception) -> None:
-        """After an exception in a step: nothing was changed, or this is the end."""
+        """After an exception in a step: calls ``_break`` if the state may be half changed."""
         if not isinstance(error, KVStoreError) and self.state.changing:
             self._break(error)
 
@@ -214,7 +219,7 @@ class MasterService:
         return answer
 
     async def _in_pieces(self, cut: Cut, request: calls.Request, caller: str) -> calls.Reply:
-        """One piece in each turn of the loop, whatever the number of large calls."""
+        """Runs one piece in each turn of the loop, however many large calls there are."""
         replies: list[calls.Reply | Awaitable[calls.Reply]] = []
         try:
             for piece in cut.pieces(request):
@@ -228,13 +233,16 @@ class MasterService:
                     each.cancel()  # where the caller has gone
 
     def _took(self, started: float) -> float:
-        """Notes how long the loop was held; the time now."""
+        """Notes how long the loop was held. Returns the time now."""
         ended = uptime()
-        self._longest_step_us = max(self._longest_step_us, int((ended - started) * 1e6))
+        took_us = (ended - started) * 1e6
+        self.step_us.add(took_us)
+        if took_us > self._longest_step_us:
+            self._longest_step_us = int(took_us)
         return ended
 
     def _counters(self, counted: Sequence[calls.Counter]) -> list[calls.Counter]:
-        """With those of the shell: ``longest_step_us`` is the longest time since the start for
+        """Adds the shell's counters. ``longest_step_us`` is the longest time since the start for
         which the loop served one call or slice of work and nothing else."""
         own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
         return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
@@ -266,7 +274,7 @@ class MasterService:
 
         def done(answered: asyncio.Future[Any]) -> None:
             if not answered.cancelled():
-                answered.exception()  # seen: its caller may have been refused before
+                answered.exception()  # marks it as seen: the caller may have got another error
             elif self._answers.pop(ticket, None) is not None:
                 self.state.cancel(ticket)  # its caller is gone
 
@@ -335,7 +343,7 @@ class MasterService:
 
     @staticmethod
     def _put(outbox: Outbox, message: calls.MasterMessage | KVStoreError | None) -> None:
-        if outbox.full():  # it does not read: end the stream with what it did not take
+        if outbox.full():  # the node does not read: drop its messages, end its stream
             while not outbox.empty():
                 outbox.get_nowait()
             message = BusyError("the node does not read the master's messages")
@@ -402,8 +410,10 @@ class MasterService:
 
     async def _tick_forever(self) -> None:
         while True:
+            due = uptime() + TICK_S
             await asyncio.sleep(TICK_S)
             started = uptime()
+            self.late_us.add(max(0.0, started - due) * 1e6)
             if started >= self.leads_until:
                 self.cease()
                 return

@@ -1,1 +1,1 @@
-"""The way to a master: one stub, its connections, and when a call is sent again."""
+"""Calls to a master: the stub, its connections, and when a call is sent again."""

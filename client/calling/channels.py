@@ -2,8 +2,8 @@
 
 A gRPC channel reconnects by itself, but makes progress only while a call polls it, and a call fails
 at once while the channel is not connected. So between two failing calls the channel makes no
-progress: a client found a master that was back after half a second only after ten (measured). A new
-channel connects within its first call.
+progress. Measured: a master was back after 0.5 s, and its client noticed after 10 s. A new channel
+connects within its first call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvstore.limits import FRAME_BYTES_MAX
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
-    # gRPC's own backoff grows to two minutes, in which a master that is back is not seen.
+    # gRPC's own backoff grows to two minutes, in which the client would not notice a restart.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Masters are inside; a proxy for the web would only hide them.
+    # Masters are on the local network, which a web proxy may not reach.
     ("grpc.enable_http_proxy", 0),
     # Channels of two clients in one process share nothing, so neither closes the other's.
     ("grpc.use_local_subchannel_pool", 1),
@@ -34,7 +34,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs raised errors to stderr
 
 
 class Lent:
@@ -58,7 +58,7 @@ class Channels:
 
     @contextmanager
     def lend(self, address: str) -> Iterator[Lent]:
-        """For one call. Raises ClosedError: after ``close``."""
+        """The channel to ``address``, for one call. Raises ClosedError: after ``close``."""
         with self._lock:
             if self._closed:
                 raise ClosedError("the client is closed")

@@ -26,7 +26,7 @@ from kvstore.wire.spinning import SpinGauge
 from kvstore.wire.status import decode_error
 
 _CONNECT_PAUSE_S = 0.005
-"""Between attempts on a Unix socket whose backlog is full."""
+"""The pause between attempts to connect to a Unix socket whose backlog is full."""
 
 
 class EndedBeforeError(CarrierBrokenError):
@@ -72,7 +72,7 @@ class LaneConnection:
         """The answer to one call, a REPLY or an ERROR.
 
         Raises:
-            TimeoutError, CarrierBrokenError, ProtocolError: the connection is of no use any more.
+            TimeoutError, CarrierBrokenError, ProtocolError: the connection cannot be used any more.
         """
         call_id = self._call_id = self._call_id + 1
         request = frame(call_id, CALL, name, payload)
@@ -93,7 +93,7 @@ class LaneConnection:
         gauge = self._gauge
         spinning = spin and self._spin_s > 0 and gauge.pays()
         spin_s = self._spin_s if spinning else 0.0
-        # Nothing is left over in the reader: the greeting's answer was all that had come.
+        # The reader holds no bytes: the answer to the greeting was all that had arrived.
         status, number, kind, data = fast.exchange(
             self._sock.fileno(), request, call_id, spin_s, deadline, FRAME_BYTES_MAX
         )
@@ -178,13 +178,13 @@ class LaneConnection:
         left_s = deadline - uptime()
         if left_s <= 0:
             raise TimeoutError("no answer in time")
-        poll.poll(left_s * 1000 + 1)  # it rounds down
+        poll.poll(left_s * 1000 + 1)  # ``poll`` rounds down
 
 
 def connect(
     joined: Joined, host: str, until: float, spin_s: float, generation: int
 ) -> LaneConnection:
-    """Connects: by Unix socket where the master names one that is there, else by TCP.
+    """Connects by the Unix socket that the master names, if this host has it, else by TCP.
 
     Raises:
         LaneUnreachableError

@@ -51,7 +51,7 @@ LANE_SILENT_RETRY_S: Final = 1.0
 
 LANE_CONNECT_S: Final = 1.0
 """The longest that connecting to the lane may hold up a call that gRPC could carry: a firewall
-that drops packets answers never."""
+that drops packets never answers."""
 
 REFUSALS_MAX: Final = 2
 """Refused tokens in one call; if this many fresh ones are refused, another process refuses them."""
@@ -63,8 +63,8 @@ LOCATE_S: Final = 2.0
 """How long etcd may take to name the leader, before it is asked again."""
 
 SILENCE_S: Final = 2.0
-"""How long one of several masters may be silent, beyond what the call itself may have to wait,
-before another one is asked: one that was stopped keeps its connections open."""
+"""How long one of several masters may be silent, beyond the time that the call itself may have to
+wait, before another one is asked: a stopped master keeps its connections open."""
 
 WIPES_S: Final = 8.0
 """How long calls that remove or replace objects may have to wait: for nodes to wipe, or to count as
@@ -87,8 +87,8 @@ NO_ANSWER: Final = "no answer in time"
 class CarrierBrokenError(Exception):
     """A connection could not be made or broke before the reply.
 
-    ``sent``: the master may have received the call. ``silent``: nothing was wrong but that no reply
-    came. ``generation``: of the link, under which the connection was made; None: the present one.
+    ``sent``: the master may have received the call. ``silent``: the connection is intact, but no
+    reply came. ``generation``: the link's when the connection was made; None: the present one.
     """
 
     def __init__(self, reason: str, *, sent: bool, silent: bool = False) -> None:
@@ -151,7 +151,7 @@ Attempts = Generator[Action, Any, bytes]
 
 def parse_addresses(address: str) -> tuple[str, ...]:
     """The masters in ``host:port,host:port``; the port may be missing, and is the usual one then.
-    None of them is named in ``etcd://...``.
+    Empty for ``etcd://...``, which names no master.
 
     Raises:
         InvalidArgumentError: not of that form.
@@ -179,7 +179,7 @@ class Link:
         self.current = False
         """Whether ``joined`` is believed to be valid."""
         self.generation = 0
-        """Changes whenever ``current`` does; connections of another one are closed."""
+        """Grows at each join and loss; connections of an earlier generation are closed."""
         self._turn = 0
         self._leader = ""
         """The leader as named by etcd, or by a master that stands by."""
@@ -269,7 +269,7 @@ class Link:
         )
 
     def lane_works(self) -> bool:
-        """Notes a call on the lane; whether that is news after a warning."""
+        """Called when the lane works; returns whether a warning said that it did not."""
         news = self._warned
         self._lane_problem = ""
         self._warned = False
@@ -307,8 +307,8 @@ def attempts(
     started = clock()
     failures = refusals = hops = 0
     reasons: dict[str, str] = {}
-    epoch = link.epoch  # under which the present attempt is made
-    doubtful: int | None = None  # under which an attempt may have been done
+    epoch = link.epoch  # of the present attempt
+    doubtful: int | None = None  # the epoch in which an attempt may have been executed
     while True:
         pause_s = 0.0
         joining = False
@@ -362,7 +362,7 @@ def attempts(
             failures += 1
             reasons[address or link.shown] = refusal.message
             if call is not None and not joining and not call.idempotent:
-                # By a leader whose time was over when it had done it.
+                # A leader whose term ended while it executed the call answers so, too.
                 doubtful = epoch
             link.lost(generation)
             link.next_address(address)
@@ -373,7 +373,7 @@ def attempts(
             if not leader or hops > HOPS_MAX:
                 pause_s = link.backoff_s(failures)
         except UnavailableError as refusal:
-            # A master that refuses every join: it stands by, or stops.
+            # A master that stands by or is stopping refuses every join.
             if not joining or isinstance(refusal, DeadlineExceededError):
                 harmless = joining or call is None or call.idempotent
                 if reasons and harmless and isinstance(refusal, DeadlineExceededError):
@@ -393,7 +393,7 @@ def attempts(
 
 
 def _locate(link: Link, left_s: float) -> Generator[Action, Any, str]:
-    """The address of the leader, which another call may find to be of no use meanwhile.
+    """The address of the leader; another call may meanwhile find that it cannot be used.
 
     Raises:
         NotLeaderError: no master leads.

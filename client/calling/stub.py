@@ -76,13 +76,13 @@ class MasterStub:
             name: name of the caller, for the master's log.
             spin_us: how long a call polls for its reply before it sleeps.
             lane: whether to use the lane at all.
-            cluster: name of the cluster that is meant; empty: any.
+            cluster: name of the cluster to join; empty: any.
             on_join: called after every join, before any call uses it, in the thread that joined.
                 It must not call the stub.
             rng: source of the backoff's jitter.
 
         Raises:
-            InvalidArgumentError: ``address`` is none.
+            InvalidArgumentError: ``address`` is not an address.
         """
         self._link = Link(address, lane=lane, rng=rng)
         self._join = Join(name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster)
@@ -130,7 +130,7 @@ class MasterStub:
                 is 1) the connection broke during a call that must not be sent twice.
             DeadlineExceededError: the master did not answer in time.
             ClosedError: the stub was closed, before or meanwhile.
-            KVStoreError: what the master answered.
+            KVStoreError: the error that the master answered.
         """
         if self._closed.is_set():
             raise ClosedError("the client is closed")
@@ -278,8 +278,8 @@ class MasterStub:
                 failure = CarrierBrokenError(str(error), sent=True)
             except ValueError as error:  # a channel that was closed meanwhile
                 failure = CarrierBrokenError(str(error), sent=False)
-        # Not from within the handler: as context, gRPC's error would keep its connection open for
-        # as long as the caller keeps ours.
+        # Raised outside the handler: as its ``__context__``, gRPC's error would keep the connection
+        # open for as long as the caller keeps this error.
         raise failure
 
     # --- the lane ------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class MasterStub:
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            # Compiled, an exchange looks for itself whether the other end is there.
+            # A compiled exchange checks by itself whether the other end is still open.
             if connection.generation == self._link.generation and (
                 fast is not None or connection.is_quiet()
             ):
@@ -307,7 +307,7 @@ class MasterStub:
         silence_s: float,
     ) -> bytes:
         """The reply's bytes. The connection goes back to the pool, or is closed."""
-        # Threads that poll take turns at the interpreter's lock: one of them may, several lose.
+        # Polling threads compete for the interpreter's lock: it pays for one, not for several.
         alone = len(self._connections) - len(self._idle) <= 1
         until = min(deadline, uptime() + silence_s) if silence_s < math.inf else deadline
         stop = current()

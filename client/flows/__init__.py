@@ -1,1 +1,1 @@
-"""What a client does, as pure generators: they yield what is to be asked or moved."""
+"""What a client does, as pure generators that yield the calls and transfers to make."""

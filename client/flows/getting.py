@@ -55,7 +55,7 @@ class Target:
         self.room: Bytes1D | None = None
         """That memory."""
         self.bad: Sequence[Bad] = ()
-        """Reads, under a lease that lived, that brought other bytes."""
+        """Reads under a valid lease that found other bytes."""
 
     def make_room(self, size: int) -> list[memoryview]:
         """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
@@ -79,7 +79,7 @@ class Bad(NamedTuple):
 def locate(
     context: Context, namespace: Namespace, keys: Sequence[Key], *, fresh: bool = False
 ) -> Flow[list[Placed | None]]:
-    """Where these objects are, leased; from the cache where the lease lives, unless ``fresh``."""
+    """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``."""
     remembered = context.placements
     placed: list[Placed | None]
     if fresh or not len(remembered):
@@ -182,8 +182,7 @@ def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
 
 
 def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
-    """The replicas in the order to try: as listed, but those on failed nodes later, and bad ones
-    last."""
+    """The replicas in the order to try: as listed (those on failed nodes later), bad ones last."""
     if not bad:
         return placed.replicas
     seen = Counter(each.replica for each in bad)
@@ -217,7 +216,7 @@ class _Group(NamedTuple):
 
     reads: ObjectReads
     targets: list[tuple[Target, Placed, Replica]]
-    """Of each row."""
+    """The target of each row, and where it is read."""
 
 
 def _finish(context: Context, group: _Group) -> list[Target]:

@@ -36,7 +36,7 @@ BYTES_MAX = 64 << 20
 """Bytes moved by one call, unless one object is larger: the client holds them in memory."""
 
 REPAIRED_BYTES_MAX = 16 << 20
-"""The same of one call of ``repair_some``: the memory of a node's process may be limited to little
+"""The same for one call of ``repair_some``: the memory of a node's process may be limited to little
 more than its segment."""
 
 

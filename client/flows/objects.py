@@ -62,7 +62,7 @@ class ObjectReads(Transfer):
         """Set by a transport that has carried out the rows."""
 
     def add(self, placed: Placed, offset: int, key: Key, views: list[memoryview]) -> None:
-        """``views`` have the payload's size together."""
+        """``views`` together have the payload's size."""
         self.rows.append((offset, placed.size, placed.epoch, placed.counter, key, views))
 
     def in_one_go(self, transport: Transport, deadline: float) -> bool:
@@ -73,8 +73,8 @@ class ObjectReads(Transfer):
         return self.done is not None
 
     def move_by_move(self, transport: Transport, deadline: float) -> None:
-        """As ``Transfer.move_by_move``. The caller's memory for a row stays as it is where another
-        object lies by now, unless the transport reads headers and payloads in one batch."""
+        """As ``Transfer.move_by_move``. If another object is at a row's place by now, the caller's
+        memory is not touched, unless the transport reads headers and payloads in one batch."""
         if transport.reads_in_one_batch:
             super().move_by_move(transport, deadline)
             return
@@ -112,7 +112,7 @@ class ObjectReads(Transfer):
         return _Reading(bytearray(HEADER_BYTES), xxh3_64() if self.verify else None)
 
     def _header(self, row: ReadRow, reading: _Reading) -> Header | None:
-        """None: of another object, or of none."""
+        """The header of the row's object; None: another object, or none, is there."""
         header = unpack(reading.head, self.segment.seed, row[0])
         return header if header is not None and is_of(header, self.namespace, row) else None
 

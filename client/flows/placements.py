@@ -35,7 +35,7 @@ FAILED_MAX = 1_024
 class Replica(NamedTuple):
     segment: SegmentInfo
     offset: int
-    """Of the extent: the header's first byte."""
+    """The beginning of the extent: the header's first byte."""
 
 
 class Placed(NamedTuple):
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
 
 _REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
 _PLACED: Callable[[Iterable[object]], Placed] = partial(tuple.__new__, Placed)
-"""Of a tuple of their fields; half of what a call with the fields costs."""
+"""Make one from a tuple of its fields, at half the cost of a call with the fields."""
 
 
 class PlacementCache:
@@ -80,7 +80,7 @@ class PlacementCache:
         while len(known) > self._capacity:
             try:
                 known.popitem(last=False)
-            except KeyError:  # another thread is at it
+            except KeyError:  # another thread has emptied it
                 return
 
     def forget(self, namespace: Namespace, key: Key) -> None:
@@ -217,7 +217,7 @@ class SegmentTable:
             known: segments of the epoch that ``placements`` are of.
         """
         sizes, epochs, counters, replica_counts, segments, offsets = placements
-        if replica_counts.count(1) == len(replica_counts):  # the rule: made without a step each
+        if replica_counts.count(1) == len(replica_counts):  # the usual case: no loop in Python
             infos = list(map(known.get, segments))
             if None not in infos:
                 replicas = zip(map(_REPLICA, zip(infos, offsets, strict=True)), strict=True)

@@ -52,7 +52,7 @@ class Items(NamedTuple):
     sizes: Sequence[int]
     """Payload bytes."""
     parts: Sequence[list[memoryview]]
-    """Of the payload, in order; none is empty."""
+    """The parts of each payload, in order; none is empty."""
     descriptors: Sequence[bytes]
 
     def of(self, rows: Sequence[int]) -> Items:
@@ -204,11 +204,11 @@ class _Started(NamedTuple):
     """Their indexes."""
     items: Items
     parent: Key | None
-    """Of the first."""
+    """The parent of the first item."""
     grants: calls.Grants | None
     """None: there is no room for them."""
     at: float
-    """The clock before it was asked."""
+    """The clock before the request."""
 
 
 def _start(
@@ -221,7 +221,7 @@ def _start(
 ) -> Flow[list[_Started]]:
     """Asks for room for the items of ``run``. If there is not enough for all of them, a partial put
     asks for the first half, and for the second if that may still fit: 2 log2(n) times. Nothing is
-    written before all is granted, because what is complete could be evicted for what follows."""
+    written before all is granted, because stored objects could be evicted for the next ones."""
     keys, first = items.keys, run[0]
     parent = keys[first - 1] if options.chain and first else options.parent
     some = items if len(run) == len(keys) else items.of(run)
@@ -267,7 +267,8 @@ def _start(
 def _finish(
     context: Context, started: _Started, options: PutOptions, failures: list[_Failure]
 ) -> Flow[list[PutOutcome]]:
-    """The transfers of a grant and its end; returns the outcomes. Adds to ``failures``."""
+    """Carries out the transfers of a grant, and ends it; returns the outcomes. Adds to
+    ``failures``."""
     _, items, parent, grants, at = started
     if grants is None:
         return [PutOutcome.NO_SPACE] * len(items.keys)
@@ -365,7 +366,7 @@ def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) 
     unsettled = [error for error in why if not error.fields.get("settled")]
     connections = tuple(int(error.fields.get("connection", 0)) for error in unsettled)
     if 0 in connections:
-        connections = ()  # any of ours
+        connections = ()  # any connection of this client
     request = calls.PutRevoke(epoch, tokens, not unsettled, connections)
     try:
         yield from ask(request, calls.Revoked)
@@ -415,10 +416,10 @@ def commit(
     Args:
         item: one, in one part.
         granted: epoch, token and place of the allocation.
-        deadline: until when it is ours.
-        written: the header that an earlier commit of it has written, or empty; becomes this one's.
-            The same is not written twice: that commit may have been done meanwhile, and what it
-            made may have been removed, and wiped.
+        deadline: until when the client holds it.
+        written: the header that an earlier commit of it has written, or empty; set to this one's.
+            An equal header is not written again: the earlier commit may have been executed, and
+            its object removed and wiped since.
     """
     epoch, token, (segment, offset) = granted
     (key,), (size,), ((data,),), (descriptor,) = item
@@ -430,7 +431,7 @@ def commit(
     pack_into(head, header, segment.seed, offset)
     if head != written:
         written.clear()  # until it is whole
-        # ``allocate`` has wiped what stood there; one that is half written is none.
+        # ``allocate`` has wiped the old header, and a half-written one is not valid.
         errors = yield [Transfer(segment, [Move(offset, memoryview(head))], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:

@@ -1,7 +1,7 @@
 """Reading parts of objects: the flow of ``get_ranges``.
 
-Header and parts are read in one go. A checksum covers a whole payload, so that of a part nothing
-but the header is checked: it says that this version of the object lies there, and was complete.
+Header and parts are read in one go. A checksum covers a whole payload, so for a part only the
+header is checked: it says that this version of the object is there, and was complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Parts:
     def __init__(self, key: Key, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self.key = key
         self.ranges = ranges
-        """Where each begins in the payload; none is empty."""
+        """Where each begins in the payload, and its memory; none is empty."""
         self.head = bytearray(HEADER_BYTES)
         self.placed: Placed | None = None
         """Where they were read; None: a miss."""
@@ -47,7 +47,7 @@ class Parts:
 
 
 def get_ranges(context: Context, namespace: Namespace, wanted: Sequence[Parts]) -> Flow[None]:
-    """Read what is there; sets ``placed`` of those.
+    """Reads the objects that are there, and sets their ``placed``.
 
     Raises:
         BufferMismatchError: a range is not within its object; nothing of that batch was read.

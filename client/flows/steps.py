@@ -1,11 +1,11 @@
 """What flows are made of: the steps they yield and the context they share.
 
-A flow is a pure generator: what a client does, step by step, without doing it. It yields *steps*
-(ask the master this, move these bytes, pause) and is sent their results; its return value is the
-caller's. It reads the time from the clock that it was given and touches no socket, so the same
-flows (``getting``, ``putting``, ``asking``) run in ``Client`` and in a simulated cluster with
-virtual time. The error of a step is thrown into the flow where it waits; those of transfers are its
-result, one or None for each.
+A flow is a pure generator: it decides what a client does, step by step, and does none of it. It
+yields *steps* (ask the master this, move these bytes, pause) and is sent their results; its return
+value is the caller's. It reads the time from the clock that it was given and touches no socket, so
+the same flows (``getting``, ``putting``, ``asking``) run in ``Client`` and in a simulated cluster
+with virtual time. The error of a step is thrown into the flow where it waits. Errors of transfers
+are not thrown: the step's result is a list, with an error or None for each transfer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Transfer:
 
     @property
     def moves(self) -> list[Move]:
-        """What it takes, move by move."""
+        """The transfer as single moves."""
         if self._moves is None:
             self._moves = self._made()
         return self._moves
@@ -133,7 +133,7 @@ def describe(
 ) -> Flow[Mapping[int, SegmentInfo]]:
     """How to reach these segments of this epoch; without those that are not mounted any more.
 
-    None of them is, once another master answers: its numbers name other segments.
+    If another master answers, the result is empty: its numbers name other segments.
     """
     known = context.segments.of(epoch)
     unknown = set(segment_ids).difference(known)
@@ -169,15 +169,15 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
     of_this_epoch = context.segments.forget(segment)
     context.count("failed_transfers")
     if isinstance(error, SegmentGoneError):
-        return  # the node has left or joined anew: the master knows better than we
+        return  # the node has left or joined anew: the master knows that already
     if not context.segments.avoided(segment):
         log.warning(
             "node_failed node=%s address=%s error=%s", segment.node, segment.address, str(error)
         )
     context.segments.failed(segment, error)
-    # A deadline that passed says as much of the deadline as of the node, whose silence the master
-    # hears for itself; what no transport of ours reaches was not tried; and another master's
-    # numbers name other segments.
+    # Not reported: a passed deadline, which may have been short (the master notices a silent node
+    # by itself); a node that no transport reaches, since it was not tried; and a segment of another
+    # epoch, whose number now names another segment.
     tried = error.fields.get("tried", 1)
     if isinstance(error, DeadlineExceededError) or not tried or not of_this_epoch:
         return
@@ -215,4 +215,4 @@ def _one_line(text: str) -> str:
 
 
 REASON_MAX = 200
-"""Characters of what the master is told."""
+"""Characters of the reason that the master is told."""

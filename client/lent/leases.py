@@ -6,7 +6,7 @@
     otherwise the lease ends, and ``held`` turns false for good
 
 Why the segment must be mounted as it was: the master knows an object by its version, and renews its
-lease while one replica is left. This memory may be another replica's, whose node counts as dead. A
+lease while one replica is left. The leased memory may be of a replica whose node counts as dead. A
 node that comes back *fences* (its generation grows) before it joins, and gets no writers for one
 lease after it has joined. So a renewal is valid if it is counted from the request and the client
 still sees the old generation when the reply arrives: the lease ends before any writer gets the
@@ -158,19 +158,19 @@ class Lease:
             self.plan_renewal()
 
     def renewed(self, until: float) -> None:
-        """Called when the master has answered a renewal; see the module for why it is called only
-        then."""
+        """Called when the master has answered a renewal; the module says why the segment is checked
+        only then."""
         if self._mounted():
             self.extend(until)
         self.plan_renewal()  # also if the new promise ends no later than the old one
 
     @property
     def moved(self) -> bool:
-        """Whether its segment was mounted again: the client must ask for it by its place then."""
+        """Whether its segment was mounted again. Then the client looks the object up by key."""
         return self.place is not None and isinstance(self.what, Named) and not self._mounted()
 
     def mounted_again(self, mounted: Mounted, until: float) -> None:
-        """Called when the master has named it at its place, on the segment that ``mounted``
+        """Called when a lookup has found the object at its place, on the segment that ``mounted``
         watches."""
         if self.held and mounted():
             self._mounted = mounted
@@ -190,7 +190,7 @@ class Lease:
 
     def become(self, named: Named, until: float) -> None:
         """Called when the allocation was put: it is an object now."""
-        self._kept = self.held  # for good
+        self._kept = self.held  # a lease that has ended stays ended
         self.what = named
         self.unanswered = None
         self._until = until
@@ -333,8 +333,8 @@ class Renewal:
 
     @property
     def patience_s(self) -> float:
-        """How long it may take: the first attempt leaves time for another one, which may have to
-        connect anew and takes most of what is left."""
+        """The time-out of the call. A first attempt takes half of the time left, so that a second
+        one, which may have to connect anew, can take most of the rest."""
         left = min(lease.seconds_left for lease in self._leases)
         is_retried = any(lease.is_retried for lease in self._leases)
         return max(0.05, left * (0.8 if is_retried else 0.5))

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 BROKEN_PAUSE_S: Final = 0.2
-"""Before the renewing thread goes on after an exception that is a bug."""
+"""The pause of the renewing thread after an exception that is a bug."""
 
 MakeCall = Callable[[calls.Request, float], calls.Reply]
 """Takes a request and the seconds that the call may last; raises KVStoreError."""
 
 
 Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, Place | None, object]
-"""An array to watch, with the address of its first byte, the rest of ``Views.add``, and the value
-that was made of it."""
+"""An array to watch, the address of its first byte, and the other arguments of ``Views.add``, among
+them the value that was made of it."""
 
 
 class _Watch(weakref.ref["NDArray[np.generic]"]):
@@ -55,12 +55,12 @@ class _Watch(weakref.ref["NDArray[np.generic]"]):
     allocated: bool
     """Whether it came from ``allocate``."""
     array: int
-    """``id`` of the array, its own for as long as this reference is alive."""
+    """``id`` of the array, unique for as long as the array lives."""
     lease: Lease
     storage: int
-    """Of the tensor over it; 0: there is none."""
+    """Identifies the storage of the tensor over it; 0: there is none."""
 
-    __hash__ = object.__hash__  # its own, and not the array's, which has none
+    __hash__ = object.__hash__  # of the reference: an array has no hash
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -168,7 +168,7 @@ class Watches:
         ]
         if len(there) == 1 and granted:
             return granted[0]
-        # Whose memory it is cannot be told. What was lost must not be put; the rest is copied.
+        # Several leases cover this memory. A lost allocation must not be put; others are copied.
         return next((lease for lease in granted if not lease.held), None)
 
     def end(self) -> None:
@@ -177,7 +177,7 @@ class Watches:
             watch.lease.end()
 
     def _watch(self, value: object) -> _Watch | None:
-        """Of the array that ``value`` was made of."""
+        """The watch of the array that ``value`` was made of."""
         while True:
             if isinstance(value, np.ndarray):
                 watch = self._arrays.get(id(value))
@@ -205,7 +205,7 @@ class Views:
     ) -> None:
         """
         Args:
-            watch: of ``Movers``, to go on with objects whose segments were mounted anew.
+            watch: ``Movers.watch``; None: a lease runs out after its segment was mounted anew.
         """
         self._ask = ask
         self._watch = watch
@@ -220,7 +220,7 @@ class Views:
         self._woken: SimpleQueue[None] = SimpleQueue()
         self._settling = threading.Lock()
         self._watches.wake = partial(self._woken.put, None)
-        self._dropped: list[Granted] = []  # allocations that died unput, to be revoked
+        self._dropped: list[Granted] = []  # allocations dropped without a put, to be revoked
         self._wake_at = math.inf
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -238,11 +238,11 @@ class Views:
 
         Args:
             array: over the payload.
-            held: what it is.
+            held: what the lease is on.
             until: when the promise ends.
             mounted: whether the segment under it is mounted as it was.
             place: of the object; then it is found again when its segment was mounted anew.
-            value: a tensor over the array, where that is what is handed out.
+            value: a tensor over the array, if the program gets that instead of the array.
         """
         (lease,) = self.add_many([(array, array.ctypes.data, held, until, place, value)], mounted)
         return lease
@@ -292,7 +292,7 @@ class Views:
         self._settle_closed()
 
     def begin_anew(self) -> None:
-        """As ``Forked._begin_anew``: the promises are the parent's, who renews and revokes them."""
+        """As ``Forked._begin_anew``: the leases are the parent's, which renews and ends them."""
         self._watches.end()
         closed = self._closing.is_set()
         self._begin()
@@ -351,13 +351,13 @@ class Views:
                     self._revoke_dropped()
                     self._renew()
             except Exception:
-                # A bug of ours. What it kept from being renewed is tried again; all else goes on.
+                # A bug. The next round tries again what it kept from being renewed.
                 log.exception("lease_renewal_broken views=%d", len(self._watches.leases))
                 self._closing.wait(BROKEN_PAUSE_S)
 
     def _wait(self) -> None:
         """Waits until a renewal is due, or there is an allocation to revoke."""
-        with self._lock:  # who adds one that is due sooner sees the time, and wakes us
+        with self._lock:  # ``add_many`` sees this time, and wakes the thread if one is due sooner
             self._settle()
             self._wake_at = self._watches.leases.wake_at()
         pause = min(self._wake_at - uptime(), threading.TIMEOUT_MAX)
@@ -399,7 +399,7 @@ def _nothing() -> None:
 
 
 def _storage(value: object) -> int:
-    """What identifies a tensor's storage while that lives; 0: it is no tensor, or has none."""
+    """Identifies a tensor's storage while that lives; 0: not a tensor, or one without storage."""
     storage = getattr(value, "untyped_storage", None)  # without importing torch
     if storage is None:
         return 0

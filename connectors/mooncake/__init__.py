@@ -1,11 +1,12 @@
-"""The Python interface of Mooncake Store, over this store: what engines that know Mooncake import
-from ``mooncake.store``.
+"""The Python interface of Mooncake Store over this store, for engines that import
+``mooncake.store``.
 
-* ``store.py``: ``MooncakeDistributedStore``, its client
-* ``sessions.py``: objects that are put and got part by part
-* ``names.py``: its codes, enumerations and small classes
+* ``store.py``: ``MooncakeDistributedStore``, Mooncake's client
+* ``objects.py``: puts and gets by Mooncake's keys and by address
+* ``sessions.py``: objects that are put part by part
+* ``names.py``: Mooncake's codes, enumerations and small classes
 
-How ``import mooncake.store`` comes to find this: ``kvstore.mooncake``.
+``kvstore.mooncake`` makes ``import mooncake.store`` find this package.
 """
 
 from kvstore.connectors.mooncake.names import (

@@ -103,7 +103,7 @@ class BufferDescriptor:
     transport_endpoint: str
     """The name of the node that holds it."""
     buffer_address: int = 0
-    """Not told: addresses of nodes mean nothing to a client."""
+    """Always 0: addresses of nodes mean nothing to a client."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class ReplicaDescriptor:
 class BufferHandle(np.ndarray[Any, np.dtype[np.uint8]]):
     """A value in memory of its own, as a writable buffer: ``memoryview(handle)``.
 
-    An array, because a class written in Python cannot be a buffer before Python 3.12. Two methods
-    have the names that Mooncake gives them, and hide the array's own.
+    An array, because a class written in Python cannot be a buffer before Python 3.12. The methods
+    have Mooncake's names; ``size`` hides the array's attribute of that name.
     """
 
     @classmethod
@@ -150,7 +150,7 @@ class BufferHandle(np.ndarray[Any, np.dtype[np.uint8]]):
         return int(self.ctypes.data) if self.nbytes else 0
 
     def __bool__(self) -> bool:
-        """A handle is there: arrays of several elements would refuse to answer."""
+        """Always true, as Mooncake's handle is: an array of several elements would raise."""
         return True
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Objects by Mooncake's names, and memory by address: puts and gets whose errors are codes."""
+"""Puts and gets of objects by Mooncake's keys and memory by address; errors are codes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OUTCOMES: Final = {
 
 ResultT = TypeVar("ResultT")
 Found = list[memoryview] | Code
-"""Memory that was named by addresses, or why there is none."""
+"""The memory at some addresses, or the code that says why there is none."""
 
 
 class Objects:
-    """Those of one client, or of none: then every call is invalid. Threads: any."""
+    """The objects of one client; without a client every call is invalid. Threads: any."""
 
     def __init__(self, guard: Guard | None) -> None:
         self._guard = guard
@@ -65,7 +65,7 @@ class Objects:
             return code_of(error)
 
     def done(self, call: Callable[[], object]) -> Code:
-        """Of a change that should not fail: the log says why it did."""
+        """The code of a change that should not fail; if it does, the log says why."""
         try:
             call()
         except KVStoreError as error:
@@ -76,8 +76,8 @@ class Objects:
     def memories(
         self, pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[Found]:
-        """Per key the memory at its addresses, which the caller keeps; none at all if there are
-        more addresses than sizes, or fewer."""
+        """Per key the memory at its addresses, which the caller keeps; an empty list if pointers
+        and sizes are of different numbers."""
         if len(pointers) != len(sizes):
             return []
         return [self.memory(*each) for each in zip(pointers, sizes, strict=True)]
@@ -100,8 +100,8 @@ class Objects:
         *,
         overwrite: bool = False,
     ) -> list[int]:
-        """Puts those that have a value; per key 0 or a code. Of a key that occurs twice the first
-        one counts, or the last one if values are replaced."""
+        """Puts the keys that have a value; per key 0 or a code. If a key occurs twice, its first
+        value counts; with ``overwrite``, its last one."""
         if len(keys) != len(values):
             return [Code.INVALID_PARAMS] * len(keys)
         wanted: dict[bytes, Storable] = {}
@@ -129,7 +129,7 @@ class Objects:
         try:
             outcomes = self.run(put, size=sum(_size(value) for _, value in items))
         except KVStoreError as error:
-            if isinstance(error, ValueTooLargeError) and len(items) > 1:  # the others are not
+            if isinstance(error, ValueTooLargeError) and len(items) > 1:  # other items may fit
                 each = [self._put_some([item], replicas, overwrite) for item in items]
                 return {name: code for one in each for name, code in one.items()}
             log.debug("%s", error)
@@ -231,7 +231,7 @@ class Objects:
 
 
 def name_of(key: str | bytes) -> bytes:
-    """The key here: what is longer than a key may be becomes its head and its digest."""
+    """The key in this store. A name too long for a key is cut, and ends with its digest."""
     if isinstance(key, str):
         name = key.encode(errors="surrogateescape")
     else:

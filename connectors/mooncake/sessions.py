@@ -21,7 +21,7 @@ COLLECTED_BYTES_MAX: Final = 4 << 30
 
 
 class PutSessions:
-    """Threads: any."""
+    """The open put sessions of one store. Threads: any."""
 
     def __init__(self, bytes_max: int = COLLECTED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -53,7 +53,7 @@ class PutSessions:
         return sum(len(part) for _, part in parts)
 
     def end(self, key: bytes) -> NDArray[np.uint8] | None:
-        """The collected object, whose session is over; None: there is no such session."""
+        """Ends the session and returns the collected object; None: there is no such session."""
         with self._changing:
             data = self._open.pop(key, None)
             if data is not None:

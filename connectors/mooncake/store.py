@@ -1,11 +1,11 @@
 """``MooncakeDistributedStore``: Mooncake's client, over ours.
 
 Methods return codes (``names.Code``) as Mooncake's do, and raise only for arguments of a wrong
-type. What ``is_exist`` has found is leased, so that a get after it finds it. A get compares a value
-with its checksum before it returns.
+type. ``is_exist`` leases the objects that it finds, so that a get after it finds them. A get of a
+whole value compares it with its checksum before it returns.
 
-Memory by address must be within what ``register_buffer`` was given; otherwise the code is
-``INVALID_PARAMS``. Memory of a device is refused when it is registered, and so by every call.
+Memory by address must be within memory given to ``register_buffer``; otherwise the code is
+``INVALID_PARAMS``. Memory of a device cannot be registered, so every call refuses it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SEGMENT_BYTES_MIN: Final = 1 << 20
 
 
 class MooncakeDistributedStore:
-    """Threads: any, after ``setup``. After a fork the child uses it as the parent does."""
+    """Threads: any, after ``setup``. After a fork the child can use it as the parent does."""
 
     def __init__(self) -> None:
         self._objects = Objects(None)
@@ -73,14 +73,14 @@ class MooncakeDistributedStore:
             global_segment_size: bytes that this process contributes, in a child process that ends
                 with it; 0: none.
             master_server_addr: the kvstore master (``host:port``, or ``etcd://...``). The
-                variable ``KVSTORE_MASTER`` goes before it.
+                variable ``KVSTORE_MASTER`` takes precedence.
             tenant_id: the namespace; ``"default"``: the configured one.
             metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the
                 SSD tier and the HTTP server: have no effect here. ``KVSTORE_PROTOCOL`` and
                 ``KVSTORE_DEVICE_NAME`` let a transfer engine move the bytes.
 
         Returns:
-            0, or a code: then the log says why, and the store is as before ``setup``.
+            0, or a code: then the log says why, and the store is closed.
         """
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
@@ -113,8 +113,8 @@ class MooncakeDistributedStore:
         return Code.OK
 
     def setup_dummy(self, mem_pool_size: int, local_buffer_size: int, server_address: str) -> int:
-        """As ``setup``: every client here uses shared memory where it can, so Mooncake's second
-        kind of client is the first. ``server_address`` is the master's."""
+        """As ``setup``. Every client here uses shared memory where it can, so Mooncake's dummy
+        client is an ordinary one. ``server_address`` is the master's."""
         del mem_pool_size, local_buffer_size
         return self.setup(master_server_addr=server_address)
 
@@ -223,15 +223,15 @@ class MooncakeDistributedStore:
         tensors_list: Sequence[Any],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """Of any device, copied before this returns. ``get`` of one gives its plain bytes, without
-        the header that Mooncake puts before them."""
+        """Puts tensors of any device, copied before this returns. ``get`` of one gives its plain
+        bytes, without the header that Mooncake puts before them."""
         values = [each if _is_tensor(each) else Code.INVALID_PARAMS for each in tensors_list]
         return self._objects.put(keys, values, config)
 
     # --- putting anew -------------------------------------------------------------------------
 
     def upsert(self, key: str, value: Buffer | bytes, config: ReplicateConfig | None = None) -> int:
-        """As ``put``; a value that is there is replaced."""
+        """As ``put``, but replaces an existing value."""
         return self._objects.put([key], [_bytes(value)], config, overwrite=True)[0]
 
     def upsert_parts(
@@ -372,8 +372,8 @@ class MooncakeDistributedStore:
         return results
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
-        """Per key 0, or OBJECT_NOT_FOUND; those are leased. Their places are remembered, so that
-        reading ranges of them asks the master nothing."""
+        """Per key 0, and the object is leased, or OBJECT_NOT_FOUND. The client remembers their
+        places, so that reading ranges of them needs no call to the master."""
         sizes = self._objects.lookup(keys)
         if isinstance(sizes, Code):
             return [sizes] * len(keys)
@@ -454,8 +454,8 @@ class MooncakeDistributedStore:
     # --- removing -----------------------------------------------------------------------------
 
     def remove(self, key: str, force: bool = False) -> int:
-        """0, or OBJECT_NOT_FOUND. Also what is being read is removed; its readers keep its bytes
-        until their lease ends, so ``force`` says nothing new."""
+        """0, or OBJECT_NOT_FOUND. Also removes an object that is being read, so ``force`` changes
+        nothing; its readers keep its bytes until their lease ends."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
@@ -466,7 +466,7 @@ class MooncakeDistributedStore:
         return codes
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """Removes the objects whose keys the pattern is found in; how many, or a code."""
+        """Removes the objects whose keys contain a match of the pattern; how many, or a code."""
         try:
             pattern = re.compile(regex_pattern)
         except re.error:
@@ -488,8 +488,8 @@ class MooncakeDistributedStore:
         return self._objects.ask(lambda client, _: client.clear(client.config.namespace))
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Removes these objects; with ``segment_name`` those of which all copies are on that node.
-        Returns the keys of those that were there."""
+        """Removes these objects; with ``segment_name`` only those whose copies are all on that
+        node. Returns the keys of the objects that were there."""
         if segment_name:
             held = self.batch_get_replica_desc(keys)
             keys = [
@@ -503,7 +503,7 @@ class MooncakeDistributedStore:
 
 
 def _connected(master: str, memory: int, tenant: str) -> Client:
-    """Raises KVStoreError; nothing is left behind then."""
+    """Raises KVStoreError, and leaves no client open then."""
     given: dict[str, object] = {}
     if memory > 0:
         given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
@@ -521,7 +521,7 @@ def _connected(master: str, memory: int, tenant: str) -> Client:
 
 
 def _bytes(value: Buffer | bytes) -> memoryview:
-    """The bytes of any buffer. Raises TypeError: it is none."""
+    """The bytes of any buffer. Raises TypeError: not a buffer."""
     data = memoryview(value)  # type: ignore[arg-type]
     return data.cast("B") if data.c_contiguous and data.nbytes else memoryview(data.tobytes())
 
@@ -548,5 +548,5 @@ def _node_of(copy: ReplicaDescriptor) -> str:
 
 
 def _is_tensor(value: object) -> bool:
-    """Of torch, also where torch is not installed."""
+    """Whether it is a torch tensor; does not import torch."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "dtype")

@@ -1,4 +1,4 @@
-"""Describes an engine: decides which engines may share blocks, those whose bytes mean the same.
+"""Describes an engine, to decide which engines may share blocks: those whose bytes mean the same.
 
 A block's hash covers its tokens and nothing else: not the model, its weights, dtypes, layout or
 parallelism. This module describes all of these, from the configuration and from the workers' view

@@ -135,7 +135,7 @@ class Adapters:
         )
 
     def digests(self) -> dict[int, str]:
-        """By id."""
+        """The digest of each loaded adapter, by its id."""
         if self._manager is None:
             return {}
         before, self._digests = self._digests, {}

@@ -5,9 +5,9 @@
                                 ▼  │ missing blocks are being written: asked again
                               waiting ──► answered with the stored part, after ``writers_wait``
 
-The scheduler reads answers and never calls the store: while there is no answer it is told to come
-again, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the
-store does not answer. One thread makes all calls to the store for the scheduler side.
+The scheduler reads answers and never calls the store: without an answer it asks again in its next
+step, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the store
+does not answer. One thread makes all calls to the store for the scheduler side.
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ class SchedulerSide:
                 tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
-        """vLLM is not told again of tokens that could not be loaded for this request."""
+        """Limits what vLLM is told for this request from now on to the tokens that were loaded."""
         self._count("loads_failed")
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -406,8 +406,8 @@ class SchedulerSide:
 
     def wants_steps(self, within_s: float) -> bool:
         """Whether vLLM must run further steps, so that workers can report. The time is bounded: a
-        save that hangs keeps its blocks, but it does not keep an engine without requests, and
-        engines that step along with it, from resting.
+        save that hangs keeps its blocks, but an engine without requests, and engines that step
+        along with it, become idle.
 
         Args:
             within_s: the bound, after the last save was ordered.

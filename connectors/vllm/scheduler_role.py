@@ -1,5 +1,5 @@
-"""What the scheduler side needs from outside, in the engine core: clients, the lookup thread, the
-announcement to the fleet, and the identity of the workers."""
+"""Connects the scheduler side, in the engine core, with its clients, the lookup thread, the fleet
+records and the identity of the workers."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class SchedulerRole:
     ) -> None:
         """
         Args:
-            options: of this connector, by which its parts on the workers are found.
+            options: this connector's options, by which its parts on the workers are found.
             on_worker: called on each worker as ``on_worker(worker, options, method)``; a function
-                of a module, for it is sent there by name.
+                of a module, because it is pickled by name.
         """
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._vllm_config = vllm_config
@@ -230,8 +230,8 @@ class SchedulerRole:
         return hashlib.sha256(repr(loaded).encode()).digest()
 
     def _salt(self, request: Request) -> bytes | None:
-        """The salt of a request's adapter. Asks the workers at most once per request, which may be
-        the first with an adapter that they have loaded."""
+        """The salt of a request's adapter. Asks the workers at most once per request: it may be the
+        first one with an adapter that they have loaded."""
         number = request.lora_request.lora_int_id
         salt = self._salt_of(number)
         if salt is None and self._core is not None and request.request_id not in self._asked_for:
@@ -325,7 +325,7 @@ class SchedulerRole:
         return ANNOUNCE_EVERY_S
 
     def audit_events(self) -> None:
-        """Asks now and then which blocks the store has lost. Called in every step; never waits."""
+        """Audits blocks from time to time, and reports lost ones. Called each step; never waits."""
         now = time.monotonic()
         if self._auditing is not None:
             if not self._auditing.done():

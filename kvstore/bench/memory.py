@@ -4,8 +4,8 @@ The ways take turns, one round to warm up and several that count, so that a busy
 of them; each cell is a median. Ways that this host does not offer are left out, with the reason.
 Per way and round:
 
-* *start*: a segment is reserved, as at the start of a node, from memory that was used otherwise
-  before (which the kernel may have to move, to make huge pages), and then immediately once more;
+* *start*: a segment is reserved, as when a node starts, from memory that had other uses before (the
+  kernel may have to move pages to make huge ones); *again*: the same, immediately after;
 * *map*: the page tables of another mapping are filled, as in a client when it first meets the node;
 * *first touch*: 64 MiB are read from a mapping whose page tables are still empty;
 * *read*, *write*: 64 MiB in pieces of 4 KiB at random places, which shows the cost of TLB misses,

@@ -41,7 +41,7 @@ class Store(NamedTuple):
 @contextlib.contextmanager
 def own_master(*flags: str) -> Iterator[tuple[str, int]]:
     """Starts a master, which ends with the block; yields its address and process id."""
-    master = Child.start("kvstore.cli.master", "--port", "0", *flags)
+    master = Child.start("kvstore.cli.master", "--port", "0", "--http-port", "0", *flags)
     try:
         yield f"127.0.0.1:{master.said['port']}", master.pid
     finally:

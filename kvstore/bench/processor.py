@@ -19,7 +19,7 @@ def processor_seconds(pid: int) -> float:
     Raises:
         OSError: there is no such process.
     """
-    # As glibc's clock_getcpuclockid makes it.
+    # The clock id that glibc's clock_getcpuclockid makes.
     used = time.clock_gettime((~pid << 3) | _ALL_THREADS)
     return used + sum(processor_seconds(child) for child in _children(pid))
 

@@ -170,8 +170,9 @@ class Store:
 
     def _start_master(self, port: str) -> Child:
         return Child.start(
-            "kvstore.cli.master", "--port", port, "--lane-port", "0", "--lease-ms", self._lease_ms
-        )
+            "kvstore.cli.master", "--port", port, "--lane-port", "0", "--http-port", "0",
+            "--lease-ms", self._lease_ms,
+        )  # fmt: skip
 
     def _start_node(self) -> Child:
         return start_node(

@@ -45,7 +45,7 @@ class Row:
     """One line of the comparison: the same bytes, by the same calls, on both systems."""
 
     op: str
-    """Of ours."""
+    """The operation of kvstore's client."""
     mode: str
     """Transport on both sides: ``shm`` within the host, or ``tcp``."""
     goal: float

@@ -23,7 +23,7 @@ BATCH = 64
 CHAIN_BLOCKS = 8_192
 CHAIN_BLOCK_BYTES = 4_096
 PUT_AT_ONCE = 1_024
-"""Keys per put, when objects are prepared whose keys are only asked for."""
+"""Keys per put of objects that are prepared only so that their keys exist."""
 WARM_PIECE = 1 << 20
 WARM_PART = 0.9
 """The part of the pool that is written once; above 0.95 Mooncake begins to evict."""
@@ -58,7 +58,7 @@ def timed(
 
 
 def percentile(samples: Sequence[float], part: float) -> float:
-    """The sample below which the given part of the samples is."""
+    """The sample below which the given part of the samples lies."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
 

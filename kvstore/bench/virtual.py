@@ -165,7 +165,7 @@ def evict(address: str, first: int, blocks: int) -> None:
 
 @contextlib.contextmanager
 def load(address: str, kind: str, *numbers: int) -> Iterator[subprocess.Popen[str]]:
-    """Runs that load in a separate process, which ends with the block."""
+    """Runs a load (``MIX`` or ``EVICT``) in a separate process, which ends with the block."""
     command = [sys.executable, "-m", "kvstore.bench.virtual", kind, address, *map(str, numbers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -163,7 +163,7 @@ def bench(
 def _agreed(master: str, wanted: int, *, yes: bool) -> int:
     """How much of a running store's memory may be used. Tells the user, and asks.
 
-    Never more than is free, so that nothing is evicted for it; what others put meanwhile may be.
+    Never more than is free: the benchmark evicts nothing, unless other clients put meanwhile.
     """
     from kvstore import Client
 

@@ -6,7 +6,7 @@ between the same places of the node's memory and of this process's memory:
 * ``put``, ``get``: by the store, with all its steps;
 * ``write``, ``read``: by the client's transport alone: copied where the memory is not registered,
   hashed, in batches, under a deadline;
-* and by the bare engine, whose memory is always registered, with the call that its users know.
+* and by the bare engine, whose memory is always registered, with the call that its users make.
 
 A ratio of 1 means that the store's own work is hidden behind the engine's time.
 """

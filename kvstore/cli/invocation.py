@@ -60,7 +60,7 @@ class Invocation:
 
 
 def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function of a ``Invocation`` a command with ``--master``, ``--json`` and so on."""
+    """Makes a function that takes an ``Invocation`` a command with ``--master``, ``--json`` etc."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         keys = ("master", "timeout_ms", *only)

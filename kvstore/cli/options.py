@@ -126,7 +126,7 @@ def json_option(command: Command) -> Command:
 
 
 def parent_option(command: Command) -> Command:
-    """For ``kvstore.children``, which starts our servers as processes of other programs."""
+    """For ``kvstore.children``, which starts the servers as children of other programs."""
     return click.option(
         "--parent-fd",
         type=click.IntRange(min=0),

@@ -14,13 +14,13 @@ CONFIG_VARIABLE = "KVSTORE_CONFIG"
 MASTER_VARIABLE = "KVSTORE_MASTER"
 CLUSTER_VARIABLE = "KVSTORE_CLUSTER"
 STRICT_VARIABLE = "KVSTORE_STRICT_CONFIG"
-"""Not empty: what is unknown is refused; ``--strict-config`` sets it."""
+"""If it is not empty, unknown settings are refused; ``--strict-config`` sets it."""
 NATIVE_VARIABLE = "KVSTORE_NATIVE"
-"""No setting: ``kvstore.native`` looks at it."""
+"""Not a setting: ``kvstore.native`` reads it."""
 
 
 class Config(BaseModel):
-    """What all have in common: frozen, keyword-only, checked when built.
+    """The base of all kinds: frozen, keyword-only, checked when built.
 
     Raises (all of them, when built):
         ConfigError: an unknown name, or a value out of its range; ``fields["key"]`` names it.
@@ -104,7 +104,7 @@ def at_least(config: Config, key: str, least: int, meaning: str, reason: str) ->
 
 
 def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
-    """The first of pydantic's complaints, in our words."""
+    """The first of pydantic's errors, as a ``ConfigError``."""
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0]) if first["loc"] else ""
     context = first.get("ctx", {})

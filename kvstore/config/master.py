@@ -8,6 +8,7 @@ from kvstore.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
 from kvstore.config.base import Config, at_least
 from kvstore.config.values import (
     DEFAULT_PORT,
+    HTTP_PORT,
     Advertise,
     Bytes,
     Cluster,
@@ -46,6 +47,11 @@ class MasterConfig(Config):
         default=0,
         description="TCP port of the lane, the fast carrier of the hot calls; 0 takes the port "
         "after --port, or any when that is 0.",
+    )
+    http_port: Port = Field(
+        default=HTTP_PORT,
+        description="TCP port for HTTP: health and metrics (Prometheus). If it is taken and not "
+        f"asked for, the next free one up to {HTTP_PORT + 15}; 0 serves none.",
     )
     memory: Bytes = Field(
         default=0,

@@ -13,6 +13,7 @@ from kvstore.config.values import (
     DEFAULT_PORT,
     MASTER_HELP,
     MEMORY_BYTES_MIN,
+    NODE_HTTP_PORT,
     P2P,
     Advertise,
     As,
@@ -58,6 +59,12 @@ class NodeConfig(Config):
         description="TCP port to serve the memory on; 0 takes any. Unless it is given, the next "
         f"free one of {DATA_PORT} to {DATA_PORT + DATA_PORTS - 1} is taken (several nodes on a "
         "host), or any.",
+    )
+    http_port: Port = Field(
+        default=NODE_HTTP_PORT,
+        description="TCP port for HTTP: health and metrics (Prometheus). If it is taken and not "
+        f"asked for, the next free one up to {NODE_HTTP_PORT + 15}; 0 serves none, as do nodes "
+        "that a master or client starts.",
     )
     advertise: Advertise = Field(
         default="",
@@ -125,5 +132,5 @@ class NodeConfig(Config):
 
     @property
     def keeps(self) -> bool:
-        """At a clean stop. Without a name the next start might not find it."""
+        """Whether a clean stop leaves the memory. Without a name no later start might find it."""
         return bool(self.name) if self.keep is None else self.keep

@@ -45,8 +45,8 @@ class ProxyConfig(Config):
     port: Port = Field(default=8_000, description="TCP port to listen on; 0 takes any.")
     master: OptionalMaster = Field(
         default="",
-        description="The store's master, to ask whether it holds a prompt already; empty asks "
-        f"nobody, and every long prompt goes to a prefiller. Port {DEFAULT_PORT} when only a host "
+        description="The store's master, to ask whether it holds a prompt already; if "
+        f"empty, every long prompt goes to a prefiller. Port {DEFAULT_PORT} when only a host "
         "is given.",
     )
     cluster: Cluster = ""

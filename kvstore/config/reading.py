@@ -108,7 +108,7 @@ def unknown_settings(config_path: str | os.PathLike[str] | None = None) -> list[
 
 
 _told: set[str] = set()
-"""Of what this process was warned."""
+"""The warnings that this process has logged."""
 
 
 def _complain(unknown: list[ConfigError], *, strict: bool) -> None:
@@ -166,7 +166,7 @@ def _from_file(
                 key=name,
                 origin=str(path),
             )
-        unknown += [  # also of the sections for others: the file is one
+        unknown += [  # also in the sections of other kinds: all kinds share one file
             unknown_setting(key, f"{path} [{name}]", list(other.model_fields))
             for key in section
             if key not in other.model_fields

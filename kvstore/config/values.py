@@ -1,4 +1,4 @@
-"""The types of settings, and how each reads what was given: sizes, addresses, names."""
+"""The types of settings, and how each reads its value: sizes, addresses, names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from kvstore.errors import InvalidArgumentError
 from kvstore.limits import check_namespace
 
 DEFAULT_PORT = 50001
-"""Where Mooncake's master listens, too: its users' firewalls already let it through."""
+"""The port of Mooncake's master, too: its users' firewalls already let it through."""
 
 DATA_PORT = 50003
-"""Of a node: the one after the master's two."""
+"""A node's port: the one after the master's two."""
+HTTP_PORT = 50080
+"""A master's port for HTTP."""
+
+NODE_HTTP_PORT = 50100
+"""A node's port for HTTP."""
+
 DATA_PORTS = 16
-"""Tried from there on: a host with one node per NUMA node or GPU needs no more."""
+"""Ports that a node tries from there on: one node per NUMA node or GPU of a host needs no more."""
 
 P2P = "P2PHANDSHAKE"
 METADATA_KINDS = ("etcd", "http", "https", "redis")
@@ -31,10 +37,10 @@ MEMORY_BYTES_MIN = 1 << 20
 MEMORY_BYTES_MAX = 1 << 46
 
 TRANSPORTS = ("shm", "tcp")
-"""Those that are always there."""
+"""The transports that are always available."""
 
 TRANSPORTS_KNOWN = ("shm", "mooncake", "tcp")
-"""The best first. ``mooncake`` counts where both ends name a protocol for it."""
+"""The best first. ``mooncake`` is used where both ends name a protocol for it."""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -47,7 +53,7 @@ def parse_size(value: int | str) -> int:
     """Bytes: ``4096``, ``"2GiB"``, ``"512 MiB"``, ``"1.5GiB"``, ``"2GB"`` (decimal).
 
     Raises:
-        InvalidArgumentError: no size, or one whose unit may mean two things (``2G``).
+        InvalidArgumentError: not a size, or one with an ambiguous unit (``2G``).
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
@@ -120,7 +126,7 @@ def _master(value: str) -> str:
 
 
 def _etcd(value: str) -> str:
-    """Members of an etcd, or a whole place in it; as the latter."""
+    """Takes members of an etcd, or a whole ``etcd://`` place; returns the latter."""
     if not value.strip():
         return ""
     try:
@@ -134,7 +140,7 @@ def _optional_master(value: str) -> str:
 
 
 def _addresses(value: object) -> object:
-    """Words between commas or blanks; a flag that was given several times is a tuple of those."""
+    """Takes addresses between commas or blanks; a flag given several times is a tuple of texts."""
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
@@ -221,7 +227,7 @@ class RefusedError(ValueError):
         super().__init__(message)
         self.advice = advice
         self.key = key
-        """Of a rule between fields: the one to blame."""
+        """The field to blame, for a rule between several."""
 
 
 class As(NamedTuple):

@@ -96,7 +96,7 @@ def run(scenario: Scenario, console: Console) -> tuple[Produced, Consumed]:
         if importlib.util.find_spec(module) is None:
             raise ChildError(f"{module} is not installed; pip install torch transformers")
     with Children(_environment()) as children:
-        master = children.start("master", "kvstore.cli.master", "--port", "0")
+        master = children.start("master", "kvstore.cli.master", "--port", "0", "--http-port", "0")
         address = children.ready(master, r"listening on (\S+:\d+)", READY_SECONDS)[1]
         console.print(f"master     pid {master.process.pid}, {address}")
 

@@ -28,12 +28,12 @@ POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
 """Time that a child has for a clean end before it is killed."""
 GROUP_SECONDS = 2.0
-"""Time that its own children have after it: Python's resource tracker ends last and unlinks what
-the others left."""
+"""Time that a child's own children have after it: Python's resource tracker ends last and unlinks
+the shared memory that the others left."""
 TAIL_LINES = 20
 
 PORTS = range(10_000, 32_000)
-"""Below those that Linux gives to outgoing connections (net.ipv4.ip_local_port_range)."""
+"""Below the ports that Linux gives to outgoing connections (net.ipv4.ip_local_port_range)."""
 PORT_TRIES = 100
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names

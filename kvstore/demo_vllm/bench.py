@@ -24,8 +24,8 @@ STOP_SECONDS = 20.0
 WIDTH = 120
 """Width of the tables if they go to a file."""
 MEMORY_MORE = 1.2
-"""Memory of each store, relative to that of all prompts: so no store evicts. Mooncake begins to
-evict when it is nearly full."""
+"""Memory of each store, relative to the blocks of all prompts, so that no store evicts: Mooncake
+begins to evict when it is nearly full."""
 
 EXAMPLE = """\b
 Examples:

@@ -107,7 +107,9 @@ def start_store(children: Children, memory_mib: int, *, name: str = "") -> str:
     Args:
         name: prefix of the processes' names, if there are several stores.
     """
-    master = children.start(f"{name}master", "kvstore.cli.master", "--port", "0")
+    master = children.start(
+        f"{name}master", "kvstore.cli.master", "--port", "0", "--http-port", "0"
+    )
     address = children.ready(master, r"listening on (\S+:\d+)", READY_SECONDS)[1]
     memory = ("--master", address, "--memory", f"{memory_mib}MiB")
     node = children.start(f"{name}node", "kvstore.cli.node", *memory)

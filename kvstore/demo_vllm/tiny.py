@@ -18,7 +18,7 @@ VOCABULARY = 512
 TEXT_TOKENS = range(2, 258)
 """Tokens that stand for a byte."""
 BLOCK_TOKENS = 128
-"""vLLM's on a CPU."""
+"""vLLM's block size on a CPU."""
 HEAD_DIM = 64
 POSITIONS_MAX = 4096
 SPREAD = 1.92

@@ -22,7 +22,7 @@ OPEN_FILES_MIN: Final = 4_096
 """Enough for a master's 1,024 connections, a node's 256, and the files of their libraries."""
 
 CLOCK_US_MAX: Final = 1.0
-"""Of one reading. A call reads the clock about ten times."""
+"""The most that one reading of the clock may cost. A call reads it about ten times."""
 
 RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 RDMA_FILES: Final = Path("/dev/infiniband")

@@ -102,7 +102,7 @@ def optional() -> list[Finding]:
 
 
 def mooncake_store() -> list[Finding]:
-    """Whose ``mooncake.store`` an engine would find that is started with this environment."""
+    """Whose ``mooncake.store`` an engine finds that is started with this environment."""
     subject = "mooncake.store"
     try:
         found = find_spec("mooncake.store")

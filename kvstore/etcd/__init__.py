@@ -1,1 +1,1 @@
-"""A small client of etcd: what an election needs, and where the master is by it."""
+"""A small client of etcd: the calls of an election, and the search for its leader."""

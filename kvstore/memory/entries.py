@@ -94,7 +94,7 @@ class LeftOver(NamedTuple):
     """Empty: the process was killed before its segment was ready, and the memory has no objects."""
     owner: layout.Owner
     size: int
-    """As a file."""
+    """Bytes of the file."""
     held: int
     """Bytes of memory in use."""
     uuid: bytes = b""

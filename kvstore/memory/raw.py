@@ -9,7 +9,7 @@ from typing import Final
 from kvstore.errors import InvalidArgumentError
 
 PROBES_MAX: Final = 64
-"""Bytes of a memory that are looked at, to tell whether the processor can read it."""
+"""Bytes of a range that are probed, to tell whether the processor can read it."""
 
 _CUDA: Final = "libcuda.so.1"
 _CU_MEMORY_TYPE, _CU_IS_MANAGED = 2, 8
@@ -18,7 +18,7 @@ _CU_DEVICE: Final = 2
 
 
 def address_of(memory: memoryview) -> int:
-    """Of its first byte, also where it is read-only; 0 for memory of no bytes."""
+    """The address of the first byte, also of read-only memory; 0 for memory of no bytes."""
     import numpy as np  # imported by every client anyway, and not by a node
 
     return int(np.frombuffer(memory, np.uint8).ctypes.data) if memory.nbytes else 0
@@ -51,8 +51,8 @@ def memory_at(address: int, size: int) -> memoryview:
 
 
 def _unreadable(address: int, size: int) -> int | None:
-    """The first address among some of the range that cannot be read, if one cannot: the kernel
-    copies a byte from each into a pipe, and says EFAULT instead of ending the process."""
+    """The first of some addresses in the range that cannot be read; None: all can. The kernel
+    copies a byte from each into a pipe, and reports EFAULT instead of killing the process."""
     step = max(1, (size - 1) // (PROBES_MAX - 1))
     probes: list[int] = [*range(address, address + size, step), address + size - 1]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -79,7 +79,7 @@ def _is_of_cuda_device(address: int) -> bool:
 
 
 def _cuda_says(cuda: ctypes.CDLL, attribute: int, address: int) -> int:
-    """0 also where the driver does not know the address."""
+    """An attribute of the address; 0 also if the driver does not know the address."""
     value = ctypes.c_uint(0)
     error = cuda.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_uint64(address))
     return 0 if error else value.value

@@ -10,7 +10,7 @@ from kvstore.memory.raw import address_of
 
 
 class Region(NamedTuple):
-    """Memory that somebody has registered."""
+    """Registered memory."""
 
     start: int
     """The address of the first byte."""
@@ -28,20 +28,20 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """Regions in the order of their addresses. Readers take no lock; those who change it do."""
+    """Regions in the order of their addresses. Readers need no lock; callers that change it do."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
         """Replaced as a whole, never changed."""
 
     def add(self, region: Region) -> None:
-        """``region`` overlaps none of them."""
+        """``region`` must overlap none of the others."""
         regions = self._regions.copy()
         insort(regions, region, key=_start)
         self._regions = regions
 
     def take(self, start: int) -> Region | None:
-        """The region that began there, which is none of them any more."""
+        """Takes out the region that begins at ``start``; None: there is none."""
         found = [each for each in self._regions if each.start == start]
         self._regions = [each for each in self._regions if each.start != start]
         return found[0] if found else None
@@ -53,7 +53,7 @@ class Regions:
         return any(each.overlaps(region.start, region.stop) for each in beside)
 
     def holding(self, start: int, length: int) -> Region | None:
-        """The one that all of these bytes are in."""
+        """The region that holds all of these bytes; None: there is none."""
         regions = self._regions
         index = bisect_right(regions, start, key=_start) - 1
         if index < 0 or start + length > regions[index].stop:

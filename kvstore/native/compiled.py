@@ -18,25 +18,26 @@ from pathlib import Path
 
 
 def choose(directory: str) -> None:
-    """For the ``__init__`` of such a package: sources are imported instead of what is compiled of
-    them if they have changed since, and with ``KVSTORE_NATIVE=0``."""
+    """Called by the ``__init__`` of such a package. Has sources imported instead of the compiled
+    library if they have changed since it was built, or with ``KVSTORE_NATIVE=0``."""
     if os.environ.get("KVSTORE_NATIVE") == "0" or not library(directory).exists():
         prefer_sources(directory)
 
 
 def prefer_sources(directory: str) -> None:
-    """Import the modules of this directory from their sources, if they were not imported yet."""
+    """Has the modules of this directory imported from their sources, unless they were imported."""
     finder = FileFinder(directory, (SourceFileLoader, SOURCE_SUFFIXES))
     sys.path_importer_cache[directory] = finder
 
 
 def library(directory: str) -> Path:
-    """What the modules of the directory, as they are now, are compiled into."""
+    """The library into which the directory's modules, as they are now, are compiled."""
     return Path(directory, library_name(directory) + "__mypyc" + EXTENSION_SUFFIXES[0])
 
 
 def library_name(directory: str) -> str:
-    """mypyc's name of it, made of the sources, so that others are never taken for these."""
+    """The library's name for mypyc. It depends on the sources, so that only a library of exactly
+    these sources is used."""
     digest = blake2b(digest_size=8)
     for path in modules(directory):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -44,6 +45,6 @@ def library_name(directory: str) -> str:
 
 
 def modules(directory: str) -> list[Path]:
-    """What is compiled: all but ``__init__``, which decides whether that is used."""
+    """The compiled modules: all but ``__init__``, which decides whether the library is used."""
     found = Path(directory).glob("*.py")
     return sorted(path for path in found if path.name != "__init__.py")

@@ -1,7 +1,7 @@
 /* The steps of the hot path that Python is too slow for. Everything here has a twin in Python, named
  * beside it, which is used where this module was not built; tests/unit/test_native.py compares them.
  *
- * Nothing here decides: what is refused, retried or waited for is said by the callers. */
+ * Nothing here decides: the callers say what is refused, retried or waited for. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -171,7 +171,7 @@ irregular:
 }
 
 #if PY_VERSION_HEX < 0x030E0000
-#define Py_HashBuffer(data, size) _Py_HashBytes(data, size) /* what it was called before */
+#define Py_HashBuffer(data, size) _Py_HashBytes(data, size) /* its older name */
 #endif
 
 PyDoc_STRVAR(get_many_doc, "get_many(shards, mask, data, stride)\n"
@@ -190,7 +190,7 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "no stride, or a mask for more shards");
     else
         result = PyList_New(data.len / stride);
-    /* One object, which no other code sees, is each key in turn. It is never asked for its own hash. */
+    /* One object, which no other code sees, holds each key in turn. Its own hash is never used. */
     PyObject *key = result ? PyBytes_FromStringAndSize(NULL, stride) : NULL;
     if (!key)
         Py_CLEAR(result);
@@ -273,7 +273,7 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     char *into = PyBytes_AS_STRING(payload);
     memcpy(into, head + LANE_HEAD, have);
     while (have < size) {
-        int64_t asleep = 0; /* it has begun to come: no use in polling */
+        int64_t asleep = 0; /* the answer has begun to arrive: no use in polling */
         Py_BEGIN_ALLOW_THREADS
         status = receive_some(fd, into, size, size, &have, &asleep, deadline_ns);
         number = status == BROKEN ? errno : 0;

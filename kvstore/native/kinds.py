@@ -1,4 +1,4 @@
-"""What ``kvstore.native.fast`` has, for type checkers: that module may not be built."""
+"""The types of ``kvstore.native.fast``, for type checkers: that module may not be built."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ OUTSIDE: Final = 3
 """A row is not within the segment; nothing was moved."""
 
 STALE: Final = 1
-"""Of a row: no whole header of that object stands there."""
+"""The outcome of a row: no valid header of that object is at its offset."""
 CORRUPT: Final = 2
-"""Of a row: the payload has another checksum than its header says."""
+"""The outcome of a row: the payload does not match the checksum in its header."""
 
 ANSWERED: Final = 0
 TIMED_OUT: Final = 1
@@ -34,10 +34,10 @@ BROKEN: Final = 3
 ENDED: Final = 4
 GARBLED: Final = 5
 UNASKED: Final = 6
-"""Something had come before anything was sent; nothing was sent."""
+"""The socket had received something before the request was sent; nothing was sent."""
 
 REFUSED: Final = 8
-"""The other end has said why, with a ``Status``; -1: it speaks another protocol."""
+"""The other end refused, with a ``Status``; -1: it speaks another protocol."""
 
 Buffers = list[memoryview]
 ReadRow = tuple[int, int, int, int, bytes, Buffers | None]
@@ -45,8 +45,8 @@ ReadRow = tuple[int, int, int, int, bytes, Buffers | None]
 goes (its sizes add up to the payload's); None: only the header is looked at."""
 
 WriteRow = tuple[int, int, int, int, bytes, Buffers, bytes, bytes]
-"""As ``ReadRow``, where the payload comes from; then the parent's key (empty: a root) and the
-descriptor."""
+"""As ``ReadRow``, with the buffers that the payload comes from; then the parent's key (empty: a
+root) and the descriptor."""
 
 
 class Fast(Protocol):
@@ -103,7 +103,7 @@ class Fast(Protocol):
     def get_many(
         self, shards: list[dict[Key, AnyRecord]], mask: int, data: bytes, stride: int, /
     ) -> list[AnyRecord | None]:
-        """What stands under each key of ``data``, looked up in ``shards[hash(key) & mask]``."""
+        """The record of each key of ``data``, looked up in ``shards[hash(key) & mask]``."""
         ...
 
     def exchange(
@@ -149,7 +149,7 @@ class Fast(Protocol):
             fd: of a blocking socket; its time-outs are changed.
             size: of the segment, bytes.
             rows: at most ``RANGES_MAX``; none without buffers.
-            stall_s: it has ``TIMED_OUT``, too, when no byte moved in either direction for so long.
+            stall_s: also ``TIMED_OUT`` when no byte moved in either direction for so long.
 
         Returns:
             ``ANSWERED``, whether polling was enough, 1, and the outcomes. Or what went wrong, the
@@ -188,7 +188,7 @@ class Fast(Protocol):
 
         Args:
             file: descriptor of the segment.
-            cut: its first byte, once not 0, ends it where nothing is being received.
+            cut: once its first byte is not 0, the connection ends when nothing is being received.
             counts: four numbers of 8 bytes, added to: reads, their bytes, writes, their bytes.
             stall_s: how long the peer may take over one piece.
             idle_s: how long a connection may wait for its next request.

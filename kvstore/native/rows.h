@@ -16,8 +16,8 @@ static const uint8_t MAGIC[8] = "KVextnt\x01";
 
 #define PIECE_BYTES (256 << 10) /* between two looks at the clock and the generation */
 #define UNLOCKED_BYTES (512 << 10) /* from here on the interpreter's lock is given up meanwhile */
-#define THREAD_BYTES (4 << 20) /* a thread costs 20 us, and a core that the master may be on */
-#define STREAM_BYTES (4 << 20) /* so much is written past the caches, which it would only empty */
+#define THREAD_BYTES (4 << 20) /* a thread costs 20 us, and a core that the master may need */
+#define STREAM_BYTES (4 << 20) /* from here on copies bypass the caches, which they would only empty */
 #define THREADS_MAX 16
 
 /* How a batch ended, and what became of a row (kvstore.native says what they mean). */

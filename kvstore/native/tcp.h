@@ -18,7 +18,7 @@ enum { REFUSED = 8 };
 #define GATHERED_MAX (32 << 10)      /* longer ranges are sent without copying */
 #define APART_BYTES (32 << 10)       /* the header of a longer payload is received, and checked, first */
 #define FILE_AT_ONCE (8 << 20)
-#define ARM_NS 5000000 /* deadlines are kept to so much */
+#define ARM_NS 5000000 /* the precision of deadlines */
 #define MOVED_MIN (64 << 10)
 
 /* A blocking socket, whose time-outs the kernel counts. */
@@ -38,9 +38,9 @@ static int unsent_bytes(const Wire *wire) {
     return ioctl(wire->fd, SIOCOUTQ, &bytes) ? 0 : bytes;
 }
 
-/* After a time-out of the kernel's: whether nothing has moved for `stall_ns`. Much that was sent may
- * move for long after the call that sent it; a little is acknowledged at once, also by the kernel of a
- * process that was stopped. */
+/* After a time-out of the kernel: whether nothing has moved for `stall_ns`. Many sent bytes may still
+ * move long after the call that sent them; a few are acknowledged at once, even by the kernel of a
+ * stopped process. */
 static int stalled(Wire *wire, int sending) {
     if (!wire->stall_ns || wire->armed_for[sending] < wire->stall_ns)
         return 0;
@@ -201,8 +201,8 @@ static int receive_status(Wire *wire, int64_t *spin_until) {
     return wire->number ? REFUSED : ANSWERED;
 }
 
-/* Receives all rows, a window at a time, and hashes each while it is in cache. Memory of the caller
- * is written once the header was checked: another object may be longer than what is read in the end.
+/* Receives all rows, a window at a time, and hashes each while it is in cache. The caller's memory is
+ * written only after the header was checked: another object may be there, and may be longer.
  *
  * ours: as long as a window, or as all rows. */
 static int receive_windows(Wire *wire, Batch *batch, uint8_t *ours, int64_t *spin_until) {
@@ -379,7 +379,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
             spin_until = now_ns() + (int64_t)(spin * 1e9);
         if (!status)
             status = receive_status(&wire, &spin_until);
-        if (!status) /* who polls for a long answer keeps the socket from being filled */
+        if (!status) /* polling for a long answer would keep the kernel from filling the socket */
             status = receive_rows(&wire, batch, total, total <= GATHERED_MAX ? &spin_until : NULL);
     }
     PyEval_RestoreThread(wire.thread);

@@ -43,8 +43,8 @@ static const uint8_t SECRET[SECRET_BYTES] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-/* Memory of others is not read again for what was read before: the compiler must not think that it is
- * the same still. */
+/* Shared memory is read only once: the compiler must not assume that it still holds what was read
+ * before, and read it again. */
 #define READ_ONCE() __asm__ volatile("" ::: "memory")
 #define READ_ONCE_INTO(value) __asm__("" : "+x"(value))
 

@@ -133,6 +133,7 @@ class NodeAgent:
         """The segment's bytes may have changed while no node served it."""
         self._known = False
         """A master has accepted this node."""
+        self._is_joined = False
         self._untold = False
         """The joined master does not know all objects in the segment yet."""
         self._unanswered = False
@@ -144,6 +145,11 @@ class NodeAgent:
         self._stopping = asyncio.Event()
         self._sending = asyncio.Lock()
         """A stream takes one message at a time: beats, answers and the leave message share it."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether a master has this node now, as far as it knows."""
+        return self._is_joined
 
     def stop(self) -> None:
         """Makes ``run`` leave the master and return, within ``LEAVE_TIMEOUT_S``."""
@@ -281,6 +287,7 @@ class NodeAgent:
             telling = start_task("tell", self._tell(link, answers), expected=KVStoreError)
             stopping = asyncio.create_task(self._stopping.wait())
             tasks = (beating, reading, telling, stopping)
+            self._is_joined = True
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
@@ -289,6 +296,7 @@ class NodeAgent:
                     await self._leave(link)
                     return
             finally:
+                self._is_joined = False
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

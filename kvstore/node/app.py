@@ -47,9 +47,11 @@ from kvstore.memory.segment import Segment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.node.agent import NodeAgent
 from kvstore.node.masters import LOCATE_S
+from kvstore.node.web import answers_of
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
+from kvstore.web.serving import bind, serving
 
 log = logging.getLogger("kvstore.node")
 
@@ -113,6 +115,11 @@ def run(
             descriptors.allow(config.connections_max + descriptors.RESERVE)
             server = _start_server(config, segment)
             stack.callback(server.stop)
+            listener = None
+            if config.http_port and parent_fd is None:
+                is_given = "http_port" in config.model_fields_set
+                listener = bind(config.host, config.http_port, is_given=is_given)
+                stack.callback(listener.close)
             engine = _start_engine(config, segment)
             if engine is not None:
                 stack.callback(engine.close)
@@ -123,7 +130,7 @@ def run(
             stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
             try:
                 drained = asyncio.run(
-                    _serve(config, segment, server, engine, parent, served, copying)
+                    _serve(config, segment, server, engine, parent, served, copying, listener)
                 )
             except KVStoreError:
                 raise
@@ -151,6 +158,7 @@ async def _serve(
     parent: ParentLink,
     served: list[MasterAccepted],
     copying: Repairs | None,
+    listener: socket.socket | None,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` is called
     at each join."""
@@ -189,7 +197,14 @@ async def _serve(
     if parent.fd is not None:
         loop.add_reader(parent.fd, agent.stop)
     try:
-        await agent.run()
+        async with contextlib.AsyncExitStack() as stack:
+            if listener is not None:
+                await stack.enter_async_context(
+                    serving(listener, answers_of(agent, segment, server))
+                )
+                at = join_address(config.host, listener.getsockname()[1])
+                log.info("http_served address=%s", at)
+            await agent.run()
     finally:
         if parent.fd is not None:
             loop.remove_reader(parent.fd)

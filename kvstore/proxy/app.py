@@ -23,13 +23,11 @@ from kvstore.proxy import bodies, metrics
 from kvstore.proxy.admin import Admin, rows
 from kvstore.proxy.asked import (
     REQUEST_ID,
-    RETRY_AFTER_S,
     Parts,
     error_response,
     headers_for_engines,
     request_id_of,
 )
-from kvstore.proxy.doors import Doors, connections_max, listen
 from kvstore.proxy.engine import EngineError, Engines
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instances, Rules
@@ -37,6 +35,7 @@ from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.reading import BodyReader
 from kvstore.proxy.serving import serve
+from kvstore.web.doors import RETRY_AFTER_S, Doors, connections_max, listen
 
 log = logging.getLogger("kvstore.proxy")
 

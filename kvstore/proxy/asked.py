@@ -23,11 +23,6 @@ from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.reading import BodyReader
 
 REQUEST_ID: Final = "X-Request-Id"
-CLIENT_LEFT: Final = 499
-"""The status of a request whose client left before the answer, in logs and metrics, as in nginx."""
-
-RETRY_AFTER_S: Final = 1
-
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 # Headers that concern one connection only (RFC 9110, 7.6.1), or that each hop sets anew.

@@ -122,7 +122,7 @@ def ids_of_rendered(route: Route, answer: object) -> list[int] | None:
 
 
 def stored_tokens(answer: object) -> int | None:
-    """How many tokens the prefiller is storing, by its answer; None: the answer does not say."""
+    """How many tokens the prefiller stores, according to its answer; None: it does not say."""
     params = answer.get(PARAMS) if isinstance(answer, dict) else None
     stored = params.get(STORED) if isinstance(params, dict) else None
     return stored if type(stored) is int and stored >= 0 else None

@@ -17,10 +17,11 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvstore.proxy import bodies, health
-from kvstore.proxy.asked import REQUEST_ID, RETRY_AFTER_S, Asked, Parts, error_response
+from kvstore.proxy.asked import REQUEST_ID, Asked, Parts, error_response
 from kvstore.proxy.engine import EngineError, Streamed
 from kvstore.proxy.instances import Turn
 from kvstore.proxy.metrics import clock_ms
+from kvstore.web.doors import RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -1,6 +1,6 @@
 """HTTP to engines: short requests and long answers, with a time-out at each place that waits.
 
-A failure on the way is an ``EngineError``; an engine's own answer, errors included, is not.
+A request without a whole answer is an ``EngineError``; an engine's own error is an answer.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class HealthChecks:
     async def check(self, instance: Instance) -> None:
         """Checks one instance. Never raises."""
         reason: object
-        instance.is_asked(clock_ms())
+        instance.note_asked(clock_ms())
         try:
             answer = await self._engines.ask(
                 "GET", instance.address, "/health", timeout_ms=self._timeout_ms
@@ -46,15 +46,15 @@ class HealthChecks:
         except EngineError as error:
             before, reason = instance.healthy, error
             if error.failure == "timeout":
-                instance.is_late()
+                instance.note_late()
             else:
-                instance.is_absent(refused=error.failure == "refused")
+                instance.note_absent(refused=error.failure == "refused")
         else:
             before, reason = instance.healthy, f"status {answer.status}"
             if answer.is_ok:
-                instance.is_well()
+                instance.note_well()
             else:
-                instance.is_ill()
+                instance.note_ill()
         _tell(instance, before, reason)
 
 

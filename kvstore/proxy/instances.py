@@ -78,27 +78,27 @@ class Instance:
 
     # --- health checks ------------------------------------------------------------------------
 
-    def is_asked(self, now_ms: int) -> None:
+    def note_asked(self, now_ms: int) -> None:
         """A health check begins."""
         self._asked_before_ms, self._asked_ms = self._asked_ms, now_ms
 
-    def is_well(self) -> None:
+    def note_well(self) -> None:
         """The instance answered the check: it is well."""
         self._says_ill = self.refuses = False
         self._recover()
 
-    def is_ill(self) -> None:
+    def note_ill(self) -> None:
         """The instance answered the check: it is not well."""
         self._says_ill, self.refuses = True, False
         self._check_failed()
 
-    def is_late(self) -> None:
+    def note_late(self) -> None:
         """The instance did not answer the check in time. This does not count if it has answered a
         request since the check before: it is busy."""
         if self._answered_ms < self._asked_before_ms or not self._answered_ms:
             self._check_failed()
 
-    def is_absent(self, *, refused: bool) -> None:
+    def note_absent(self, *, refused: bool) -> None:
         """The check could not connect, or lost its connection. ``refused``: no process listens
         there."""
         self.refuses = refused

@@ -13,9 +13,7 @@ from kvstore.errors import InvalidArgumentError
 from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
 from kvstore.proxy.asked import (
-    CLIENT_LEFT,
     REQUEST_ID,
-    RETRY_AFTER_S,
     Asked,
     Parts,
     error_response,
@@ -28,6 +26,7 @@ from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
 from kvstore.proxy.reading import CrowdedOutError
 from kvstore.proxy.render import render
+from kvstore.web.doors import CLIENT_LEFT, RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 

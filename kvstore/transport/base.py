@@ -8,8 +8,8 @@ A transport moves bytes and knows nothing of objects, leases or masters. Rules f
   ``InvalidRangeError`` before any byte moves.
 * No call outlives its deadline by more than one piece. A peer that dies, stops or is cut off
   raises ``NodeUnreachableError`` or ``DeadlineExceededError``; ``settled`` in its fields is 1 when
-  no byte of this call can still land in the segment; otherwise ``connection`` is, over tcp, the
-  number of the connection on which one can.
+  no byte of this call can still land in the segment. Otherwise, over tcp, the field ``connection``
+  is the number of the connection on which one can.
 * Calls from several threads at once are allowed.
 """
 
@@ -44,8 +44,8 @@ class Move:
     """One-dimensional, ``B``-formatted, C-contiguous; its length is the range's. The caller owns
     it and keeps it alive and, for writes, unchanged until the call returns."""
     hasher: Hasher | None = None
-    """Is given every byte of this move, in order, in the pass that copies it. Several moves in a
-    row may share one."""
+    """Gets every byte of this move, in order, in the pass that copies it. Several moves in a row
+    may share one."""
     prepare: Callable[[], None] | None = None
     """Writes only: called after every earlier move has been hashed and before this buffer is
     read; fills ``buffer`` in place (the header, whose checksum the moves before it produced)."""
@@ -95,7 +95,7 @@ class Transport(Protocol):
         deadline: float,
     ) -> list[bytes | int] | None:
         """Read whole objects in one go: per row its descriptor, or ``STALE`` or ``CORRUPT``. None:
-        this transport cannot, here and now; move by move it can.
+        this transport cannot do that now; use ``read``.
 
         Args:
             rows: each with buffers.
@@ -118,7 +118,7 @@ class Transport(Protocol):
         ...
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """All of a segment that is reached, writable, where it ``maps``. Stays as ``view`` does.
+        """All of a segment that is reached, writable, where it ``maps``. Stays mapped as ``view``.
 
         Raises:
             SegmentGoneError: it was unmounted or mounted anew, or is not in this address space.
@@ -133,10 +133,10 @@ class Transport(Protocol):
         ...
 
     def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """Tells, whenever it is called, whether the segment is mounted as ``segment`` says: false
-        for good once its node has fenced, joined anew or left. None where ``view`` is.
+        """A function that tells whether the segment is still mounted as ``segment`` says: False,
+        for good, once its node has fenced, joined anew or left. None where ``view`` is None.
 
-        Works as long as it lives, also after ``forget`` and ``close``; any thread; 0.1 us.
+        The function works also after ``forget`` and ``close``, in any thread, and takes 0.1 us.
         """
         ...
 
@@ -150,8 +150,8 @@ class Transport(Protocol):
         ...
 
     def abandon(self) -> None:
-        """In the child of a fork: close our descriptors of what is the parent's, and touch nothing
-        else of it. Takes no lock. Not used after that."""
+        """In the child of a fork: close our descriptors of the parent's sockets and files, and
+        touch nothing else of the parent's. Takes no lock. The transport is not used after that."""
         ...
 
     def close(self) -> None:

@@ -17,9 +17,9 @@ from kvstore.native.kinds import GONE, OUTSIDE, BatchEnd
 from kvstore.transport.base import Hasher, Move
 
 HASH_BYTES: Final = 64 << 10
-"""Hashed in one go. xxhash gives the GIL back above 100 KB, and in a process with a busy Python
-thread taking it again costs up to the switch interval: 1 ms per 256 KiB was measured, for a hash
-that takes 4 µs."""
+"""Bytes hashed in one go. xxhash gives the GIL back above 100 KB, and in a process with a busy
+Python thread taking it again costs up to the switch interval: 1 ms per 256 KiB was measured, for a
+hash that takes 4 µs."""
 
 
 def check_moves(segment: SegmentInfo, moves: Sequence[Move]) -> None:

@@ -39,11 +39,11 @@ from kvstore.transport.pieces import (
 log = logging.getLogger("kvstore.transport")
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
-"""Of one batch, where it is of several MiB: one core does not fill the memory's bandwidth."""
+"""Threads that copy a batch of several MiB: one core does not use all of the memory's bandwidth."""
 
 
 STOPPABLE_BYTES = 32 << 20
-"""Copied in one go of a call that may be cut short; an object is always copied in one go."""
+"""Bytes copied in one go if the call may be stopped; an object is always copied in one go."""
 
 SAID_MAX = 1_000
 
@@ -65,7 +65,7 @@ class ShmTransport:
         self._mappings: dict[bytes, Mapping | None] = {}
         """By uuid; None: it was tried and is not here."""
         self._said: set[bytes] = set()
-        """Segments of this host that cannot be mapped, of which the log tells."""
+        """Segments of this host that cannot be mapped, as logged already."""
         self._changing = threading.Lock()
         self._closed = False
 
@@ -209,7 +209,8 @@ class ShmTransport:
             return self._mappings[uuid]
 
     def _say_why(self, segment: SegmentInfo) -> None:
-        """Once for each segment: its bytes travel by a slower transport, or not at all."""
+        """Logs once for each segment why it cannot be mapped: its bytes travel by a slower
+        transport, or not at all."""
         if segment.uuid not in self._said and len(self._said) < SAID_MAX:
             self._said.add(segment.uuid)
             log.warning(
@@ -273,7 +274,7 @@ def _copy(
 
 
 def _stoppable(rows: list[RowT]) -> Iterator[list[RowT]]:
-    """All rows at once; where they may be cut short, so many that each takes a few milliseconds."""
+    """All rows at once; if the call may be stopped, groups of a few milliseconds each."""
     stop = current()
     if stop is None or len(rows) == 1:
         yield rows

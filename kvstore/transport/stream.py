@@ -25,8 +25,8 @@ _TIMEVAL: Final = struct.Struct("@ll")
 _NO_LINGER: Final = struct.pack("@ii", 1, 0)
 
 _SILENCE_MS: Final = 10_000
-"""Sent bytes that the other host does not take for so long, or keep-alives that it does not answer
-for as long, break the connection: a cut network is noticed also where no call is waiting."""
+"""A connection breaks if the other host does not take sent bytes, or does not answer keep-alives,
+for so long: a cut network is noticed even while no call waits."""
 
 
 MOVED_MIN: Final = 64 << 10
@@ -72,7 +72,7 @@ class Stream:
 
     @property
     def fileno(self) -> int:
-        """For system calls of others; they change its time-outs, and end by their deadline."""
+        """For system calls elsewhere, which set the time-outs themselves and keep to a deadline."""
         return self._sock.fileno()
 
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
@@ -156,7 +156,7 @@ class Stream:
             self._sock.shutdown(how)
 
     def close(self) -> None:
-        """By the thread that uses it: the descriptor's number may be used again at once."""
+        """Call it in the thread that uses it: the descriptor's number may be reused at once."""
         with self._ending:
             self._sock.close()
 
@@ -165,7 +165,7 @@ class Stream:
         self._sock.close()
 
     def reset(self) -> None:
-        """As ``close``; what was sent and has not left this host does not leave it any more."""
+        """As ``close``, but sent bytes that have not left this host yet are dropped."""
         with self._ending, contextlib.suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.close()
@@ -180,9 +180,9 @@ class Stream:
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))
 
     def _moves(self, deadline: float) -> bool:
-        """After a time-out of the kernel's: whether to go on waiting, because the other end has
-        acknowledged bytes meanwhile that were sent before. (A little is acknowledged at once, also
-        by the kernel of a process that was stopped.)"""
+        """After a time-out of the kernel: whether to go on waiting, because the other end has
+        acknowledged earlier bytes meanwhile. (A few bytes are acknowledged at once, even by the
+        kernel of a stopped process.)"""
         if self._stall_s == math.inf or uptime() >= deadline:
             return False
         unsent, before = self._unsent_bytes(), self._unsent

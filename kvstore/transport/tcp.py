@@ -39,7 +39,8 @@ class _Pool:
 
     def __init__(self) -> None:
         self.idle: list[ClientConnection] = []
-        """The last one used is the last, and is used first: the others grow old and are dropped."""
+        """The most recently used one is last, and is used next; the others grow old and are
+        dropped."""
         self.lent: set[ClientConnection] = set()
 
 
@@ -70,7 +71,7 @@ class TcpTransport:
         self._closed = False
 
     def reaches(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.reaches``; whether anybody answers there is seen by the first call."""
+        """As ``Transport.reaches``; only the first call shows whether the node answers."""
         return bool(segment.address) and not self._closed
 
     def register(self, buffer: memoryview) -> None:
@@ -119,7 +120,7 @@ class TcpTransport:
         return True
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """The memory is elsewhere."""
+        """Raises SegmentGoneError: the memory is elsewhere."""
         raise segment_gone(segment)
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
@@ -249,8 +250,8 @@ class TcpTransport:
 def _batches(
     segment: SegmentInfo, items: list[ItemT], lengths: list[int], items_max: int
 ) -> Iterator[list[ItemT]]:
-    """Items of so many bytes each in requests of what a server takes: so many, and bytes of a
-    segment's size."""
+    """Items of these ``lengths`` in requests that a server takes: at most ``items_max`` items, and
+    as many bytes as the segment has."""
     if len(items) <= items_max and sum(lengths) <= segment.size:
         if items:
             yield items

@@ -42,8 +42,8 @@ STALL_S: Final = 1.0
 node that was stopped, or a host that is gone, does not answer at all."""
 
 CONNECT_STALLS: Final = 1.25
-"""For connecting and the hello, in stalls: a connection request that was lost is sent again after
-one second."""
+"""Time for connecting and the hello, in multiples of ``stall_s``: a connection request that was
+lost is sent again after one second."""
 
 LATE_S: Final = 0.01
 """A time-out so shortly before the deadline is the deadline's: the kernel's timers are coarse."""
@@ -53,7 +53,7 @@ _ADVICE: Final = "Is its port open from this host, and the node running? kvstore
 RECEIVE_BYTES: Final = PIECE_BYTES
 SEND_BYTES: Final = 1 << 20
 WINDOW_BUFFERS: Final = 512
-"""Of one system call; the kernel takes 1024 buffers. What is received is hashed at once, so it
+"""Buffers in one system call; the kernel takes 1024. Received bytes are hashed at once, so they
 should still be in cache: 60 x 1 MiB were read at 7.4 GB/s in windows of 256 KiB, 4.4 in windows of
 1 MiB. Sending is the other way round, 4.7 GB/s in large windows, 3.0 in small ones: each is one
 wake-up of the other end. (Medians over loopback, with hashing.)"""
@@ -91,7 +91,7 @@ class ClientConnection:
         self._client_number = client_number
         self._stall_s = stall_s
         self._number = 0
-        """Of the present connection, as ``Hello.connection``."""
+        """The number of the present connection, as ``Hello.connection``."""
         self._stream: Stream | None = None
         self._is_interrupted = False
         self._is_settled = True
@@ -114,8 +114,8 @@ class ClientConnection:
             raise self._explained(error, deadline) from error
 
     def greet(self, deadline: float) -> None:
-        """Connect and say hello, where that was not done or the server has ended it since. Errors
-        as ``TcpTransport.read``: the segment is not there, in this generation, for our token."""
+        """Connects and says hello, unless the connection is open and greeted. Errors as
+        ``TcpTransport.read``: the segment is not there, in this generation, for our token."""
         if self.is_open:
             return
         self.close()
@@ -170,7 +170,7 @@ class ClientConnection:
     def _exchange(
         self, exchange: Callable[[int, float], _Exchanged], deadline: float
     ) -> list[bytes | int] | None:
-        """Compiled, on the open connection, or on a new one where that was ended."""
+        """Runs a compiled exchange on the open connection, or on a new one if that has ended."""
         try:
             stream = self._stream or self._connect(deadline)
             while True:
@@ -204,7 +204,7 @@ class ClientConnection:
             self._stream.shutdown()
 
     def close(self) -> None:
-        """Not during a call. Idempotent."""
+        """Must not be called during a call. Idempotent."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -232,7 +232,7 @@ class ClientConnection:
                     feed(hasher, piece)
 
     def _write(self, moves: Sequence[Move], deadline: float) -> None:
-        # More follows, at once: so the request travels with its first bytes.
+        # The bytes follow at once, so the request travels with the first of them.
         stream = self._begin(Op.WRITE, moves, deadline, socket.MSG_MORE)
         self._is_settled = False
         try:
@@ -253,7 +253,7 @@ class ClientConnection:
         self._receive_status(stream, deadline)
 
     def _begin(self, op: Op, moves: Sequence[Move], deadline: float, flags: int = 0) -> Stream:
-        """Send the request on the open connection, or on a new one where that was ended.
+        """Sends the request on the open connection, or on a new one if that has ended.
 
         Without its bytes a request does nothing: one that could not be sent may be sent again.
         """
@@ -291,7 +291,7 @@ class ClientConnection:
         try:
             stream.send([protocol.pack_hello(hello)], deadline)
         except ConnectionError:
-            pass  # a busy server says so without listening
+            pass  # a busy server answers without reading the hello
         self._receive_status(stream, deadline)
         return stream
 

@@ -30,16 +30,16 @@ which copies nothing on this side (7.7 GB/s instead of 4)."""
 
 WINDOW_BYTES: Final = 256 << 10
 WINDOW_BUFFERS: Final = 512
-"""Of one ``sendmsg`` or ``recvmsg_into``; the kernel takes 1024 buffers. Receiving writes of 60 MiB
+"""Buffers in one ``sendmsg`` or ``recvmsg_into``; the kernel takes 1024. Receiving writes of 60 MiB
 ran at 4.7 GB/s in windows of 256 KiB, 3.7 in windows of 1 MiB."""
 
 _FILE_BYTES: Final = 8 << 20
-"""Of one ``sendfile``, so that a slow peer gets ``stall_s`` for each."""
+"""Bytes in one ``sendfile``: a slow peer gets ``stall_s`` for each."""
 
 _LINGER_BYTES: Final = 64 << 20
 _LINGER_S: Final = 2.0
-"""How much of a refused write is swallowed, and how long, so that its sender gets to read why: data
-left unread at ``close`` would reset the connection and take the answer with it."""
+"""How much of a refused write is read and dropped, and for how long, so that its sender can read
+the status: data left unread at ``close`` would reset the connection and lose the status."""
 
 _OK: Final = protocol.pack_status(Status.OK)
 
@@ -91,8 +91,8 @@ class ServerContext:
     stall_s: float
     idle_s: float
     moved: bytearray = field(default_factory=lambda: bytearray(32))
-    """Reads, their bytes, writes, their bytes, of connections that are served compiled: 8 bytes
-    each, added to without a lock."""
+    """Counts of the connections that compiled code serves: reads, their bytes, writes, their bytes;
+    8 bytes each, added to without a lock."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -134,7 +134,7 @@ class Connection:
         self.is_greeted = False
         """Whether the peer has shown the token of a segment."""
         self.client = self.number = 0
-        """Who the peer says that it is, and how it calls this connection, once it is greeted."""
+        """The peer's number as a client, and its number for this connection, once it is greeted."""
         self._stream = stream
         self._context = context
         self._ended = ended
@@ -146,7 +146,7 @@ class Connection:
         self._thread.start()
 
     def cut(self, *, gently: bool = False) -> None:
-        """End it: nothing is received into a segment that was not being received already.
+        """Ends the connection. Only bytes that are being received already can land in a segment.
 
         ``gently``: a read that is being answered is answered to its end.
         """
@@ -193,7 +193,7 @@ class Connection:
             self._linger()
 
     def _serve_fast(self, fast: Fast, segment: ServedSegment, generation: int) -> None:
-        """As ``_await_request``, over and over, compiled."""
+        """Serves requests as ``_await_request`` does, but in compiled code."""
         context = self._context
         how, number = fast.serve(
             self._stream.fileno, segment.fd, segment.memory, generation, self._cut, context.moved,
@@ -253,9 +253,9 @@ class Connection:
         return True
 
     def _send_ranges(self, segment: ServedSegment, ranges: list[tuple[int, int]]) -> None:
-        """Status, then the ranges. ``sendfile`` lends the kernel the pages themselves: what is
-        written to them before the peer acknowledges may be what it gets. A lease outlives its
-        reads, and the checksum catches the reader that outlives its lease."""
+        """Sends the status, then the ranges. ``sendfile`` lends the pages themselves to the kernel:
+        the peer may get bytes that are written to them before it acknowledges. A lease outlives its
+        reads, and the checksum exposes a read that outlives its lease."""
         memory = segment.memory
         gathered: list[memoryview | bytes] = [_OK]
         gathered_bytes = 0
@@ -293,7 +293,7 @@ class Connection:
         self._stream.send([protocol.pack_status(status)], self._soon())
 
     def _refuse(self, what: str, status: Status) -> None:
-        # After a takeover it is normal to be of an older mount; the rest should be looked at.
+        # After a takeover, connections of an older mount are normal; other refusals are not.
         level = logging.DEBUG if status is Status.GONE else logging.WARNING
         _log.log(
             level,

@@ -14,11 +14,11 @@ A connection is for one segment, and for one request at a time:
 Any status but OK is the last thing that the server says: it closes the connection. It answers a
 WRITE when it has done with the segment, so after a status no byte of the request can still land.
 
-The uuid names the segment, the token proves that the master has told of it, the generation says of
-which mount. Client and connection are numbers that the client has chosen: by them the master has a
-node end the connections that may still carry what was given up (``DataServer.cut``). Ranges are
-checked before any byte moves: they lie behind the superblock and within the segment, and sum up to
-no more than its size. Numbers are little-endian.
+The uuid names the segment and the generation its mount; the token proves that the master has told
+the client of it. Client and connection are numbers that the client has chosen: by them the master
+orders a node to end the connections that may still carry bytes of abandoned puts
+(``DataServer.cut``). Ranges are checked before any byte moves: they lie behind the superblock and
+within the segment, and sum up to no more than its size. Numbers are little-endian.
 """
 
 from __future__ import annotations

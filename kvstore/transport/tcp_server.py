@@ -78,7 +78,7 @@ class DataServer:
         """Listen and serve.
 
         Raises:
-            AddressInUseError: somebody listens on that port.
+            AddressInUseError: another process listens on that port.
             StartupError: the address cannot be used.
         """
         host, port = self._address
@@ -106,7 +106,7 @@ class DataServer:
 
     @property
     def connections(self) -> int:
-        """Open now."""
+        """Connections that are open now."""
         with self._changing:
             return len(self._connections)
 
@@ -128,8 +128,8 @@ class DataServer:
         _end(present)
 
     def cut(self, writers: Iterable[tuple[int, int]]) -> int:
-        """Close the connections that may still carry what was given up; returns how many, when none
-        of them can touch a segment any more. The others are not disturbed.
+        """Closes the connections that may still carry bytes of abandoned puts. Returns how many,
+        when none of them can touch a segment any more. The others are not disturbed.
 
         A client sends nothing of a put after it has given it up, or after the put's deadline. So
         what may still land after that is on connections that have been greeted by then.
@@ -201,7 +201,8 @@ class DataServer:
             raise
 
     def _refuse(self, stream: Stream) -> None:
-        """Say Busy, and end the oldest that has not proved itself: a stranger cannot fill up."""
+        """Refuses with BUSY, and ends the oldest connection that is not greeted, so that strangers
+        cannot use up all connections."""
         with contextlib.suppress(OSError):
             # Fits the send buffer of a new connection, so this does not wait.
             stream.send([pack_status(Status.BUSY)], uptime() + 0.1)

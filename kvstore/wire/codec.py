@@ -43,16 +43,17 @@ Kind: TypeAlias = Any
 
 
 class Codec(NamedTuple, Generic[ValueT]):
-    """Of one class."""
+    """The two functions of one class."""
 
     fill: Callable[[Any, ValueT], None]
     """Raises one of ``packed.UNENCODABLE`` or a UsageError: a field cannot be sent."""
     make: Callable[[Any], ValueT]
-    """Raises a UsageError or ProtocolError: whatever the message holds, nothing else."""
+    """Raises UsageError or ProtocolError, and nothing else, whatever the message holds."""
 
 
 def encoder(kind: Kind, message: type[Message], field: str = "") -> Callable[[Any], bytes]:
-    """Bytes of a whole message, whose ``field`` holds the value; empty: which is the value.
+    """A function from a value to the bytes of a message that holds it in ``field``; empty: the
+    message itself is the value.
 
     Raises:
         As ``codec``; the function, as ``Codec.fill``.
@@ -85,7 +86,7 @@ def encoder(kind: Kind, message: type[Message], field: str = "") -> Callable[[An
 
 
 def decoder(kind: Kind, message: type[Message], field: str = "") -> Callable[[bytes], Any]:
-    """The value in a message's bytes, as ``encoder`` made them.
+    """A function from the bytes that ``encoder`` makes to the value.
 
     Raises:
         As ``codec``; the function, DecodeError: no such message; and as ``Codec.make``.
@@ -144,7 +145,7 @@ class _Writer:
         return Codec(self._used["fill"], self._used["make"])
 
     def _field(self, name: str, base: Any, rules: tuple[Any, ...], field: FieldDescriptor) -> None:
-        """Adds its lines."""
+        """Adds the lines for one field."""
         item = typing.get_args(base)[0] if typing.get_origin(base) is Sequence else None
         rows = next((rule for rule in rules if isinstance(rule, fields.Rows)), None)
         rule = next((rule for rule in rules if not isinstance(rule, fields.Rows)), None)
@@ -326,7 +327,7 @@ CHECKS: Final[dict[type, Callable[[Any], Any]]] = {
     calls.PrefixMatch: _check_match,
     calls.MovesStarted: _check_moves,
 }
-"""What has to agree beyond one field; returns its argument."""
+"""Checks across the fields of a value, by class; each returns its argument."""
 
 BY_HAND: Final[dict[type, Codec[Any]]] = {
     calls.Placements: Codec(tables.pack_placements, tables.unpack_placements),

@@ -36,10 +36,10 @@ _LENGTH = struct.Struct("<I")
 _VERSION = struct.Struct("<I")
 
 BUFFER_BYTES = 32 << 10
-"""What a reader starts with: nearly every frame fits, and one ``recv`` empties a busy socket."""
+"""A reader's first buffer: nearly every frame fits, and one ``recv`` empties a busy socket."""
 
 GROWTH_BYTES = 1 << 20
-"""Up to here a buffer grows in one step; one that grew larger is given back after that frame."""
+"""Up to this size a buffer grows in one step; a larger one is released after its frame."""
 
 
 class Kind(IntEnum):

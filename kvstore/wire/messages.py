@@ -23,7 +23,7 @@ from kvstore.wire.codec import decoder, encoder
 from kvstore.wire.packed import UNENCODABLE
 
 JOIN_METADATA = "kvstore-join-bin"
-"""Of a gRPC call: the token that its client got when it joined."""
+"""Metadata of a gRPC call: the token that its client got when it joined."""
 
 RequestT = TypeVar("RequestT")
 ReplyT = TypeVar("ReplyT")
@@ -36,17 +36,17 @@ class Call(Generic[RequestT, ReplyT]):
     request: type[RequestT]
     reply: type[ReplyT]
     idempotent: bool
-    """Whether doing it twice is the same as once, so that it may be sent again after no reply."""
+    """Whether doing it twice is the same as once, so that it may be sent again if no reply came."""
     lane: bool = True
     """Whether stubs send it on the lane; the server takes every call on both carriers."""
     proto: ModuleType = client_pb2
-    """Which has its service and its messages."""
+    """The generated module with its service and its messages."""
     reply_field: str = ""
-    """Of the reply's message, that holds all of it; empty: the message itself."""
+    """The field of the reply's message that holds the reply; empty: the message itself."""
 
     @cached_property
     def name(self) -> str:
-        """Of the rpc, and of the request's class."""
+        """The name of the rpc, and of the request's class."""
         return self.request.__name__
 
     @cached_property
@@ -94,7 +94,7 @@ def encode_request(request: Request) -> bytes:
 
 
 def decode_request(call: Call[Any, Any], data: bytes) -> Request:
-    """Raises UsageError or ProtocolError: whatever ``data`` is, nothing else."""
+    """Raises UsageError or ProtocolError, and nothing else, whatever ``data`` is."""
     try:
         return cast(Request, call.decode(data))
     except DecodeError as error:

@@ -32,7 +32,7 @@ _MASTER: Final[dict[type, str]] = {
     calls.MasterWipe: "wipe",
     calls.MasterClaimed: "claimed",
 }
-"""The field of its message that each travels in."""
+"""The field of the stream's message in which each travels."""
 
 
 def encode_node_message(message: NodeMessage) -> bytes:
@@ -44,7 +44,7 @@ def encode_node_message(message: NodeMessage) -> bytes:
 
 
 def decode_node_message(data: bytes) -> NodeMessage:
-    """Raises UsageError or ProtocolError: whatever ``data`` is, nothing else."""
+    """Raises UsageError or ProtocolError, and nothing else, whatever ``data`` is."""
     return cast(NodeMessage, _decoded(node_pb2.NodeMessage, _NODE, data))
 
 
@@ -53,7 +53,7 @@ def encode_master_message(message: MasterMessage) -> bytes:
 
 
 def decode_master_message(data: bytes) -> MasterMessage:
-    """Raises ProtocolError: whatever ``data`` is, nothing else."""
+    """Raises ProtocolError, and nothing else, whatever ``data`` is."""
     try:
         return cast(MasterMessage, _decoded(node_pb2.MasterMessage, _MASTER, data))
     except UsageError as error:

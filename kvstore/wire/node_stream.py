@@ -44,7 +44,7 @@ _NOT_THE_MASTER = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.INTERNAL,
 )
-"""What gRPC itself says of a connection that ends; an error of the master has its detail with it.
+"""Codes by which gRPC itself reports that a connection ended; the master's errors carry a detail.
 INTERNAL ("Internal error from Core"): the peer ended the stream while it was being opened."""
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
@@ -93,7 +93,7 @@ class NodeStream:
             await self._channel.close()
 
     async def connect(self, timeout_s: float) -> None:
-        """Wait until somebody is there; until then nothing was sent.
+        """Waits until a connection to the master is open; nothing is sent before.
 
         Raises:
             MasterUnreachableError: no master is there.

@@ -1,8 +1,8 @@
 """Batches as they travel: keys in one piece, columns of integers, and the checks of both.
 
 Keys stay packed after decoding: a call that looks at log n of n keys costs what it looks at.
-Everything here that reads raises ``UsageError``s for what a stranger may send; everything that
-writes raises those, or one of ``UNENCODABLE``.
+Functions here that read raise ``UsageError``s for bad input from strangers; those that write raise
+these, or one of ``UNENCODABLE``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEXT_BYTES_MAX = 255
 """Names of clients, hosts and nodes, addresses: what a log line or a file name can hold."""
 
 _APPENDED_BYTES = 16 << 10
-"""From here on keys are worth a field of their own."""
+"""From this size on keys are appended to the message: see ``encode_with_keys``."""
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
 """No slash and no leading dot: the peer opens ``/dev/shm/<name>``."""
@@ -151,7 +151,7 @@ def unpack_keys(
 
 
 def pack_column(target: common_pb2.Column, values: Sequence[int]) -> None:
-    """Raises ``struct.error`` or ``ValueError`` for what is no unsigned 64-bit integer."""
+    """Raises ``struct.error`` or ``ValueError``: a value is no unsigned 64-bit integer."""
     count = len(values)
     if not count:
         return

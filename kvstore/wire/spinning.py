@@ -9,10 +9,10 @@ try, and stop for a while when it was in vain.
 from __future__ import annotations
 
 MISSES_MAX = 4
-"""After so many in a row the next attempt comes 2**MISSES_MAX waits later, so at the worst one call
-of 17 is such a slow one. With 10 instead, a client that had put a few large batches did not poll
-for the next thousand calls. Beside Mooncake a put of 1 MiB over tcp went from 1.44 to 1.65, one of
-64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores no difference can be seen."""
+"""After so many misses in a row the next attempt comes 2**MISSES_MAX waits later, so at the worst
+one call of 17 is slow. With 10 instead, a client that had put a few large batches did not poll for
+the next thousand calls. Relative to Mooncake, a put of 1 MiB over tcp went from 1.44 to 1.65, one
+of 64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores no difference can be seen."""
 
 
 class SpinGauge:
@@ -33,10 +33,10 @@ class SpinGauge:
         return True
 
     def hit(self) -> None:
-        """What was waited for came while polling."""
+        """Called when the awaited event came while polling."""
         self._misses = 0
 
     def missed(self) -> None:
-        """It did not."""
+        """Called when polling was in vain."""
         self._misses = min(self._misses + 1, MISSES_MAX)
         self._skips = 1 << self._misses

@@ -45,7 +45,7 @@ METADATA_KEY = "kvstore-error-bin"
 
 TEXT_CHARS_MAX = 512
 FIELDS_MAX = 16
-"""Of one error. gRPC peers refuse more than 8 KiB of metadata, and would hide the error then."""
+"""Fields of one error. gRPC peers refuse more than 8 KiB of metadata, and would hide the error."""
 
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -86,7 +86,7 @@ _WITHOUT_DETAIL: dict[grpc.StatusCode, type[KVStoreError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNKNOWN: InternalError,
 }
-"""What a status means that gRPC itself made, or a proxy between us."""
+"""The error for a status that gRPC itself made, or a proxy in between."""
 
 
 def grpc_code(error: KVStoreError) -> grpc.StatusCode:
@@ -153,7 +153,7 @@ def brief(details: str | None) -> str:
 
 
 def unexpected(error: BaseException, where: str, logger: logging.Logger) -> InternalError:
-    """Logs a bug of ours with its traceback; returns what the peer is told of it."""
+    """Logs a bug of ours with its traceback. Returns the error to send to the peer."""
     logger.error("unexpected error where=%s", where, exc_info=error)
     return InternalError(
         f"{where}: unexpected {type(error).__name__}",

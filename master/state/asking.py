@@ -1,7 +1,7 @@
 """Questions of clients: how much of a chain is there, where objects are, which keys exist.
 
-Answered at once, but for two kinds, which wait: questions about chains that are too long to be
-walked over in one step, and what would be a miss while a new master hears what nodes hold.
+Most are answered at once. Two kinds wait: questions about chains that are too long to be walked
+over in one step, and misses while nodes still report their objects to a new master.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.returning import Returning
 
 ANSWERED_PER_STEP = 16_384
-"""Keys of waiting questions that one step answers, or one question."""
+"""Keys of waiting questions that one step answers; at least one question."""
 
 JOINING_MS = 600
-"""Nodes that were with the master before have joined by then: they try several times a second."""
+"""How long a new master waits for the nodes of the last one; they try several times a second."""
 
 ASKING_MAX = 4_096
 """Questions that wait for inventories; further ones are answered at once."""
@@ -48,7 +48,7 @@ class Asking:
         self._gathering = common.rules.gather_ms > 0
         """Whether misses may have to wait for inventories."""
         self._finished = 0
-        """Inventories that were finished when this was last looked at."""
+        """``Returning.finished`` when ``_gathers`` last looked."""
         self._asking: deque[tuple[int, str, Question]] = deque()
         """Questions that wait for inventories, with their tickets and clients."""
         self._walking: deque[tuple[int, str, Question]] = deque()
@@ -134,7 +134,7 @@ class Asking:
     def _before_ended(
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
     ) -> Sequence[Key]:
-        """The keys before the first whose object's lifetime is over, and is not taken back yet."""
+        """The keys before the first object whose lifetime is over, but which is not deleted yet."""
         for index, record in enumerate(table.get_many(keys)):
             if record is not None and self._lifetimes.ended(record, now_ms):
                 return keys[:index]
@@ -199,7 +199,7 @@ class Asking:
             self._traffic.asked(now_ms, namespace, keys, count, found, first)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
-        """Leases of the objects that are still what they were, and deadlines of grants."""
+        """Extends leases of objects whose version has not changed, and deadlines of grants."""
         common, rules = self._common, self._common.rules
         keys_held = bytearray(len(request.keys))
         some_ended = now_ms >= self._lifetimes.next_ms
@@ -230,7 +230,7 @@ class Asking:
     # --- jobs ---------------------------------------------------------------------------------
 
     def _gathers(self, now_ms: int) -> bool:
-        """Whether it is worth waiting for what nodes have to tell."""
+        """Whether nodes may still report objects, so that misses should wait."""
         age_ms = now_ms - self._common.started_ms
         under_way = self._returning.under_way
         segments = self._common.pool.segments.values()
@@ -242,14 +242,14 @@ class Asking:
         return self._gathering and (joining or under_way)
 
     def answers(self) -> bool:
-        """Whether questions need not wait any more, or an inventory has come since that was
-        asked."""
+        """Whether ``answer`` may have something to do: the waiting is over, or another inventory
+        is complete."""
         return bool(self._asking) and (
             not self._gathering or self._finished != self._returning.finished
         )
 
     def answer(self, now_ms: int) -> None:
-        """A few of those that need not wait any more."""
+        """Answers some of the waiting questions, if they need not wait any more."""
         if not self._asking or self._gathers(now_ms):
             return
         keys = 0
@@ -268,7 +268,7 @@ class Asking:
         return bool(self._walking)
 
     def walk_on(self, now_ms: int) -> None:
-        """A slice of the way up a long chain, for the first that asks."""
+        """Walks a slice further up a long chain, for the first question in ``_walking``."""
         ticket, self._traffic.caller, request = self._walking[0]
         self._forest.resumes = True
         reply = self._find(now_ms, request)

@@ -1,7 +1,7 @@
 """What the parts of the master's state share.
 
-Each part owns the fields of its own subject. What several of them change is here: memory and
-forest, the nodes, puts under way, orders to wipe, and what is to be done outside.
+Each part owns the fields of its own subject. The state that several parts change is here: memory
+and forest, the nodes, puts under way, orders to wipe, and the effects that the shell carries out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvstore.master.state.rules import MasterRules
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
 _MISS = ObjectRecord(Namespace(""), Key(b""))
-"""In place of what is not there; never changed."""
+"""Stands for an object that is not stored; never changed."""
 
 
 class Common:
@@ -85,8 +85,8 @@ class Common:
     def when_wiped(
         self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Wiping] = ()
     ) -> AnyReply | Later:
-        """Answer with ``reply`` once the headers of what is gone are wiped, and ``earlier`` orders
-        are done, too. The bytes of what is gone are free one lease later."""
+        """Answers with ``reply`` once the headers of ``gone`` are wiped and the ``earlier`` orders
+        are done. The extents of ``gone`` are free one lease later."""
         ticket = self.ticket()
         free_at_ms = now_ms + self.rules.lease_ms
         effects, waits = self.reclaim.wipe(gone, free_at_ms, ticket, reply, earlier)
@@ -94,8 +94,8 @@ class Common:
         return Later(ticket) if waits else reply
 
     def wipe(self, given_up: Sequence[Remains]) -> None:
-        """These versions will never be stored: wipe what their writers may have left, and remember
-        those of which a part lies on memory that is away."""
+        """Called for versions that will never be stored: wipes what their writers may have left.
+        Adds a tombstone for each version with an extent on memory that is away."""
         self.effects += self.reclaim.clean(given_up)
         for remains in given_up:
             if remains.of_replica:
@@ -104,7 +104,7 @@ class Common:
                 self.tombstones.add_version(Version(remains.epoch, remains.counter))
 
     def unwiped(self, segment_ids: Iterable[int]) -> list[Wiping]:
-        """What must be wiped before writers are told where to write on these segments."""
+        """The orders that must be done before writers may get grants on these segments."""
         segments = self.pool.segments
         unclean = self.reclaim.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
         return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer
@@ -118,15 +118,15 @@ class Common:
 
     @property
     def newest_stored(self) -> Version:
-        """No version up to this one will be stored any more. A put that is under way was granted
-        before others that have ended, and may still replace what those have stored."""
+        """No version up to this one will be stored any more. A put under way may have been granted
+        before puts that have ended, and may still replace what those have stored."""
         first = self.pending.first_token()
         return self.present if first is None else Version(self.epoch, first - 1)
 
     # --- objects ------------------------------------------------------------------------------
 
     def adopt(self, now_ms: int, record: ObjectRecord, above: ObjectRecord | None) -> None:
-        """Give a record that is not complete its place in the forest.
+        """Gives a record that is not complete its place in the forest.
 
         Raises:
             InvalidArgumentError: the objects would form a ring.
@@ -139,15 +139,16 @@ class Common:
                 self.pool.link(record, above, now_ms + self.rules.lease_ms)
         finally:
             if above is not None and not above.children:
-                self.pool.settle(above)  # made for nothing
+                self.pool.settle(above)  # created for this record, and not needed
 
     def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
-        """No version up to now comes back with memory that is away, except for ``but``. A key that
-        is None means all of the namespace, "" all namespaces."""
+        """No version up to now, except ``but``, may come back with memory that is away. ``key``
+        None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.present, but=but)
 
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
-        """Columns of where these are, all complete or None; replicas of suspect nodes come last."""
+        """Where these records are, as columns; each is complete or None. Replicas on suspect nodes
+        come last."""
         rows = [_MISS if record is None else record for record in records]
         found = [record for record in rows if record is not _MISS]
         if any([record.more for record in found]):  # noqa: C419  # a third of the time

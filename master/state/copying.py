@@ -1,8 +1,8 @@
 """Copies from node to node: of what a draining node holds, and of objects that lack replicas.
 
 A node asks what it is to copy (``start_moves``), copies it as any client would, and ends the put.
-A moved object gets a new version where it goes; a copy for repair is one more replica of the same
-version. ``draining`` and ``repairing`` say which objects are next.
+A moved object gets a new version at its new place; a copy for repair is one more replica of the
+same version. ``draining`` and ``repairing`` say which objects are next.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ REPAIR_ANCESTORS = 16
 chain with a hole is of no use. A pass finds the rest."""
 
 TARGETS_MS = 1_000
-"""How long it counts which nodes have room for copies, until a copy is begun."""
+"""How long the list of segments with room for copies is used, unless a copy begins before."""
 
 NODES_CHANGED_MS = 1_000
-"""After a node came or went, so long passes before it is looked which replicas are missing."""
+"""The time from a node's coming or going to the search for missing replicas."""
 
 
 class Copying:
@@ -51,13 +51,14 @@ class Copying:
         self._waiting = waiting
         self._repairs = repairs
         self._targets: tuple[int, list[Segment]] = NEVER_MS, []
-        """When it was looked where copies may go, and what was found: the emptiest first."""
+        """When segments with room for copies were last searched, and the found ones, the emptiest
+        first."""
         self._told_short = 0
-        """Objects with missing replicas, as the log was last told."""
+        """Objects with missing replicas, as last logged."""
         self._told_repaired = 0
 
     def start_moves(self, now_ms: int, request: calls.StartMoves) -> calls.MovesStarted | Later:
-        """What the node that asks is to copy now.
+        """The objects that the asking node is to copy now.
 
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
@@ -87,7 +88,7 @@ class Copying:
         evicted = common.counters["evicted_objects"]
         for record, was_found in page.records.items():
             if not record.complete:
-                continue  # a replica elsewhere was evicted for one of those before
+                continue  # evicted on another node, to make room for one before
             room = self._room_to_move(now_ms, record, goes_to, request.avoid)
             if isinstance(room, Shortage):
                 left += was_found
@@ -120,7 +121,8 @@ class Copying:
         goes_to: dict[ObjectRecord, Segment],
         avoid: Sequence[bytes],
     ) -> list[Extent] | Shortage:
-        """Beside its parent, if possible; at the cost of objects that were used less recently."""
+        """Extents to move the object to, beside its parent if possible. Evicts only objects that
+        were used less recently."""
         parent = record.parent
         near = None
         if parent is not None and parent.complete:
@@ -144,7 +146,7 @@ class Copying:
         evicted: int = 0,
         keeps_version: bool = False,
     ) -> calls.MovesStarted | Later:
-        """Answers once what is granted is wiped."""
+        """Answers once the granted extents are wiped."""
         records = [put.record for put in puts if put.record is not None]
         grants = self._granting.reply(bytes([PutOutcome.WRITE]) * len(puts), puts)
         reply = calls.MovesStarted(
@@ -165,13 +167,14 @@ class Copying:
     # --- repairing: when ----------------------------------------------------------------------
 
     def nodes_changed(self, now_ms: int, ready_ms: int) -> None:
-        """Replicas may be missing, or there may be room for some, from ``ready_ms`` on."""
+        """Called when nodes came or went: from ``ready_ms`` on replicas may be missing, or have
+        room."""
         self._targets = NEVER_MS, []
         if self._repairs.enabled and self._pool.has_replicas:
             self._repairs.changed(max(now_ms + NODES_CHANGED_MS, ready_ms))
 
     def note_stored(self, now_ms: int, record: ObjectRecord) -> None:
-        """It was stored just now, perhaps on fewer nodes than were asked for."""
+        """Called when ``record`` was stored, perhaps on fewer nodes than were asked for."""
         if not self._repairs.enabled:
             return
         lacks = repairing.missing(record)
@@ -202,7 +205,7 @@ class Copying:
         return self._repairs.scanning
 
     def scan(self, now_ms: int) -> None:
-        """A slice of the pass; says at its end what it has found."""
+        """Runs a slice of the pass. At its end, logs how many objects lack replicas."""
         common, repairs = self._common, self._repairs
         alive = {segment.node.name for segment in common.membership.alive_segments(now_ms)}
         if not repairs.scan(self._forest, now_ms, len(alive)):
@@ -215,8 +218,8 @@ class Copying:
             common.effect(Notice("replicas_missing", {"objects": short, "repaired": done}))
 
     def _room_for_copies(self, now_ms: int) -> list[Segment]:
-        """Where copies may go, the emptiest first. None while a node is suspect, which may be back
-        in a moment with what is missing, or while puts wait for room."""
+        """Segments that can take copies, the emptiest first. None while puts wait for room, or
+        while a node is suspect: it may be back in a moment with the missing replicas."""
         found_ms, found = self._targets
         if now_ms - found_ms < TARGETS_MS:
             return found
@@ -236,8 +239,8 @@ class Copying:
         return found
 
     def _nodes_for_copies(self, now_ms: int) -> int:
-        """The nodes that are alive; 0: none of them has room. An object with as many replicas
-        cannot get another one."""
+        """How many nodes are alive; 0 if none has room. An object with as many replicas cannot get
+        another one."""
         return len(self._common.membership.nodes) if self._room_for_copies(now_ms) else 0
 
     # --- repairing: what ----------------------------------------------------------------------
@@ -245,10 +248,10 @@ class Copying:
     def _start_repairs(
         self, now_ms: int, node: Node, request: calls.StartMoves
     ) -> calls.MovesStarted | Later:
-        """Nothing, if the bounds are reached."""
+        """Starts copies for repair, none if the bounds are reached."""
         repairs = self._repairs
         pending_max = self._common.rules.pending_puts_max // 2
-        self._targets = NEVER_MS, []  # as it is now
+        self._targets = NEVER_MS, []  # search again
         avoid = set(request.avoid)
         usable = [s for s in self._room_for_copies(now_ms) if s.offer.uuid not in avoid]
         roomy = dict.fromkeys(usable)
@@ -287,7 +290,7 @@ class Copying:
         return self._started(now_ms, puts, sources, keeps_version=True)
 
     def _short_line(self, record: ObjectRecord) -> list[ObjectRecord]:
-        """It and those of its ancestors that lack replicas, too, from above."""
+        """``record`` and its near ancestors that lack replicas, too, from above; or nothing."""
         is_there = self._forest.get(record.namespace, record.key) is record
         if not is_there or not repairing.missing(record):
             return []
@@ -310,7 +313,7 @@ class Copying:
         roomy: dict[Segment, None],
         client_number: int,
     ) -> PendingPut | None:
-        """A grant for one more replica of it, if it can be copied from this node now."""
+        """A grant for one more replica of the object, if this node can copy it now."""
         if (
             record.writer
             or (record.namespace, record.key) in self._granting.copies
@@ -321,7 +324,7 @@ class Copying:
             return None
         parent = record.parent
         near = None
-        if parent is not None and parent.more:  # where its parent's further replica is
+        if parent is not None and parent.more:  # beside a further replica of its parent
             near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
         extent = self._pool.room_for_copy(record, roomy, near)
         if extent is None:
@@ -335,8 +338,8 @@ class Copying:
     # --- repairing: what became of it ---------------------------------------------------------
 
     def add_replica(self, now_ms: int, put: PendingPut) -> bool:
-        """Whether the copy is a replica of its object now. It is not, if there is none missing any
-        more, or there is one on that node by now."""
+        """Makes a finished copy a replica of its object. Returns False if no replica is missing any
+        more, or that node has one by now."""
         record, (segment, offset) = put.record, put.extents[0]
         assert record is not None
         instead_of = repairing.sign(record, now_ms - self._repairs.after_ms)
@@ -351,9 +354,9 @@ class Copying:
         return True
 
     def claim_replica(self, now_ms: int, record: ObjectRecord, extent: Extent) -> bool:
-        """Whether memory that has come back has one more replica of a complete object: one that is
-        missing, or that this master did not know of. Of an object that was copied meanwhile, one
-        that is not missing is one too many."""
+        """Adds an extent on memory that has come back as a replica of a complete object. Returns
+        whether it was added: it is a missing replica, or one that this master did not know. If the
+        object was copied meanwhile, a replica that is not missing is one too many."""
         if _extent_on(extent[0].node, record) is not None:
             return False
         uuid = extent[0].offer.uuid

@@ -21,7 +21,7 @@ STEPS_MAX = 20_000
 """Records that one call looks at: about 4 ms. The ancestors of its last leaf may be more."""
 
 LINE_MAX = 16_384
-"""Ancestors of one leaf that are looked at: what is further up is found by the second look."""
+"""Ancestors of one leaf that are looked at; the second look finds those further up."""
 
 _POSITION_BITS = 32
 _SECOND_LOOK = 1 << 63
@@ -31,8 +31,8 @@ class Page(NamedTuple):
     """Some of the objects on the segments of a node."""
 
     records: dict[ObjectRecord, bool]
-    """Each parent before its children, all with the same number of replicas. True: found itself,
-    once in a pass; False: an ancestor of a found one."""
+    """Each parent before its children, all with the same number of replicas. True: the look found
+    the object itself (once in a pass); False: it is an ancestor of such an object."""
     skipped: int
     """Objects that are being replaced at this moment."""
     next_cursor: int
@@ -45,7 +45,7 @@ def page(
     """Objects on ``segments``, from where the last page ended (0: from the beginning). This pass
     may miss objects that come or go meanwhile; the next pass does not.
 
-    A chain that is too long for one page is found again by the next, without what has moved.
+    A chain that is too long for one page is on the next page again, without what has moved.
     """
     tables = forest.namespaces.values()
     look = cursor & _SECOND_LOOK

@@ -47,9 +47,9 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Outrun:
-    """A node knows a master with this epoch, which is not below this master's: end this term, and
-    begin another one above that epoch. Until then that node is refused, and its objects are not
-    judged."""
+    """A node knows a master of this epoch, which is above this master's: end this term, and begin
+    another one above that epoch. Until then the node is refused, and its claims are neither
+    accepted nor wiped."""
 
     epoch: int
 

@@ -1,4 +1,4 @@
-"""Times at which something of a record ends: its pin, or the object itself.
+"""Times at which a record's pin ends, or the lifetime of its object.
 
 Only records with such a time are in here, so that all others cost nothing. Times are rounded up to
 ``STEP_MS``: records that end together share a bucket, and a bucket is due as a whole.
@@ -12,11 +12,11 @@ from typing import Final
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
 
 STEP_MS: Final = 64
-"""A time is late by less than this. A master that puts 200,000 objects a second has 13,000 in a
-bucket, so that its dictionary grows in less than a millisecond."""
+"""An end is late by less than this. At 200,000 puts a second a bucket has 13,000 records, and its
+dictionary grows in less than a millisecond."""
 
 NO_END_MS: Final = 1 << 62
-"""After all times."""
+"""Later than any time."""
 
 
 class Ends:
@@ -39,7 +39,7 @@ class Ends:
         return 0 < self.of(record) <= now_ms
 
     def set(self, record: ObjectRecord, end_ms: int) -> None:
-        """Replaces the end that it has."""
+        """Sets the record's end, in place of an earlier one."""
         self.drop(record)
         end_ms = -(-end_ms // STEP_MS) * STEP_MS
         self._shards[hash(record) % TABLE_SHARDS][record] = end_ms
@@ -66,8 +66,8 @@ class Ends:
             self.next_ms = NO_END_MS
 
     def pop_ended(self, now_ms: int) -> ObjectRecord | None:
-        """Takes out one record that has ended, of several the last that was added, which may be a
-        child of the others; None: there is none."""
+        """Takes out a record whose end has come; None: there is none. Of one bucket, the record
+        added last comes first: it may be a child of the others."""
         while self._times:
             time = self._times[0]
             self.next_ms = time
@@ -76,7 +76,7 @@ class Ends:
             bucket = self._buckets[time]
             if bucket:
                 record, _ = bucket.popitem()
-                bucket[record] = None  # for ``drop``
+                bucket[record] = None  # ``drop`` removes it
                 self.drop(record)
                 return record
             heappop(self._times)

@@ -1,4 +1,4 @@
-"""What to evict: an interface of six verbs, and LRU.
+"""What to evict: the contract of a policy, and LRU.
 
 Candidates are leaves of the forest that are complete: evicting one never breaks a chain. A policy
 orders the candidates of one segment. It never touches the forest; the caller evicts what ``peek``

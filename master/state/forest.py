@@ -1,9 +1,9 @@
 """The prefix forest: the objects, their parents, and the reach of a chain.
 
 A record is *reachable* when it is complete and has no parent or a reachable one; otherwise it is
-*detached*. That is not stored but remembered. What can cut a chain in its middle (a removal, a lost
-segment) counts a *break*, what can make descendants whole (a parent that is stored again) counts a
-*mend*. ``record.checked`` says at which of these counts the record was last looked at:
+*detached*. Each record caches this. An event that can cut a chain in its middle (a removal, a lost
+segment) counts as a *break*; one that can make descendants reachable (a parent stored again) counts
+as a *mend*. ``record.checked`` says at which of these counts the record was last looked at:
 
     breaks              reachable, unless there was a break since
     -(breaks + mends)   detached, unless there was a break or a mend since
@@ -74,7 +74,7 @@ class Forest:
         ``resumes``."""
         self.resumes = False
         """Whether a long walk continues where it stopped. For one caller at a time, which repeats
-        the call until it is done; other callers would lose the place."""
+        the call until it is done: the walk of another caller would replace it."""
         self._walk_steps = WALK_STEPS
         self._ring_steps = RING_STEPS
         self._walk: _Walk | None = None
@@ -170,8 +170,8 @@ class Forest:
         Galloping, then bisecting: O(log n) probes for the blocks of one chain, of which the
         matched ones are always a prefix. Depths that do not grow by one per key say that the keys
         are not one chain; those are scanned, one probe per key. Depths are hints, exact enough for
-        keys of which each determines those before it (hashes of prefixes). Only a look at each
-        record proves that the keys are the tip's ancestors, and ``records`` takes it.
+        keys of which each determines those before it (hashes of prefixes). Only a walk over each
+        record proves that the keys are the tip's ancestors; ``records`` asks for that walk.
 
         Where a chain is too long to be walked in one step, ``unfinished`` says so.
         """
@@ -218,7 +218,7 @@ class Forest:
         return path
 
     def _scan(self, table: NamespaceTable, keys: Sequence[Key]) -> Match:
-        """Key by key; puts right the depths of chains whose blocks arrived out of order."""
+        """Matches key by key. Corrects the depths of chains whose blocks arrived out of order."""
         holding: list[ObjectRecord] = []
         records: list[ObjectRecord] = []
         for key in keys:
@@ -253,7 +253,7 @@ class Forest:
         return table
 
     def link(self, record: ObjectRecord, parent: ObjectRecord | None) -> ObjectRecord | None:
-        """Make ``parent`` the parent of a record that is not complete.
+        """Makes ``parent`` the parent of a record that is not complete.
 
         Returns:
             The parent that has one child fewer now, if there was another.
@@ -325,7 +325,7 @@ class Forest:
 
     def empty(self, record: ObjectRecord) -> None:
         """Takes a record's bytes away: its descendants are detached."""
-        if record.lost:  # its segment's death was the break
+        if record.lost:  # its segment's death has counted as the break
             self._counters["lost_objects"] += 1
         elif record.children:
             self.breaks += 1

@@ -23,7 +23,7 @@ from kvstore.master.state.waiting import WaitingPuts
 from kvstore.memory.header import extent_bytes
 
 PUTS_PER_TICK = 512
-"""Puts that one tick lets expire, and frees: late does no harm, a long tick does."""
+"""Puts that one tick expires, and extents that it frees: delay does no harm, a long tick does."""
 
 
 class Granting:
@@ -38,7 +38,7 @@ class Granting:
         self._sweeping = sweeping
         self._repairs = repairs
         self.copies: dict[Name, list[PendingPut]] = {}
-        """Under way, by the object whose bytes are copied; others only look."""
+        """Copies under way, by the object that is copied. Other parts only read this."""
 
     # --- granting -----------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class Granting:
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
     ) -> list[list[Extent]] | Shortage:
-        """Extents for so many bytes each, as ``Pool.allocate``, which says what the rest is.
+        """Extents for payloads of these sizes. ``Pool.allocate`` describes the other arguments.
 
         Args:
             avoid: segments (uuid) that the writer cannot reach.
@@ -95,7 +95,7 @@ class Granting:
         for segment in usable:
             self._sweeping.taken_from(segment)
         if host and not isinstance(taken, Shortage):
-            for segment, _ in taken[0]:  # most often all go to the same
+            for segment, _ in taken[0]:  # most often all are on one segment
                 liveness.used(segment.node, host, now_ms)
         return taken
 
@@ -144,7 +144,7 @@ class Granting:
         )
 
     def granted(self, now_ms: int, epoch: int, token: int) -> PendingPut | None:
-        """The put of a token that is still good."""
+        """The put of ``token``; None if the token is not valid any more."""
         put = self._pending.get(token) if epoch == self._common.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 
@@ -161,13 +161,13 @@ class Granting:
     # --- ending -------------------------------------------------------------------------------
 
     def end(self, put: PendingPut) -> None:
-        """Its token is not good any more; the caller sees to its extents. May be said twice."""
+        """Invalidates the token; the caller takes care of the extents. May be called twice."""
         self._pending.pop(put.token)
         if put.moves is not None:
             self._copy_ended(put)
 
     def abandon(self, put: PendingPut, now_ms: int) -> None:
-        """A put that cannot end any more; its writer may not have noticed yet."""
+        """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
         remains = put.remains(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
@@ -175,19 +175,20 @@ class Granting:
         self.unclaim(put)
 
     def quarantine(self, put: PendingPut, writes_until_ms: int) -> None:
-        """Its extents are free once its writer has surely stopped."""
+        """Keeps the put's extents from use until its writer has certainly stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
         self._pending.quarantine(put.token, put.remains(self._common.epoch), until_ms)
 
     def give_back(self, puts: Sequence[PendingPut]) -> None:
-        """Copies that came to nothing, and whose writers are done."""
+        """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
         self._common.wipe([put.remains(self._common.epoch) for put in puts])
 
     def unclaim(self, put: PendingPut) -> None:
-        """Its object is not being written any more; it is forgotten if it never was complete."""
+        """Notes that the put does not write its object any more. Drops the record if nothing needs
+        it."""
         record = put.record
         if record is not None and record.writer == put.token:
             record.writer = 0
@@ -196,14 +197,14 @@ class Granting:
         self._waiting.room_made()
 
     def wipe_again(self, token: int) -> None:
-        """The writer of an abandoned put has ended. What it wrote through shared memory since the
-        first wiping is not left for the next master to find."""
+        """Called when the writer of an abandoned put has ended. It may have written through shared
+        memory since the first wiping, and the next master must not find that."""
         remains = self._pending.quarantined(token)
         if remains is not None:
             self._common.effects += self._common.reclaim.clean([remains])
 
     def expire(self, now_ms: int) -> None:
-        """What is due: puts whose deadline has passed, and quarantine that is over."""
+        """Abandons puts whose deadline has passed, and frees extents whose quarantine is over."""
         common = self._common
         expired = list(islice(self._pending.pop_expired(now_ms), PUTS_PER_TICK))
         for put in expired:
@@ -225,12 +226,12 @@ class Granting:
         return [name for name in self.copies if not namespace or name[0] == namespace]
 
     def end_copies(self, now_ms: int, name: Name) -> None:
-        """Its bytes must not arrive any more: what has arrived is wiped, and removals wait."""
+        """Abandons the copies of this object: wipes what has arrived; removals wait for that."""
         for put in self.copies.get(name, ())[:]:
             self.abandon(put, now_ms)
 
     def still_there(self, put: PendingPut) -> bool:
-        """Whether the object whose bytes were to be copied is the one that is there."""
+        """Whether the copied object is still stored, in the version that is copied."""
         record = put.record
         assert record is not None
         return (

@@ -29,11 +29,11 @@ RUN_MAX = 512
 """Claimed ranges that are moved, at most, when one is put between them."""
 
 TOLD_BYTES_PER_MS = 64 << 10
-"""An inventory is told at 64 MiB of the segment a second at least, however it goes: a node reads
-its memory a hundred times as fast, and the master takes in 60,000 objects a second."""
+"""An inventory must advance by 64 MiB of the segment a second at least. A node reads its memory a
+hundred times as fast, and the master takes in 60,000 objects a second."""
 
 TOMBSTONES_MAX = 65_536
-"""Removals that are remembered, each for some 250 bytes."""
+"""Removals that are remembered; each takes some 250 bytes."""
 
 
 class Claim(NamedTuple):
@@ -254,15 +254,15 @@ class Tombstones:
             tuple[str, Key | None] | Version, tuple[int, Version, Version | None]
         ] = OrderedDict()
         """By namespace and key (None: all of them), or version, oldest first: its number, the
-        version, and one up to it that is allowed. A plain dict passes all that were taken from its
-        front to find the oldest."""
+        version, and one up to it that is allowed. An ``OrderedDict``: to find its oldest entry, a
+        plain dict passes the places of all that were deleted."""
         self._dropped = 0
         self._dropped_version = Version(0, 0)
 
     def add(
         self, namespace: str, key: Key | None, version: Version, but: Version | None = None
     ) -> None:
-        """Forbid versions up to this one. ``namespace`` "" means all of them.
+        """Forbids versions up to this one. ``namespace`` "" means all of them.
 
         Args:
             but: this one is allowed: it replaced the others, also those that were granted later.
@@ -270,7 +270,7 @@ class Tombstones:
         self._add((namespace, key), version, but)
 
     def add_version(self, version: Version) -> None:
-        """Forbid this version."""
+        """Forbids this version."""
         self._add(version, version, None)
 
     def _add(

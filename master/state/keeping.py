@@ -23,13 +23,13 @@ from kvstore.master.state.waiting import WaitingPuts
 from kvstore.memory.header import extent_bytes
 
 PIN_STEPS = 8_192
-"""Objects that one call may have counted, those that it names and their ancestors."""
+"""Objects that one call may add to the pinned ones: those that it names, and their ancestors."""
 
 EXPIRED_PER_STEP = 256
 """Objects that one step takes back after their lifetime: 2 ms."""
 
 ENDED_PER_STEP = 1_024
-"""Pins that one step ends or takes the count of back: 1 ms each."""
+"""Pins that one step ends, and pins that it stops counting: 1 ms for either."""
 
 HIDE_STEPS = 4_096
 """Records without bytes that one step forgets with the expired ones; the background work forgets
@@ -47,12 +47,12 @@ class Keeping:
         self._granting = granting
         self._waiting = waiting
         self._goes_on = False
-        """Whether more may be over than one step takes back."""
+        """Whether more lifetimes or pins may be over than one step handles."""
 
     # --- calls --------------------------------------------------------------------------------
 
     def pin(self, now_ms: int, request: calls.Pin) -> calls.Pinned:
-        """All that is there of the keys, or nothing.
+        """Pins all stored objects among the keys, or none.
 
         Raises:
             NoSpaceError: the namespace would have more pinned than it may.
@@ -125,14 +125,15 @@ class Keeping:
         return calls.Unpinned(bytes(unpinned))
 
     def _settle(self) -> None:
-        """Takes back the count of what no pin holds any more."""
+        """Stops counting objects that no pin holds any more, in a slice."""
         self._goes_on |= self._pins.settle(ENDED_PER_STEP)
         self._waiting.room_made()  # it can be evicted
 
     # --- lifetimes ----------------------------------------------------------------------------
 
     def make_room(self, now_ms: int, namespace: str, keys: list[Key]) -> None:
-        """Called before a put takes memory: what is over goes first, above all under its keys."""
+        """Called before a put takes memory. Takes back expired objects: those under the put's keys,
+        then others."""
         if now_ms < self._lifetimes.next_ms:
             return
         table = self._common.forest.table(namespace)
@@ -142,7 +143,7 @@ class Keeping:
         self.expire(now_ms)
 
     def next_ms(self) -> list[int]:
-        """When something is over next."""
+        """When the next lifetime or pin ends."""
         times = (self._lifetimes.next_ms, self._pins.ends.next_ms)
         return [time for time in times if time < NO_END_MS]
 
@@ -150,7 +151,7 @@ class Keeping:
         return self._goes_on or self._pins.unsettled
 
     def expire(self, now_ms: int) -> None:
-        """A slice of what is over."""
+        """Takes back a slice of the expired objects, and ends a slice of the pins that are over."""
         self._goes_on = False
         ended: list[ObjectRecord] = []
         while now_ms >= self._lifetimes.next_ms and len(ended) < EXPIRED_PER_STEP:

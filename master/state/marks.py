@@ -1,16 +1,27 @@
 """Marks: how memory that was away during a removal is told from memory that was there (ADR 11).
 
-Before a removal is acknowledged, all memory that is there keeps a mark newer than any that memory
-which may be away can have. A later master trusts the newest mark it meets: memory with an older one
-was away when something was removed, and its claims are refused.
+Before a removal is acknowledged, every mounted segment keeps a mark that is newer than any mark on
+memory that may be away. A later master trusts the newest mark that it finds: memory with an older
+one was away during a removal, and its claims are refused.
 """
 
 from __future__ import annotations
 
 from kvstore import calls
 from kvstore.calls import Version
+from kvstore.errors import UnavailableError
 from kvstore.master.state.common import Common
 from kvstore.master.state.records import Segment
+
+
+def unrecorded() -> UnavailableError:
+    """The error of a removal that no memory could record: it would be lost if the master died, and
+    memory that is away, or has not joined yet, may hold the object."""
+    return UnavailableError(
+        "no node is connected that could record the removal, and a node that joins may hold the "
+        "object",
+        advice="Try again when a node has joined.",
+    )
 
 
 class Marks:
@@ -19,20 +30,32 @@ class Marks:
     def __init__(self, common: Common) -> None:
         self._common = common
         self._newest = calls.NO_MARK
-        """That any memory keeps."""
+        """The newest mark that any segment keeps."""
         self._found = calls.NO_MARK
-        """The newest of a master before this one."""
+        """The newest mark of an earlier master that a node has reported."""
         self._outdated: set[bytes] = set()
-        """Memory (uuid) that was believed until it was found to be outdated."""
+        """Memory (uuid) whose claims were accepted until it was found to be outdated."""
         self._in_doubt = True
         """Whether some memory may have gone away, or stayed away, since the last mark was made."""
 
-    def segment_died(self) -> None:
+    def segment_died(self, segment: Segment) -> None:
+        """Called when the segment is unmounted. Removals that wait for it are acknowledged without
+        it, so from now on they also wait for a mark on the memory that is left. If no memory is
+        left, they fail."""
         self._in_doubt = True
+        common = self._common
+        waiting = common.reclaim.waiting_for(segment)
+        if not waiting:
+            return
+        if not common.pool.segments:
+            common.effects += common.reclaim.fail(waiting, unrecorded())
+            return
+        self.renew()
+        common.reclaim.wait_for_others(waiting, segment)
 
     def renew(self) -> None:
-        """Called for each removal: has a new mark kept where memory may be away that has the
-        last one."""
+        """Called for each removal. Orders a new mark if memory that has the last one may be
+        away."""
         if not self._in_doubt:
             return
         common = self._common
@@ -44,18 +67,18 @@ class Marks:
                 common.effects += common.reclaim.keep_mark(segment, self._newest)
 
     def bring_up_to_date(self, segment: Segment) -> None:
-        """Whatever was removed by now, this segment does not hold it."""
+        """Called when the segment holds nothing that has been removed: orders the newest mark."""
         self._outdated.discard(segment.offer.uuid)
         if segment.offer.mark < self._newest:
             self._common.effects += self._common.reclaim.keep_mark(segment, self._newest)
 
     def is_outdated(self, segment: Segment) -> bool:
-        """Whether it was away when something was removed that this master does not know of."""
+        """Whether the segment was away during a removal that this master does not know of."""
         return segment.offer.uuid in self._outdated or segment.offer.mark < self._found
 
     def node_joined(self, session: int, mark: Version) -> None:
-        """A node that joins has kept a mark of a master before us. A node that joined before with
-        an older one must join again, and its claims are refused then."""
+        """Notes the mark of an earlier master that a joining node has kept. Nodes that joined
+        before with an older mark must join again, and their claims are refused then."""
         common = self._common
         if mark.epoch >= common.epoch or mark <= self._found:
             return

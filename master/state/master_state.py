@@ -24,7 +24,7 @@ What it promises, and where:
 * Bytes are conserved and extents disjoint (``Pool``); an extent is not reused before its leases
   (``Reclaim``), its writer (``Pending``) and its node (wiping) are done with it.
 * A match is leased by its tip; only unleased leaves are evicted (``EvictionPolicy``).
-* A token is good once, until its deadline, in its epoch.
+* A token is valid once, until its deadline, in its epoch.
 * Everything has a bound: ``MasterRules`` and ``kvstore.limits``.
 """
 
@@ -140,8 +140,8 @@ class MasterState:
             (self.sweeping.sweeps, self.sweeping.sweep),
             (self.copying.scans, self.copying.scan),
         ]
-        """What need not be done at once, the most urgent first: whether there is something to do,
-        and a slice of it (a few milliseconds)."""
+        """Background work, the most urgent first: whether there is something to do, and what does
+        a slice of it (a few milliseconds)."""
 
     # --- effects ------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class MasterState:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Do all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
+        """Does all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
         self.forest.begin_step()
         self.nodes.tick(now_ms)
         self.granting.expire(now_ms)
@@ -200,7 +200,7 @@ class MasterState:
         return self._next_job() is not None
 
     def work(self, now_ms: int) -> None:
-        """One bounded slice of what need not be done at once."""
+        """Does one bounded slice of the background work."""
         self.forest.begin_step()
         step = self._next_job()
         if step is not None:

@@ -2,9 +2,9 @@
 
 A node is heard on a *session*, a number that the shell gives to each stream. A broken stream may
 be resumed on another session while the node is not dead: everything it holds is still known.
-Otherwise it joins anew, after fencing off every older grant; its segments then get new ids, and
-no space is given out on them until what was promised before has ended: leases, and allocations,
-whose owners no fence stops.
+Otherwise it joins anew, after fencing off every older grant. Its segments then get new ids, and no
+space is given out on them until earlier promises have ended: leases, and allocations, whose owners
+no fence stops.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ class Membership:
         same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
             if not self._dismissed.keys().isdisjoint(uuids):
-                raise _drained(join.name)  # it was told so, and has not heard it
-            # A join that was long on its way may have come after one that was sent later. And an
-            # inventory that was broken off is begun anew.
+                raise _drained(join.name)  # it was told to leave, and has not heard so
+            # A delayed join may arrive after one that was sent later: its generations are older.
+            # And an inventory that was broken off (not ``whole``) must begin anew.
             generations = {offer.uuid: offer.generation for offer in join.segments}
             if (
                 known is None
@@ -185,7 +185,7 @@ class Membership:
         return self._accepted(node, join, protocol)
 
     def _gone_of(self, known: Node | None, uuids: set[bytes]) -> Iterator[tuple[bytes, int]]:
-        """As ``_gone``, once the node that is known is dead."""
+        """What ``_gone`` will say of these once the known node is declared dead."""
         for uuid in uuids & self._gone.keys():
             yield uuid, self._gone[uuid]
         for segment in () if known is None else self.segments[known.name]:
@@ -199,7 +199,7 @@ class Membership:
         if allocated_until_ms is None:
             usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
             allocated_until_ms = 0
-        elif offer.fresh:  # it never heard that it had been mounted, and so fenced nothing off
+        elif offer.fresh:  # it did not hear that it was mounted, and so has fenced nothing off
             usable_at_ms = now_ms + max(self._lease_ms, self._unfenced_ms)
         else:
             usable_at_ms = max(now_ms + self._lease_ms, allocated_until_ms)

@@ -1,6 +1,7 @@
-"""What nodes say and what is said of them, and what follows for their segments.
+"""Messages from nodes, reports about nodes, and what follows for their segments.
 
-``Membership`` decides who is there; this tells the other parts which segments have come and gone.
+``Membership`` decides which nodes are joined; this module tells the other parts which segments have
+come and gone.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ class Nodes:
         self._sweeping = sweeping
         self._waiting = waiting
         self._watched_ms = common.started_ms
-        """When it was last looked which nodes do not do what they should."""
+        """When ``_fence_idle`` was last called."""
 
     # --- streams ------------------------------------------------------------------------------
 
     def joined(self, now_ms: int, session: int, join: calls.NodeJoin) -> calls.MasterAccepted:
-        """First message on a node's stream; errors as ``Membership.join``, and then no session.
+        """Handles the first message of a node's stream. Errors: as ``Membership.join``; then there
+        is no session.
 
-        A node that knows of a later master is not let in: what is newer than our epoch would count
-        as outdated, and would be wiped. It joins our next term, which begins above that.
+        A node that knows a later master is refused: its claims of versions above our epoch would be
+        refused, and wiped. It joins our next term, which begins above that epoch.
         """
         common = self._common
         self._membership.check(join)
@@ -67,13 +69,13 @@ class Nodes:
         return accepted
 
     def said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
-        """Any later message. What comes on a session that is over is ignored."""
+        """Handles any later message. Messages of a session that is over are ignored."""
         common = self._common
         node = self._membership.of(session)
         if node is None:
             return
         if self._membership.state_of(node, now_ms) != liveness.ALIVE:
-            self._waiting.room_made()  # if that was silence, it can be chosen again
+            self._waiting.room_made()  # if it was only silent, puts may use it again
         self._membership.heard(now_ms, node)
         common.changing = True
         match message:
@@ -127,7 +129,7 @@ class Nodes:
             members.dismiss(node)
         else:
             members.drain(node, draining=request.step is DrainStep.BEGIN)
-            self._waiting.room_made()  # where it may be chosen again
+            self._waiting.room_made()  # after an undo, puts may use it again
         segments = set(members.segments.get(node.name, ()))
         self._follow(now_ms)
         used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
@@ -145,7 +147,7 @@ class Nodes:
         self._follow(now_ms)
 
     def _fence_idle(self, now_ms: int) -> None:
-        """Removals do not wait for ever for a node that beats and does nothing else."""
+        """Declares nodes dead that beat and do nothing else: removals would wait for them."""
         patience_ms = self._common.rules.node_patience_ms
         late = {segment.node: "untold" for segment in self._returning.late(now_ms)}
         for segment in self._common.reclaim.unanswered(now_ms, patience_ms):
@@ -156,8 +158,8 @@ class Nodes:
     # --- segments -----------------------------------------------------------------------------
 
     def _follow(self, now_ms: int, *, left: bool = False) -> None:
-        """Takes note of what has changed in the membership. ``left``: a node has said that it
-        leaves, and serves no client any more."""
+        """Passes changes of the membership on to the other parts. ``left``: a node has said that
+        it leaves, and serves no client any more."""
         members = self._membership
         self._common.effects += members.effects
         for segment in members.lost:
@@ -173,8 +175,8 @@ class Nodes:
 
     def _segment_lost(self, now_ms: int, segment: Segment, *, left: bool) -> None:
         common = self._common
-        self._marks.segment_died()
         common.pool.unmount(segment)
+        self._marks.segment_died(segment)
         if not left:
             segment.died_ms = now_ms
         self._sweeping.segment_died(segment)
@@ -186,7 +188,7 @@ class Nodes:
 
 
 def outrun_by(who: str, epoch: int, own: int) -> UnavailableError:
-    """What somebody is told who has joined a later master: see ``Outrun``."""
+    """The error for a client or node that has joined a later master before: see ``Outrun``."""
     return UnavailableError(
         f"{who} has joined a master of epoch {epoch} before; this one has epoch {own}, and begins "
         "a new term above that",

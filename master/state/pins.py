@@ -1,14 +1,12 @@
 """Pins: which objects must not be evicted, until when, and how much memory they hold.
 
-A pin of an object holds its ancestors, too, because only leaves are evicted. So the memory of those
-is counted with it, each once, however many pins hold it:
+A pin of an object holds its ancestors, too, because only leaves are evicted. So their memory counts
+as pinned, too. An object counts once, however many pins hold it: whether a client asked for it
+(until an end), or a counted record below it holds it, or both.
 
-    count    asked for by a client, until an end, or held by a counted record below, or both
-
-The path above a pin stays known while the pin lasts, also where an object of it is missing: it
-keeps those above it from eviction even so. A missing object counts nothing until it is put again.
-
-What is counted is in a side table: an object that no pin holds costs nothing.
+The path above a pin stays known while the pin lasts, even where an object of the path is missing:
+the objects above that are still kept from eviction. A missing object counts nothing until it is put
+again. The counts are in a side table, so that an object that no pin holds costs nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class _Pin:
         self.size = 0
         """Bytes of memory: header, payload and padding of each replica."""
         self.above: _Pin | None = None
-        """Of the parent that the record had when it was pinned."""
+        """The pin of the parent that the record had when it was pinned."""
         self.below = 0
         """Pins whose ``above`` this is."""
         self.dropped = False
@@ -45,20 +43,20 @@ class Pins:
 
     def __init__(self) -> None:
         self.ends = Ends()
-        """Of what clients asked for."""
+        """The ends of the pins that clients asked for."""
         self._shards: list[dict[ObjectRecord, _Pin]] = [{} for _ in range(TABLE_SHARDS)]
         self._held: dict[Namespace, tuple[int, int]] = {}
-        """Objects and bytes."""
+        """Counted objects and bytes, by namespace."""
         self._ending: deque[_Pin] = deque()
-        """Pins whose end came, or has come for all below them; they are still counted."""
+        """Pins that have ended, or whose last pin below has; they may still be counted."""
         self.objects = 0
-        """Counted ones, of all namespaces."""
+        """Counted objects, of all namespaces."""
         self.size = 0
         """Bytes of memory that those have."""
         self._count_all = 0
         """Records in the table, also of missing objects."""
         self._shards_to_measure: list[int] = []
-        """Whose records may have lost memory with a node."""
+        """Shards whose records may have lost memory with a node."""
         self._to_measure: list[_Pin] = []
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
@@ -76,7 +74,7 @@ class Pins:
         self.ends.set(record, max(end_ms, self.ends.of(record)))
 
     def _count(self, record: ObjectRecord) -> None:
-        """It, and its ancestors that are not held yet."""
+        """Counts the record, and its ancestors that are not held yet."""
         pin = self._new(record)
         above = record.parent
         while above is not None:
@@ -133,7 +131,7 @@ class Pins:
         return bool(self._ending or self._to_measure or self._shards_to_measure)
 
     def settle(self, steps: int) -> bool:
-        """Takes back the count of what no pin holds any more, of ``steps`` records at most. Returns
+        """Stops counting records that no pin holds any more, ``steps`` records at most. Returns
         whether more are left."""
         while self._ending and steps > 0:
             steps -= 1
@@ -182,17 +180,17 @@ class Pins:
                 self._ending.append(above)
 
     def stored(self, record: ObjectRecord) -> None:
-        """Called when it has bytes, or others, or in more places: a pin stays on its object through
-        an overwrite."""
+        """Called when the record got bytes, other bytes or another replica: a pin survives an
+        overwrite."""
         if self.holds(record):
             self._measure(self._shards[hash(record) % TABLE_SHARDS][record])
 
     def linked(self, record: ObjectRecord) -> None:
-        """Called when a missing object gets its place in the forest. Below another parent than
-        before its old ancestors are let go, and the new ones are not counted."""
+        """Called when a missing object gets its place in the forest. If its parent is another one
+        than before, the old ancestors are let go, and the new ones are not counted."""
         if not self.holds(record):
             return
-        self.drop(record)  # what was lost was not pinned again
+        self.drop(record)  # the pin of a lost object does not pin the new one
         pin = self._shards[hash(record) % TABLE_SHARDS].get(record)
         if pin is None or pin.above is None or pin.above.record is record.parent:
             return

@@ -78,7 +78,7 @@ class Pool:
         """For each number of missing replicas, the tuple that stands for them in ``more``. All
         records share these tuples."""
         self.has_replicas = False
-        """Whether any object ever had, or should have had, more than one."""
+        """Whether any object ever had, or should have had, more than one replica."""
         self.short_objects = 0
         """Objects with fewer replicas than they should have: as the last pass over all objects has
         counted them, corrected by each change since, except for the death of nodes."""
@@ -88,8 +88,8 @@ class Pool:
     def link(self, record: ObjectRecord, parent: ObjectRecord | None, lease_until_ms: int) -> None:
         """As ``Forest.link``; a parent with children is no candidate for eviction.
 
-        ``lease_until_ms``: of the longest lease that a descendant of ``record`` may have, which
-        protects the parent that it had before, too.
+        ``lease_until_ms``: the end of the longest lease that a descendant of ``record`` may have.
+        It protects the previous parent, too.
         """
         before = self.forest.link(record, parent)
         self.pins.linked(record)
@@ -152,7 +152,7 @@ class Pool:
             self._one_short_less()
 
     def note_copied(self, record: ObjectRecord) -> None:
-        """Called when a copy of it is begun: if the node dies, its memory may hold a whole copy."""
+        """Called when a copy is begun: if its node dies, that memory may hold a whole copy."""
         if self._copied not in record.more:
             record.more = (*record.more, self._copied)
 
@@ -182,7 +182,7 @@ class Pool:
     def strip(self, record: ObjectRecord, *, replaced: bool = False) -> list[Extent]:
         """Takes the bytes from a record. Returns the extents, which are still allocated.
 
-        ``replaced``: it gets others at once, and keeps its pin and its lifetime.
+        ``replaced``: the record gets other bytes at once, and keeps its pin and its lifetime.
         """
         if not replaced:
             self.pins.drop(record)
@@ -295,7 +295,7 @@ class Pool:
         return self.settle(record, detached=detached)
 
     def let_evict(self, record: ObjectRecord) -> None:
-        """Called when its pin was ended early: if it is a candidate, it has its usual place."""
+        """Called when a pin ended early: a candidate gets its usual place in the order again."""
         if record.ticket:
             policy = self._policy_of(record)
             detached = policy.detached(record)

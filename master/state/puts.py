@@ -68,9 +68,9 @@ class PendingPut:
         self.client_number = client_number
         self.overwrite = overwrite
         self.moves = moves
-        """The version of the object whose bytes are copied; the put is not the record's writer."""
+        """Of a copy: the version that is copied. The put is then not the record's writer."""
         self.repairs = repairs
-        """The copy keeps that version, and is one more replica of it."""
+        """Whether the copy keeps that version, and becomes one more replica of it."""
         self.missing = missing
         """Replicas that were asked for and found no node."""
         self.ttl_ms = ttl_ms
@@ -107,7 +107,7 @@ class Pending:
         """The highest that was ever given out."""
         self._by_token: OrderedDict[int, PendingPut] = OrderedDict()
         self._quarantine: OrderedDict[int, tuple[int, Remains]] = OrderedDict()
-        """By token, with the time when it is free."""
+        """By token: the time when the extents are free, and the extents."""
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -145,11 +145,11 @@ class Pending:
             yield put
 
     def first_token(self) -> int | None:
-        """The lowest: all that was granted before has ended. Looks at every put."""
+        """The lowest token: every put that was granted before it has ended. O(puts)."""
         return min(self._by_token, default=None)
 
     def next_deadline_ms(self) -> int | None:
-        """When the first of them counts as expired."""
+        """When the first put counts as expired."""
         first = next(iter(self._by_token.values()), None)
         return None if first is None else first.deadline_ms + 1
 
@@ -161,10 +161,10 @@ class Pending:
         return None if held is None else held[1]
 
     def pop_quarantined(self, now_ms: int) -> Iterator[Remains]:
-        """What may be free now.
+        """Removes and yields the extents whose quarantine is over.
 
-        In the order they came; one that waits for a later time than those behind it delays them
-        by less than one put deadline, which is simpler than a second heap.
+        In the order of their arrival: an entry with a later end than those behind it delays them
+        by less than one put deadline, which is simpler than a heap.
         """
         while self._quarantine:
             token, (until_ms, remains) = next(iter(self._quarantine.items()))

@@ -26,7 +26,7 @@ from kvstore.master.state.waiting import WaitingPuts, Wanting
 from kvstore.memory.header import extent_bytes
 
 MAKING_ROOM_MS = 1_000
-"""A put that could be granted if more were evicted waits so long, even if it did not ask to."""
+"""A put that needs more evictions than one step does waits so long, even if it did not ask to."""
 
 
 class Putting:
@@ -113,8 +113,8 @@ class Putting:
         return self._waiting.add(now_ms, request, wait_ms)
 
     def _could_take(self, request: Wanting) -> bool:
-        """Whether any node but those that the client cannot reach may have room for it some time;
-        where there is none at all, one may come."""
+        """Whether a node that the client can reach may have room some time. True if there is no
+        node: one may join."""
         segments = self._pool.segments.values()
         return not segments or any(
             segment.offer.uuid not in request.avoid
@@ -200,7 +200,7 @@ class Putting:
                 above = record
             else:
                 above = table.get(parent_key) or table.add(parent_key)
-            found = table.get(keys[index])  # making room may have forgotten what was known of it
+            found = table.get(keys[index])  # making room may have dropped the record
             record = table.add(keys[index]) if found is None else found
             token += 1
             put = PendingPut(
@@ -222,7 +222,7 @@ class Putting:
                     self._pending.pop(made.token)
                     self._granting.unclaim(made)
                 if isinstance(error, BusyError):
-                    return Shortage(0, goes_on=True)  # how long the chain is shows in further steps
+                    return Shortage(0, goes_on=True)  # further steps walk up the long chain
                 raise
         return puts
 
@@ -241,7 +241,7 @@ class Putting:
     # --- the second phase ---------------------------------------------------------------------
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
-        """Also of copies, which store nothing if their object is not the one any more."""
+        """Ends copies, too; they store nothing if the object has changed since."""
         common = self._common
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
@@ -287,7 +287,7 @@ class Putting:
             used_ms = 0 if put.record is None else put.record.last_used_ms
             replaced += self._store(put, put.record, alive, put.size, now_ms)
             if put.moves is not None and put.record is not None:
-                put.record.last_used_ms = used_ms  # moving it is no use of it
+                put.record.last_used_ms = used_ms  # a move does not count as a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size
         stored = [put.size for put, _ in ended if put.moves is None]
@@ -351,7 +351,7 @@ class Putting:
         alive = [extent for extent in put.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
             self._granting.end(put)
-            # Its owner may still look at what it computed, so it is not free at once.
+            # The owner may still read what it computed, so the extents are not free at once.
             self._granting.quarantine(put, put.deadline_ms)
             common.wipe([put.remains(common.epoch)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
@@ -369,7 +369,7 @@ class Putting:
         putter.keys += 1
         putter.stored += 1
         putter.key = key
-        # Its owner has it mapped, and believes in his allocation until this reply is there.
+        # The owner has the allocation mapped, and relies on it until this reply arrives.
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
         record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
         if not record.children:
@@ -385,7 +385,7 @@ class Putting:
     def _ensure(
         self, now_ms: int, namespace: Namespace, key: Key, parent: Key | None
     ) -> ObjectRecord:
-        """Its record, below its parent's."""
+        """The record of ``key``, linked below that of ``parent``."""
         above = None if parent is None else self._forest.ensure(namespace, parent)
         record = self._forest.ensure(namespace, key)
         self._forest.resumes = True
@@ -403,8 +403,8 @@ class Putting:
         size: int,
         now_ms: int,
     ) -> list[Remains]:
-        """The put's record has these bytes now; returns what they replaced, still allocated.
-        ``Pool.settle`` it afterwards."""
+        """Gives the put's record these extents. Returns what they replace, still allocated. The
+        caller calls ``Pool.settle`` afterwards."""
         assert record is not None
         replaced: list[Remains] = []
         if record.segment is not None:
@@ -428,7 +428,7 @@ class Putting:
 
 
 def _outcome(record: ObjectRecord | None, overwrite: bool) -> PutOutcome:
-    """Of a put, by what is known of the object."""
+    """The outcome of a put, by what is known of the object."""
     if record is None:
         return PutOutcome.WRITE
     if not overwrite and record.complete:

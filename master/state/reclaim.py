@@ -20,12 +20,13 @@ from itertools import takewhile
 
 from kvstore import calls
 from kvstore.calls import NO_MARK, MasterWipe, Version
+from kvstore.errors import KVStoreError
 from kvstore.master.state.effects import Answer, Effect, Send
 from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, Writer
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
-"""Extents of an order are freed in one step: about 2 ms."""
+"""Extents of one order at most: they are freed in one step, which takes about 2 ms."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +36,10 @@ class Wiping:
     order: int
     segment: Segment
     free_at_ms: int
-    removals: list[_Removal]
+    removals: list[Removal]
     names: list[Name] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
-    """Of those."""
+    """The namespaces of ``names``."""
     offsets: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
@@ -51,7 +52,7 @@ class Wiping:
     writers: dict[Writer, None] = field(default_factory=dict)
     """Connections that the node must end before it wipes the headers."""
     ahead: bool = False
-    """Evicted ahead of need."""
+    """Whether the objects were evicted ahead of need."""
     released: bool = False
     """Whether the extents have been handed back, to the allocator or to quarantine."""
 
@@ -75,8 +76,8 @@ class Wiping:
 
 
 @dataclass(slots=True, eq=False)
-class _Removal:
-    """An answer that waits until the last of these orders is done."""
+class Removal:
+    """An answer that waits until the last of its orders is done."""
 
     ticket: int
     reply: calls.Reply
@@ -95,7 +96,7 @@ class Reclaim:
         self._still_read: deque[tuple[Version, Wiping]] = deque()
         """Segments that died within the last lease, as ``wait_for_readers`` was told."""
         self._held: dict[Segment, Wiping] = {}
-        """Segments that have not told yet what they hold."""
+        """Segments whose inventory is not complete, each with a placeholder order."""
         self._next_order = 0
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
@@ -123,14 +124,14 @@ class Reclaim:
         reply: calls.Reply,
         earlier: Sequence[Wiping],
     ) -> tuple[list[Effect], bool]:
-        """Order the headers wiped, and answer ``ticket`` with ``reply`` when they are, and those
-        of ``earlier`` orders, too.
+        """Orders the headers wiped. Answers ``ticket`` with ``reply`` when that is done, and the
+        ``earlier`` orders are, too.
 
         ``free_at_ms``: when no lease of the usual length is left. One wiping with a longer one (an
         allocation that was put) delays those behind it, which is simpler than a heap. Returns the
         effects and whether there is anything to wait for.
         """
-        removal = _Removal(ticket, reply)
+        removal = Removal(ticket, reply)
         wipings = self._new_wipings(gone, free_at_ms)
         self._by_end.extend(wipings)
         for wiping in dict.fromkeys((*wipings, *earlier)):
@@ -188,8 +189,8 @@ class Reclaim:
         ]
 
     def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:
-        """Order headers wiped, and free their extents when that is done; they are counted in their
-        segments' ``wiping_bytes``."""
+        """Orders headers wiped, and frees their extents when that is done; until then they count in
+        their segments' ``wiping_bytes``."""
         wipings = self._new_wipings(gone, 0)
         for wiping in wipings:
             wiping.ended = wiping.ahead = True
@@ -237,7 +238,7 @@ class Reclaim:
         self._held[segment] = Wiping(0, segment, 0, [])
 
     def held(self) -> list[Wiping]:
-        """In place of the segments that removals must wait for."""
+        """Placeholder orders: one for each segment that removals must wait for."""
         return list(self._held.values())
 
     def let_go(self, segment: Segment) -> list[Effect]:
@@ -275,6 +276,30 @@ class Reclaim:
             removal.orders -= 1
         return [Answer(done.ticket, done.reply) for done in wiping.removals if not done.orders]
 
+    def waiting_for(self, segment: Segment) -> list[Removal]:
+        """The removals that wait for orders to this segment, or for its inventory."""
+        wipings = self._on(segment)
+        if segment in self._held:
+            wipings.append(self._held[segment])
+        return list(dict.fromkeys(removal for wiping in wipings for removal in wiping.removals))
+
+    def wait_for_others(self, removals: Sequence[Removal], lost: Segment) -> None:
+        """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
+        for wiping in (*self.held(), *self.unmarked()):
+            if wiping.segment is lost:
+                continue
+            for removal in removals:
+                if removal not in wiping.removals:
+                    wiping.removals.append(removal)
+                    removal.orders += 1
+
+    def fail(self, removals: Sequence[Removal], error: KVStoreError) -> list[Effect]:
+        """Answers these removals with an error; they wait for nothing any more."""
+        failed = set(removals)
+        for wiping in (*self._unwiped.values(), *self._held.values()):
+            wiping.removals = [each for each in wiping.removals if each not in failed]
+        return [Answer(removal.ticket, error) for removal in removals]
+
     def segment_of(self, order: int) -> Segment | None:
         wiping = self._unwiped.get(order)
         return None if wiping is None else wiping.segment
@@ -302,8 +327,8 @@ class Reclaim:
         return [effect for wiping in ended for effect in self.wiped(wiping.order)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
-        """Free one order's extents, of those on which every lease has ended. Returns
-        the effects and whether there was such an order."""
+        """Frees the extents of one order on which every lease has ended. Returns the effects, and
+        whether there was such an order."""
         if not self._by_end or self._by_end[0].free_at_ms > now_ms:
             return [], False
         wiping = self._by_end.popleft()

@@ -1,8 +1,8 @@
 """Removals: of objects, of namespaces, of replicas with wrong bytes, and of what a put replaces.
 
-What is removed is out of every answer at once. The removal is acknowledged when nothing older of it
-is left in any memory: when its headers are wiped, what was copied of it has been stopped, and
-memory that is away or has not told yet what it holds cannot bring it back (ADR 11).
+A removed object is in no answer from then on. The removal is acknowledged when no memory can bring
+back an older version: the headers are wiped, copies of the object are stopped, and memory that is
+away, or has not reported its objects yet, is barred from doing so (ADR 11).
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from itertools import islice
 
 from kvstore import calls
 from kvstore.calls import Version
-from kvstore.errors import UnavailableError
 from kvstore.master.state.common import AnyReply, Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
-from kvstore.master.state.marks import Marks
+from kvstore.master.state.marks import Marks, unrecorded
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, with_bytes
 from kvstore.master.state.waiting import WaitingPuts
 
 CLEARED_PER_STEP = 512
-"""Objects that one ``clear`` removes, which is repeated until none is left."""
+"""Objects that one ``clear`` removes; the caller repeats it until none is left."""
 
 HIDE_STEPS = 4_096
 """Records without bytes that a removal forgets at once, for as many objects as it removes; the
@@ -49,7 +48,7 @@ class Removing:
     # --- calls --------------------------------------------------------------------------------
 
     def remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
-        """Raises UnavailableError: no node could remember it."""
+        """Raises UnavailableError: no node is joined that could record the removal."""
         self._check_remembered()
         removed = bytearray(len(request.keys))
         gone: list[Remains] = []
@@ -71,7 +70,7 @@ class Removing:
         return self._common.when_wiped(now_ms, gone, reply, [*earlier, *still_read])
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
-        """Raises UnavailableError: no node could remember it."""
+        """Raises UnavailableError: no node is joined that could record the removal."""
         self._check_remembered()
         namespace = request.namespace
         if namespace:
@@ -87,7 +86,7 @@ class Removing:
         for name in copied[:CLEARED_PER_STEP]:
             self._granting.end_copies(now_ms, name)
         for record in chosen:
-            if record.segment is not None:  # a lost one may have gone along with another
+            if record.segment is not None:  # a lost one may be dropped with another
                 gone.append(Remains.of(record))
                 self._pool.hide(record, steps_max)
         self._common.counters["removed_objects"] += len(gone)
@@ -100,8 +99,8 @@ class Removing:
         return self._common.when_wiped(now_ms, gone, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
-        """An object with a replica left that has not been reported keeps it, and offers it
-        first; any other one is removed. The reporter does not wait for the wiping."""
+        """Removes the reported objects, except one that has a replica that is not reported: it
+        stays, and that replica is read first. The reporter does not wait for the wiping."""
         bad: dict[ObjectRecord, set[Segment]] = {}
         rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
         for key, epoch, counter, uuid in rows:
@@ -117,7 +116,7 @@ class Removing:
         self._common.changing = True
         for record, segments in bad.items():
             if record.segment is None:
-                continue  # went along with one before
+                continue  # dropped together with one before
             self._granting.end_copies(now_ms, (record.namespace, record.key))
             counters["corrupt_replicas"] += len(segments)
             self._common.effect(_notice(record, segments))
@@ -139,7 +138,7 @@ class Removing:
         reply: AnyReply,
         still_read: Sequence[Wiping],
     ) -> AnyReply | Later:
-        """Answer with ``reply`` once nothing older of what these puts have written is left.
+        """Answers with ``reply`` once no older version of the written objects is left.
 
         Args:
             replaced: the bytes that were there.
@@ -161,25 +160,20 @@ class Removing:
     # --- what removals wait for ---------------------------------------------------------------
 
     def _earlier(self, names: Sequence[Name]) -> list[Wiping]:
-        """What else may hold these objects: earlier versions, removals of them (this one may be the
-        same, sent again), memory that has not yet told what it holds."""
+        """The orders that a removal of these objects waits for: unfinished ones for the same
+        objects (the request may be a repeated one), and those of ``_elsewhere``."""
         return [*self._reclaim.of_objects(names), *self._elsewhere()]
 
     def _elsewhere(self) -> list[Wiping]:
-        """What a removal must wait for, because other memory may hold what is removed: that which
-        has not told yet what it holds; and that others know that the rest is outdated."""
+        """The orders that a removal waits for because other memory may hold the object: those for
+        inventories under way, and marks, by which memory that is away is known as outdated."""
         self._marks.renew()
         return [*self._reclaim.held(), *self._reclaim.unmarked()]
 
     def _check_remembered(self) -> None:
-        """Raises UnavailableError: no memory is there that would remember the removal if we died,
-        and memory that is away, or has not joined yet, may hold what is to be removed."""
+        """Raises UnavailableError: see ``unrecorded``."""
         if not self._pool.segments:
-            raise UnavailableError(
-                "no node is connected that could record the removal, and a node that "
-                "joins may hold the object",
-                advice="Try again when a node has joined.",
-            )
+            raise unrecorded()
 
     # --- jobs ---------------------------------------------------------------------------------
 
@@ -187,7 +181,7 @@ class Removing:
         return self._frees
 
     def free(self, now_ms: int) -> None:
-        """Hand back the bytes of one order whose last lease has ended."""
+        """Frees the extents of one order whose last lease has ended."""
         self._common.effects += self._reclaim.end_reading(now_ms)
         effects, self._frees = self._reclaim.end_next(now_ms)
         self._common.effects += effects

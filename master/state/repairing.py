@@ -6,9 +6,9 @@
          └► the node's beat is answered with ``repair`` ──► it asks (``StartMoves``), copies,
             and ends it (``PutEnd``) ──► the object has one replica more, under the same version
 
-How many replicas an object should have is how many extents its record has: those on dead segments,
-and those on the segment ``nowhere``, are *signs* of a replica that is missing. (At ``COPIED``
-there, one is only a note that a copy was begun: memory that comes back may hold one too many.)
+An object should have as many replicas as its record has extents. An extent on a dead segment, or
+on the segment ``nowhere``, is a *sign* of a missing replica. (The extent at ``COPIED`` on
+``nowhere`` only notes that a copy was begun: memory that comes back may hold one too many.)
 
 What is copied is bounded in objects, in bytes and in bytes per second. A copy takes free memory
 only, and leaves ``SPARE_SHIFT`` of each segment to puts.
@@ -29,22 +29,22 @@ from kvstore.master.state.liveness import Node
 from kvstore.master.state.records import Extent, ObjectRecord, Segment, shards_from
 
 COPIED: Final = 1
-"""No extent has this offset."""
+"""An offset that no real extent has."""
 
 QUEUE_MAX: Final = 65_536
-"""Objects that wait for their turn. Those that were used longer ago are found by a later pass."""
+"""Objects that wait for their turn. A later pass finds those that were used longer ago."""
 
 SPARE_SHIFT: Final = 4
 """A copy leaves a 16th of its segment free: puts find room without waiting for an eviction."""
 
 OBJECT_COUNTS_FOR: Final = 64 << 10
-"""Bytes per second that a smaller object takes, too: it costs the master's time."""
+"""Bytes that even a smaller object takes of ``bytes_per_s``, because it costs the master's time."""
 
 SCAN_STEPS: Final = 20_000
 """Records that one slice of a pass looks at: 2 to 4 ms."""
 
 SHORT_COUNTS_FOR: Final = 16
-"""A record that is put into order costs as much as so many others."""
+"""Steps that a record with missing replicas counts for: putting it into order takes time."""
 
 SORTED_PER_SLICE: Final = 1_000
 
@@ -53,7 +53,7 @@ RECORDS_PER_PAUSE_MS: Final = 100
 fiftieth of the master's time."""
 
 PAUSE_MIN_MS: Final = 1_000
-"""Between two passes; doubled each time that nothing comes of one."""
+"""The pause between two passes; doubled each time that no copy was finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,15 @@ class RepairRules:
     copies_max: int = 512
     """Objects that are copied at once."""
     bytes_max: int = 256 << 20
-    """Payload bytes of those, unless there is only one."""
+    """Payload bytes that are copied at once; a single larger object is copied alone."""
     bytes_per_s: int = 256 << 20
     """0: nothing is repaired."""
     pause_max_ms: int = 60_000
-    """What came to nothing is tried again after so long at the latest."""
+    """The longest pause between two passes while no copy is finished."""
 
 
 def nowhere() -> Segment:
-    """The segment of replicas that were never made. It is dead, and no segment has its number."""
+    """The segment of replicas that were never made. It is dead, and no other segment has its id."""
     offer = SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 0, True)
     segment = Segment(0, Node("", "", None, 0), offer, LRU(), 0)
     segment.alive = False
@@ -123,26 +123,26 @@ class Repairs:
         self.due_ms: int | None = None
         """When the next pass is due; None: not before something changes."""
         self.needs_room = False
-        """Whether that pass only makes sense where something can be copied."""
+        """Whether that pass makes sense only if some node has room for a copy."""
         self.fewest = 1
         """Replicas of the short object that has the fewest."""
         self.scanning = False
         self.copies = 0
-        """Under way; so the next one."""
+        """Copies under way; ``copied_bytes`` are their payload bytes."""
         self.copied_bytes = 0
         self._queues: dict[str, deque[ObjectRecord]] = {}
-        """By the name of a node that has it; the hottest is the last."""
+        """Objects by the name of a node that has them; the hottest is the last."""
         self._queued = 0
         self._heap: list[tuple[int, int, int, ObjectRecord]] = []
         self._sorted: list[ObjectRecord] = []
-        """What was found, the coldest first; being filled, and then emptied into the queues."""
+        """The found objects, the coldest first: filled from the heap, then moved to the queues."""
         self._place = 0, 0
-        """Of the next record that the pass looks at."""
+        """Shard and position of the next record that the pass looks at."""
         self._looked = 0
         self.found = 0
         """Objects that the pass has found to have too few replicas."""
         self._not_before_ms = started_ms
-        """The next pass."""
+        """The earliest time of the next pass."""
         self._ripe_ms: int | None = None
         """When the first replica that the pass has found missing counts as gone."""
         self._left = False
@@ -156,14 +156,14 @@ class Repairs:
     # --- what there is to do ------------------------------------------------------------------
 
     def changed(self, at_ms: int) -> None:
-        """Look at all objects, at that time: a node came or went."""
+        """Called when a node came or went: a pass is due at that time."""
         self._pause_ms = PAUSE_MIN_MS
         self.needs_room = False
         if self.due_ms is None or at_ms < self.due_ms:
             self.due_ms = at_ms
 
     def note(self, record: ObjectRecord, *, hopeful: bool) -> None:
-        """It is short, and was used just now. ``hopeful``: a node may be there to take a copy."""
+        """Notes a short object that was used just now. ``hopeful``: some node may take a copy."""
         self.fewest = 1
         if hopeful and not self.scanning and self._queued < QUEUE_MAX:
             self._enqueue(record)
@@ -189,7 +189,7 @@ class Repairs:
         """One slice of the pass; whether that was the last one.
 
         Args:
-            nodes: that could take copies. An object that has as many replicas is only counted.
+            nodes: how many could take copies. An object with as many replicas is only counted.
         """
         if self._place[0] < 0:
             return self._order(now_ms)
@@ -225,7 +225,7 @@ class Repairs:
         elif has >= nodes:
             self._left = True
         else:
-            # Of a chain that was put at once, the root before what hangs on it.
+            # In a chain that was put at once, the root comes before its descendants.
             row = record.last_used_ms, -record.depth, -self.found, record
             if len(self._heap) < QUEUE_MAX:
                 heappush(self._heap, row)
@@ -260,7 +260,8 @@ class Repairs:
         return True
 
     def plan_next(self, now_ms: int) -> None:
-        """Nothing waits any more: look again for what is left, and whether all is done."""
+        """Plans another pass when no object waits and no copy is under way, if objects are left, or
+        copies were finished since the last pass."""
         if not (self._left or self._done) or self.scanning or self._queued or self.copies:
             return
         if self.due_ms is None:
@@ -290,7 +291,7 @@ class Repairs:
         return node in self._queues
 
     def next(self, node: str) -> ObjectRecord | None:
-        """The hottest object that this node has. It may have changed since it was found."""
+        """Takes out the hottest object of this node. It may have changed since it was found."""
         queue = self._queues.get(node)
         if queue is None:
             return None
@@ -326,13 +327,13 @@ class Repairs:
         self._allowance -= max(size, OBJECT_COUNTS_FOR)
 
     def ended(self, size: int) -> None:
-        """Of a copy that was begun, whatever came of it: the next pass looks."""
+        """Called when a copy has ended, whatever its outcome: the next pass looks at the object."""
         self.copies -= 1
         self.copied_bytes -= size
         self._left = True
 
     def done(self) -> None:
-        """A copy became a replica."""
+        """Called when a copy became a replica."""
         self._done += 1
 
     def check_invariants(self) -> None:

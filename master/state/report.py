@@ -21,7 +21,7 @@ detached its ancestors are walked over. About 3 ms."""
 
 
 DESCRIBED_MAX = 1_024
-"""Segments that one answer describes: the rest is asked for again."""
+"""Segments that one answer describes; clients ask again for the rest."""
 
 STATUS_ROWS_MAX = 1_000
 """Segments and namespaces that one page of the status shows: 3 ms, and as long to encode them."""
@@ -34,7 +34,7 @@ _NAMESPACES = 1 << 63
 
 
 class Report:
-    """Answers of one state."""
+    """Answers the queries from one state."""
 
     def __init__(self, common: Common) -> None:
         self._common = common
@@ -211,7 +211,7 @@ def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     if not _is_there(common, record, now_ms):
         described = "being_written"
     else:
-        # Of a chain that is too long to be walked over now it is not said that it is cut.
+        # A chain that is too long to be walked over now is not called detached.
         described = "detached" if common.forest.reach(record) is False else "complete"
     return calls.ObjectRow(
         namespace=record.namespace,

@@ -34,11 +34,11 @@ class Returning:
         self._copying = copying
         self._waiting = waiting
         self._inventories: dict[Segment, Inventory] = {}
-        """Under way."""
+        """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and how many tombstones there were then."""
         self.finished = 0
-        """Counts inventories that were taken in whole."""
+        """Counts completed inventories."""
 
     @property
     def under_way(self) -> bool:
@@ -47,7 +47,7 @@ class Returning:
     # --- segments -----------------------------------------------------------------------------
 
     def segment_mounted(self, segment: Segment) -> None:
-        """It is empty, or tells what it holds before any of it is given out."""
+        """The segment is empty, or reports its objects before any of its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
         if segment.whole:
             self._marks.bring_up_to_date(segment)
@@ -58,7 +58,7 @@ class Returning:
         self._common.reclaim.hold(segment)
 
     def segment_died(self, segment: Segment) -> None:
-        """What is removed from now on it may bring back."""
+        """Notes that this memory may bring back objects that are removed from now on."""
         absent_since = self._common.tombstones.made
         inventory = self._inventories.pop(segment, None)
         if inventory is not None:
@@ -70,7 +70,7 @@ class Returning:
             del self._absent_since[next(iter(self._absent_since))]
 
     def late(self, now_ms: int) -> list[Segment]:
-        """Those that have told nothing for too long."""
+        """Segments whose inventory is late."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
         return [segment for segment, each in inventories if each.late(now_ms, patience_ms)]
@@ -85,14 +85,14 @@ class Returning:
             raise ProtocolError(f"a node of {len(segments)} segments claims for another")
         if segments[index] in self._inventories:
             self._inventories[segments[index]].add(now_ms, claims)
-        elif node.session is not None:  # known by now: it did not hear so, and begins again
+        elif node.session is not None:  # complete: the node did not hear so, and began again
             self._common.effect(Send(node.session, calls.MasterClaimed(index)))
 
     def has_claims(self) -> bool:
         return any(inventory.has_work for inventory in self._inventories.values())
 
     def take_claims(self, now_ms: int) -> None:
-        """One slice of an inventory."""
+        """Processes one slice of an inventory."""
         for segment, inventory in self._inventories.items():
             if not inventory.has_work:
                 continue
@@ -118,7 +118,7 @@ class Returning:
         common = self._common
         claims, is_answered = inventory.next(CLAIMS_PER_STEP)
         newest = max((claim.version.epoch for claim in claims), default=0)
-        if common.epoch < newest < EPOCH_MAX:  # of a node that cannot say so when it joins
+        if common.epoch < newest < EPOCH_MAX:  # the node's join did not tell it
             common.effect(Outrun(newest))
             return
         refused: list[Remains] = []
@@ -127,7 +127,7 @@ class Returning:
         for claim in claims:
             try:
                 record = self._claim(now_ms, inventory, claim)
-            except BusyError:  # its chain is long: on with it in the next slice
+            except BusyError:  # its chain is long: the next slice continues
                 inventory.put_back(len(claims) - len(stored) - len(refused))
                 is_answered = False
                 break
@@ -152,7 +152,7 @@ class Returning:
             common.effect(Send(segment.node.session, calls.MasterClaimed(index)))
 
     def _claim(self, now_ms: int, inventory: Inventory, claim: Claim) -> ObjectRecord | None:
-        """The record of that object, which is complete, if the claim is believed."""
+        """The object's record, complete now; None: the claim is refused."""
         common = self._common
         (namespace, key), parent, size, version, offset = claim
         extent = inventory.segment, offset
@@ -162,7 +162,7 @@ class Returning:
         if record is not None and record.complete:
             known = Version(record.epoch, record.counter)
             if known == version and record.size == size and extent in record.extents():
-                return record  # it was told before
+                return record  # claimed before
             if known > version or (known == version and record.size != size):
                 return None
         if (
@@ -207,7 +207,7 @@ class Returning:
     # --- checking -----------------------------------------------------------------------------
 
     def gaps(self) -> list[tuple[Segment, int, int]]:
-        """What no claim has taken yet, and is not free, as (segment, offset, length)."""
+        """Bytes that are neither claimed nor free, as (segment, offset, length)."""
         inventories = self._inventories.items()
         return [(segment, *gap) for segment, each in inventories for gap in each.gaps()]
 

@@ -17,10 +17,10 @@ class MasterRules:
     quarantine_ms: int = 20_000
     put_wait_max_ms: int = 30_000
     gather_ms: int = 0
-    """After the start: what would be a miss waits so long for nodes to tell what they hold."""
+    """How long after the master's start misses may wait for nodes to report their objects."""
     node_patience_ms: int = 30_000
-    """A node that is alive, but for so long has told nothing of its inventory, or has not wiped
-    what it was ordered to, must join anew: removals wait for both."""
+    """A living node that for so long has sent no claims, or has not carried out an order to wipe,
+    must join anew: removals wait for both."""
     pending_puts_max: int = 65_536
     waiting_puts_max: int = 256
     pinned_max: float = 0.5

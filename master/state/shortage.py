@@ -74,7 +74,7 @@ def explained(
 def _cause(
     segment: Segment, membership: Membership, now_ms: int, request: PutStart | Allocate
 ) -> str:
-    """Why it is not given out; LEASED: it is, and is full."""
+    """Why the segment takes no puts; LEASED: it does, but is full."""
     node = segment.node
     if request.here_only and node.host != request.host:
         return NOT_HERE

@@ -1,6 +1,6 @@
-"""What need not be done at once, in slices of a few milliseconds: room is made on full segments
-before it is needed, what dead segments held is forgotten, and leaves that no root leads to any more
-are marked, so that they are evicted first."""
+"""Background work, in slices of a few milliseconds: makes room on full segments ahead of need,
+deletes the records of dead segments, and marks leaves that no root leads to any more, so that they
+are evicted first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
 
 EVICTIONS_AHEAD = 64
-"""In one slice of background work: 1 to 2 ms."""
+"""Objects that one slice evicts ahead of need: 1 to 2 ms."""
 
 
 class Sweeping:
@@ -23,7 +23,7 @@ class Sweeping:
         self._common = common
         self._pool = common.pool
         self._pressed: dict[Segment, None] = {}
-        """Full segments with less free than should be."""
+        """Full segments with less than half of their reserve free."""
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """A segment and how far its candidates were seen; None: it is dead."""
         self._swept_breaks = common.forest.breaks
@@ -33,11 +33,11 @@ class Sweeping:
         return len(self._sweeps)
 
     def segment_died(self, segment: Segment) -> None:
-        """What it held is forgotten, by and by."""
+        """Deletes the records of the segment, in slices."""
         self._sweeps.append((segment, None))
 
     def taken_from(self, segment: Segment) -> None:
-        """Something was allocated there: make room ahead of need, if it is full."""
+        """Called when something was allocated there: makes room ahead of need if it is full."""
         if segment.pressed:
             free = segment.allocator.free_bytes + segment.wiping_bytes
             if free < segment.reserve_bytes // 2:

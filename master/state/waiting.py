@@ -14,7 +14,7 @@ from kvstore.master.state.pool import EVICTIONS_PER_STEP, Shortage
 from kvstore.master.state.puts import WaitingPut
 
 SERVED_PER_STEP = 512
-"""Keys of waiting puts that one step serves, or one put; a put counts for some keys more."""
+"""Keys of waiting puts that one step serves; at least one put. A put counts as some keys more."""
 
 PUT_COUNTS_FOR = 16
 
@@ -22,14 +22,14 @@ Wanting = calls.PutStart | calls.Allocate
 
 
 class WaitingPuts:
-    """Who frees or mounts memory, or makes any of it eligible, calls ``room_made``: the puts that
+    """A part that frees or mounts memory, or makes it eligible, calls ``room_made``: the puts that
     wait are then tried again, in a step of their own."""
 
     def __init__(self, common: Common) -> None:
         self._common = common
         self._queue: deque[WaitingPut] = deque()
         self._room_made = False
-        """Since they were last tried."""
+        """Whether room was made since the puts were last tried."""
         self._tried_ms = common.started_ms
 
     def __len__(self) -> int:
@@ -69,8 +69,8 @@ class WaitingPuts:
                 return
 
     def serve(self, now_ms: int, grant: Callable[[int, Wanting], calls.Grants | Shortage]) -> None:
-        """Grants what can be granted, in their order, until one must go on waiting; refuses those
-        whose time is up. Goes on in the next step (``due``) before it takes long."""
+        """Grants puts in their order, until one must go on waiting; refuses those whose time is up.
+        What would take long is left to the next step (``due``)."""
         common = self._common
         self._room_made = False
         self._tried_ms = now_ms

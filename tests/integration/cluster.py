@@ -206,7 +206,8 @@ class Cluster:
         self.reached_at = reached_at
         self.directory = directory
         self.prefix = list(prefix)
-        self.settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0} | dict(settings or {})
+        usual = {"host": "127.0.0.1", "port": 0, "http_port": 0}
+        self.settings: dict[str, Any] = usual | dict(settings or {})
         self.master_server: Server | None = None
         self.nodes: list[Node] = []
         self._servers: list[Server] = []
@@ -245,7 +246,13 @@ class Cluster:
 
     def launch_node(self, **settings: Any) -> Node:
         """Start one; it need not be able to join."""
-        given = {"master": self.address, "name": unique_name(), "memory": "32MiB"} | settings
+        given: dict[str, Any] = {
+            "master": self.address,
+            "name": unique_name(),
+            "memory": "32MiB",
+            "http_port": 0,
+        }
+        given |= settings
         keep = "--keep" if given.pop("keep", False) else "--no-keep"
         node = Node(NODE, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix)
         node.name = given["name"]

@@ -70,7 +70,7 @@ def test_a_master_whose_clock_dies_ends_and_its_memory_stays(memory: tuple[str, 
 def test_a_node_whose_beat_dies_ends_and_its_memory_stays(memory: tuple[str, Path]) -> None:
     name, left = memory
     master = subprocess.Popen(
-        [sys.executable, "-m", "kvstore.cli.master", "--port", "0"],
+        [sys.executable, "-m", "kvstore.cli.master", "--port", "0", "--http-port", "0"],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

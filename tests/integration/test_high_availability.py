@@ -22,6 +22,7 @@ import pytest
 from kvstore import Client, PutOutcome, calls
 from kvstore.addresses import EtcdPlace
 from kvstore.clocks import uptime
+from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
@@ -31,6 +32,7 @@ from kvstore.wire.status import decode_error, detail_of
 from tests.integration.cluster import MASTER, ROOT, SHORT, Cluster, Server, until
 from tests.integration.conftest import either_client
 from tests.integration.etcd import EtcdServer, Relay, running
+from tests.integration.http import get, http_port_of, metric
 from tests.integration.traffic import Worker, at_work, content, getter, putter
 
 STORED = PutOutcome.STORED
@@ -590,6 +592,33 @@ def test_what_a_standby_says(ha: HaCluster) -> None:
     assert f"leader {first} (found by {second})" in status.stdout
     counters = dict(ha.client().status().counters)
     assert (counters["elections_won"], counters["leads_lost"]) == (1, 0)
+
+
+def test_a_standby_is_ready_and_says_who_leads(tmp_path: Path, etcd: EtcdServer) -> None:
+    """As long as one leads: a balancer may then send it calls, which it answers with an address."""
+    cluster = HaCluster(tmp_path, etcd)
+    try:
+        first = cluster.add_master(http_port=free_port())
+        until(lambda: cluster.leader() == first)
+        second = cluster.add_master(http_port=free_port())
+        until(lambda: "standing_by" in cluster.masters[second].errors)
+        leader, standby = (http_port_of(cluster.masters[each]) for each in (first, second))
+        assert get(leader, "/readyz") == (200, "leads\n")
+        assert get(standby, "/readyz") == (200, f"stands by; {first} leads\n")
+        assert metric(standby, "kvstore_master_leads") == 0
+        assert metric(standby, "kvstore_nodes", state="alive") is None
+
+        cluster.masters[first].kill()
+
+        until(lambda: get(standby, "/readyz") == (200, "leads\n"))
+        assert metric(standby, "kvstore_master_leads") == 1
+        etcd.stop()
+        until(lambda: get(standby, "/readyz").status == 503)
+        assert get(standby, "/healthz").status == 200
+        etcd.start()
+        cluster.finish()
+    finally:
+        cluster.close()
 
 
 # --- from a single master to several, and back -------------------------------------------------

@@ -1,7 +1,7 @@
 """Draining against a dictionary: whatever happens meanwhile, a move changes no object.
 
-What each key holds is told by the version that wrote it; a move gives it a new one. So the model
-knows of each version which put its bytes are from, and of each key which bytes it must have.
+The version of a key says which bytes it holds; a move gives it a new version. So the model knows
+for each version which put its bytes are from, and for each key which bytes it must have.
 """
 
 from __future__ import annotations

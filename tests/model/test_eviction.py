@@ -1,4 +1,4 @@
-"""``LRU`` against a list that is sorted anew for every question."""
+"""``LRU`` against a list that is sorted anew for every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Forest`` against dictionaries from which reachability is worked out anew every time."""
+"""``Forest`` against dictionaries from which reachability is computed anew every time."""
 
 from __future__ import annotations
 

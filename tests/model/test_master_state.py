@@ -1,9 +1,9 @@
-"""``MasterState`` against a dictionary: what it promised to whom, worked out the simple way.
+"""``MasterState`` against a dictionary of its promises, computed the simple way.
 
-The model cannot know what is evicted, so it looks: an object that is gone must have been a leaf of
-which no promise lived and that no pin held, or its time to live was over. Everything else is
-predicted: each answer, each reply that comes later, and above all that no range of memory is given
-out while a reader, a writer or a wipe may need it.
+The model cannot predict evictions, so it checks them: an object that is gone must have been a leaf
+without a live promise or a pin, or its time to live was over. Everything else is predicted: each
+answer, each reply that comes later, and above all that no range of memory is given out while a
+reader, a writer or a wipe may need it.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ class MasterMachine(RuleBasedStateMachine):
         self.taboos: list[Taboo] = []
         self.unwiped: dict[tuple[Place, Version], Unwiped] = {}
         self.removals: dict[int, set[tuple[Place, Version]]] = {}  # by ticket
+        self.none_left_ms = -1
+        """When the last of the nodes died, if ever."""
         self.held_ms = -RULES.lease_ms
         """When a put last leased what it found, or its parent, while it waits or writes; or when
         something was last removed, whose bytes are free one lease later."""
@@ -400,6 +402,8 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _node_dies(self, node: ModelNode) -> None:
         del self.nodes[node.name]
+        if not self.nodes:
+            self.none_left_ms = self.now_ms
         if node.session is not None:
             self.old_sessions.append(node.session)
         for name, stored in list(self.objects.items()):
@@ -1307,7 +1311,12 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _see_answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         if ticket in self.removals:
-            for item in self.removals.pop(ticket):
+            items = self.removals.pop(ticket)
+            if isinstance(result, UnavailableError):
+                left = self.none_left_ms != self.now_ms
+                assert not left, "a node is left that could record the removal"
+                return
+            for item in items:
                 self._check_nobody_reads(item)
             assert isinstance(
                 result, (calls.Removed, calls.Cleared, calls.PutEnded, calls.Committed)

@@ -1,4 +1,4 @@
-"""Whatever a node says: the decoder refuses it with a typed error, or the state takes it."""
+"""Any message of a node: the decoder refuses it with a typed error, or the state handles it."""
 
 from __future__ import annotations
 

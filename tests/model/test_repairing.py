@@ -1,7 +1,7 @@
 """Replicas against a model of memory: whatever happens meanwhile, a copy is what it says it is.
 
-Headers are written the moment that they are granted, which is the worst that may happen before a
-``put_end``. The model knows which version each extent of each memory holds.
+Headers are written as soon as their extents are granted, the worst case before a ``put_end``. The
+model knows which version each extent of each memory holds.
 """
 
 from __future__ import annotations

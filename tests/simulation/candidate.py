@@ -1,7 +1,7 @@
 """One of several master processes: the production ``Role``, and a ``Master`` while it leads.
 
-As ``kvstore.master.election.Election`` and ``kvstore.master.app``: what the role says next is done
-over the simulated etcd, and whoever asks a process that does not lead is told who does.
+Stands in for ``kvstore.master.election.Election`` and ``kvstore.master.app``: carries out the
+role's actions on the simulated etcd. A process that does not lead answers who does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A whole store in virtual time: masters, nodes, clients and their programs, from one seed.
 
-A run has three phases. *Faults*: everything goes wrong that may, and only safety is asked for.
-*Healing*: faults stop, nobody begins anything new, and what was begun must come to its end.
-*Liveness*: every client puts and gets, and all of it must succeed; then nothing may be left over.
+A run has three phases. *Faults*: anything may go wrong, and only safety is checked. *Healing*:
+faults stop, clients begin no new calls, and all calls under way must end. *Liveness*: every client
+puts and gets, and all of these calls must succeed; then nothing may be left over.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ LEASE_MARGIN_MS = 40
 CLOCK_DRIFT = 0.005
 """Of every clock, either way; two of them differ by less than the margin covers (2 %)."""
 
-HEALED_US = 16 * SECOND
-"""After the last fault: a client's patience, its last put's deadline, and quarantine."""
+HEALED_US = 24 * SECOND
+"""After the last fault: what a client may wait for an allocation, compute and hold it (6, 7 and
+5 s), its last put's deadline, or quarantine."""
 
 BACK_US = 30 * SECOND
 """From then on no object lacks a replica for which there is room."""

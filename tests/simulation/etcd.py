@@ -1,8 +1,8 @@
-"""A simulated etcd: leases on its own clock, one key, a revision. What masters elect a leader by.
+"""A simulated etcd, as masters need it to elect a leader: leases on its own clock, one key, a
+revision.
 
 Its memory outlives its process, as a log on a disk would; a restart gives every lease its whole
-time again, as etcd's does. Requests come over the network like any other, so they may be late, cut
-off or lost on the way there or back.
+time again, as etcd's does. Requests and replies may be late, cut off or lost, like any other.
 """
 
 from __future__ import annotations

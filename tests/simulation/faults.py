@@ -1,5 +1,5 @@
-"""What goes wrong, and when. Each seed draws its own mixture, so that some runs are all of one
-kind and others have a little of each."""
+"""What goes wrong, and when. Each seed draws its own mixture of faults, so that some runs have
+faults of one kind only and others a few of each."""
 
 from __future__ import annotations
 

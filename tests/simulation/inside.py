@@ -1,4 +1,4 @@
-"""What the simulator looks at inside ``MasterState``: the only place that knows private parts."""
+"""What the simulator reads inside ``MasterState``: only this module uses private attributes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A segment as simulated processes have it: real bytes, a real superblock, nothing of the system.
+"""A segment of simulated processes: real bytes and a real superblock, but no system calls.
 
-Like shared memory it outlives the process that made it: whoever has it mapped still reads and
-writes it, until the last one lets go.
+Like shared memory it outlives the process that made it: processes that have it mapped can read and
+write it, until the last one unmaps it.
 """
 
 from __future__ import annotations

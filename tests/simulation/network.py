@@ -1,12 +1,11 @@
 """Streams between processes, as TCP gives them, over a network that misbehaves.
 
-What holds, as with the real one: bytes of one direction arrive in their order, once, or the stream
-breaks. What does not: they may take long, one direction of a pair of hosts may be cut while the
-other works, what was sent before a process closed its end or died still arrives, and what arrives
-at a stalled process waits there and is handled when it goes on. A cut that outlasts ``SILENCE_US``
-breaks the streams whose bytes it holds up. What is *held back* is in the buffers of some kernel: it
-arrives late, however late, whether or not its sender has closed or died since. A sender that resets
-its end takes back what has not left its own buffer.
+As in a real network, bytes of one direction arrive in order and once, or the stream breaks. Bytes
+may take long. One direction between two hosts may be cut while the other works. Bytes sent before a
+process closed its end or died still arrive. Bytes for a stalled process wait until it goes on. A
+cut that outlasts ``SILENCE_US`` breaks the streams whose bytes it holds up. Bytes that are *held
+back* are in the buffers of some kernel: they arrive, however late, even if their sender has closed
+or died since. A sender that resets its end takes back what has not left its own buffer.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""What must be true, whatever happens: it watches everybody and forgives nothing.
+"""The rules that must hold whatever happens, checked against every process of the cluster.
 
-It sees what no part of a real cluster sees at once: the master's state after each step, every byte
-that lands in a segment, every promise that a client believes in, by that client's own clock. Its
-rules, each with the place where it is checked:
+The oracle sees what no part of a real cluster sees at once: the master's state after each step,
+every byte that lands in a segment, every promise that a client believes in, by that client's own
+clock. Its rules, each with the place where it is checked:
 
 * ``MasterState.check_invariants`` holds, and no object vanishes from the master without a reason:
   removed, replaced, evicted (and counted) or on a dead segment (``master_stepped``).
 * Nothing is evicted while a lease on it lives, or while it is pinned (``master_stepped``).
-* An object whose time to live is over is in no answer of the master that knows so
+* An object whose time to live is over is in no answer of a master that knows that time
   (``_promises``), and a get that begins one lease later does not return it (``read``).
 * No extent is granted over bytes that some client still believes to be leased (``_granted``).
 * A write lands only in what its own put was granted, or in quarantine (``write``).
 * Bytes under a view that is held do not change (``check_views``).
 * A get returns exactly what the put of that version wrote, for that key (``read``).
 * What a removal or an overwriting put has replaced is not returned by a get that starts after the
-  acknowledgement (``acknowledged``, ``read``); nor is what an earlier put of that key has given up,
-  or a move of it that was under way.
+  acknowledgement (``acknowledged``, ``read``); nor are the bytes of an earlier put of that key that
+  was given up, or of a move of it that was under way.
 * A put that is acknowledged was complete at the master (``acknowledged``).
 * No master has wiped what a master of a later epoch has granted (``wiped``).
 """

@@ -1,7 +1,7 @@
 """Many seeds (``make sim``, ``make sim SEEDS=200``), or one: ``--seed 7``.
 
-A failure prints the seed, the options and the story of what it was about: the last events that name
-the key or version concerned, among the faults; and the command that runs to the same step again.
+A failure prints the seed, the options, its story (the last events that name the key or version
+concerned, among the faults) and the command that runs to the same step again.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Nothing here sleeps. ``Scheduler.step`` takes the next event, moves the clock to it and runs it;
 the same seed gives the same events in the same order, which ``digest`` proves.
 
-A *process* owns tasks (coroutines that await ``Future``). It can be stalled, like by SIGSTOP:
-whatever would happen in it waits, in order, until it goes on. Or killed: its tasks end where they
-stand, in the middle of whatever they were doing.
+A *process* owns tasks (coroutines that await ``Future``). It can be stalled, as by SIGSTOP: its
+events wait, in order, until it goes on. Or it can be killed: its tasks end where they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the simulation has found, each as the shortest story that shows it. ``tests/README.md``
+"""Bugs that the simulation has found, each as the shortest story that shows it. ``tests/README.md``
 explains.
 
-A story that is marked ``xfail`` is open: whoever repairs it removes its mark here, and its rules
-from ``known.py``. The story stays as a regression.
+A story that is marked ``xfail`` is an open bug: its fix removes the mark here, and its rules from
+``known.py``. The story stays as a regression test.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ SIZE = 7 << 10
 """Of a payload; its extent is 8 KiB."""
 
 
-def joined(state: MasterState, now_ms: int, *, session: int, fresh: bool, objects: int = 1) -> None:
-    """The one node, with room for so many objects."""
+def joined(state: MasterState, now_ms: int, *, session: int, fresh: bool, objects: int = 1,
+           name: str = "n") -> None:  # fmt: skip
+    """A node, with room for so many objects."""
     offer = calls.SegmentOffer(
-        size=SUPERBLOCK_BYTES + objects * extent_bytes(SIZE), uuid=b"u" * 16, shm_name="",
-        address="n:1", token=b"t" * 16, seed=1, generation=1, fresh=fresh,
+        size=SUPERBLOCK_BYTES + objects * extent_bytes(SIZE), uuid=name.encode() * 16, shm_name="",
+        address=f"{name}:1", token=b"t" * 16, seed=1, generation=1, fresh=fresh,
     )  # fmt: skip
-    state.nodes.joined(now_ms, session, calls.NodeJoin("n", "h", PROTOCOL_VERSION, 0, [offer]))
+    state.nodes.joined(now_ms, session, calls.NodeJoin(name, "h", PROTOCOL_VERSION, 0, [offer]))
 
 
 def new_state(*, objects: int = 1) -> MasterState:
@@ -92,10 +93,18 @@ def test_3_a_removal_is_not_acknowledged_while_a_lease_on_a_dead_node_lives() ->
     stored(state, 10, b"k")
     state.nodes.said(1_000, 1, calls.NodeBeat(1))
     state.asking.lookup(1_900, calls.Lookup(A, [Key(b"k")]))
+    joined(state, 1_900, session=2, fresh=True, name="m")
     assert isinstance(state.removing.remove(1_901, calls.Remove(A, [Key(b"k")])), Later)
-    state.take_effects()
     state.tick(2_300)  # the node has been silent for 1,300 ms; the lease lives until 3,900
-    assert not any(isinstance(effect, Answer) for effect in state.take_effects())
+    effects = state.take_effects()
+    marks = [e.message for e in effects if isinstance(e, Send) and e.session == 2]
+    for order in marks:
+        assert isinstance(order, calls.MasterWipe)
+        state.nodes.said(2_300, 2, calls.NodeWiped(order.order))
+    assert not any(isinstance(effect, Answer) for effect in [*effects, *state.take_effects()])
+    state.nodes.said(3_200, 2, calls.NodeBeat(1))
+    state.tick(3_901)
+    assert any(isinstance(effect, Answer) for effect in state.take_effects())
 
 
 def test_4_a_grant_of_one_master_is_not_written_where_the_next_one_says() -> None:

@@ -1,5 +1,5 @@
 """Views and allocations of a simulated client: the production ``Watches`` on its clock, without
-the thread. Their arrays count as gone when the simulated program lets go."""
+the thread. Their arrays count as gone when the simulated program releases them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""What may be returned: an independent judge of all that the workers' journals say.
+"""Judges, by the workers' journals alone, whether calls returned what they may return.
 
-It knows nothing of masters, leases or memory, only of calls with a beginning and an end:
+The checker knows nothing of masters, leases or memory, only of calls with a beginning and an end:
 
 * A get returns a version that was put under that key, in a put that had begun by then.
-* Nothing that was removed, cleared or overwritten is returned by a get that began after that was
-  acknowledged, if its own put had ended before that began. So it stays over restarts.
-* A key that is said to be there has a version that is not gone in that sense.
+* A get does not return a version that was removed, cleared or overwritten, if the version's put had
+  ended before that began, and the get began after that was acknowledged. Restarts change nothing.
+* A key that is reported as present has a version that is not gone in that sense.
 
 A put without a good end (an error, a killed process, FOUND) may have happened, at any time after
-it began: its version is *doubtful*, and is never called gone. What ADR 11 says may happen is
-counted and is no violation: memory that was away when something was removed, and joins the next
-master before all others, can show it until the first of those has joined; and who had a lease of a
-master before may read the memory of a node that died before it joined the next one.
+it began: its version is *doubtful*, and is never called gone. Two cases that ADR 11 allows are
+counted, and are no violations. Memory that was away during a removal, and joins the next master
+before all others, can show the object until the first of the others has joined. And a client with
+a lease of an earlier master may read the memory of a node that died before it joined the next one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One client in the hands of a workload: every call timed, judged and written down.
+"""A workload's client: every call is timed, checked and written to the journal.
 
 Workloads are coroutines, so that one text serves ``Client`` (whose calls block the workload's own
-loop) and ``AsyncClient``. A call that raises something else than a typed error, or that takes
-longer than its deadline allows, is a violation, whoever made it and whatever was broken meanwhile.
+loop) and ``AsyncClient``. A call that raises anything but a typed error, or that takes longer than
+its deadline allows, is a violation, whatever was broken meanwhile.
 """
 
 from __future__ import annotations

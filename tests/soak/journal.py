@@ -8,9 +8,9 @@
     ["broke", rule, detail, at]                        the worker has seen a violation itself
     ["count", verb, outcome, number]
 
-Times are of the monotonic clock, which all processes of a host share. What a put begins is written
-at once, the rest within half a second: what a killed worker had read is no loss, what it may have
-put must be known.
+Times are of the monotonic clock, which all processes of a host share. The beginning of a put is
+written at once, the rest within half a second: the reads of a killed worker may be lost, but the
+puts that it may have made must be known.
 """
 
 from __future__ import annotations

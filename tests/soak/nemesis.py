@@ -1,7 +1,7 @@
 """What is broken, when and for how long: drawn from the seed before anything starts.
 
 A fault names its target by a number; which process that is ("the leader", "the third node") is
-looked up when it is due. Each fault undoes itself, and the last seconds are left in peace.
+looked up when the fault is due. Each fault undoes itself, and the last seconds have no faults.
 """
 
 from __future__ import annotations

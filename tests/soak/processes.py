@@ -200,7 +200,8 @@ class Cluster:
             port, lane = ports.pop(), ports.pop()
             command = [
                 sys.executable, "-m", "kvstore.cli.master", "--port", str(port),
-                "--lane-port", str(lane), *MASTER_FLAGS[: None if masters > 1 else -2], *flags,
+                "--lane-port", str(lane), "--http-port", "0",
+                *MASTER_FLAGS[: None if masters > 1 else -2], *flags,
             ]  # fmt: skip
             log = directory / f"master-{number}.log"
             self.masters.append(Process(f"master-{number}", command, log, environ=environ))

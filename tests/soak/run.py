@@ -3,13 +3,13 @@
     make soak SECONDS=120 SEED=7
     python -m tests.soak --seconds 1800 --seed 7
 
-Masters that elect through a real etcd, nodes with small pools, workers that do everything a program
-can do with a client; what is broken meanwhile follows from the seed (``nemesis``), what each worker
-does as well, but who comes first does not: a seed repeats the schedule, not the run.
+The store has masters that elect through a real etcd, nodes with small pools, and workers that do
+everything a program can do with a client. The faults (``nemesis``) and the workers' calls follow
+from the seed, but their order does not: a seed repeats the schedule, not the run.
 
-It runs in namespaces of its own (shared memory, network, processes), so that a full ``/dev/shm`` or
-a filtered port is nobody else's, and so that nothing is left behind. Where that is not allowed it
-says which faults it leaves out.
+The run has namespaces of its own (shared memory, network, processes), so that a full ``/dev/shm``
+or a filtered port concerns only itself, and nothing is left behind. Where namespaces are not
+allowed, it says which faults it leaves out.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Values that say in every block what they are, and memory that says whether it was written to.
+"""Values of which every block identifies itself, and memory that shows whether it was written to.
 
 A block has 64 bytes: what it belongs to (a digest of namespace and key), which put made it (its
 *version*, unique in a run), the run's seed, the value's size, the block's number, and words that
 are computed from those. So each block of a value that a get returns can be judged alone, and a
-value made of two others is seen as such.
+value made of two others is detected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process of one worker. Works until SIGTERM.
 
-Exit status 0: it ended as it was told to; everything else is a violation, which the one who started
-it sees. ``python -m tests.soak.worker ROLE MASTER WORKER SEED DIRECTORY MS`` is the same in a new
-interpreter.
+Exit status 0: the worker ended as it was told to; any other status is a violation, which its parent
+process sees. ``python -m tests.soak.worker ROLE MASTER WORKER SEED DIRECTORY MS`` is the same in a
+new interpreter.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     write: copy and hash into a chunk ─► batch ─► …      read: batch ─► copy and hash out of a chunk
 
-While one batch moves, the next is prepared or the last one taken out. Memory that is registered is
-moved as it is, and only hashed here.
+While one batch moves, the next is prepared or the last one taken out. Registered memory is moved
+without a copy, and only hashed here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvstore.transport.pieces import deadline_exceeded, feed
 
 UNDER_WAY_MAX: Final = 2
 RANGES_MAX: Final = 512
-"""In one batch."""
+"""Ranges in one batch."""
 
 DIRECT_BYTES_MIN: Final = PIECE_BYTES
-"""Less is copied also where it is registered: beside its header it is one range, then, not two."""
+"""Smaller registered memory is copied, too: together with its header it is one range, not two."""
 
 LOOK_S: Final = 0.1
 """How often a call that waits looks whether the transport was closed."""
@@ -41,7 +41,7 @@ class TransferFailedError(Exception):
 class _Piece(NamedTuple):
     data: memoryview
     place: int
-    """In the buffer; -1: it was moved as it is."""
+    """The offset in the buffer; -1: the memory is moved without a copy."""
     hasher: Hasher | None
 
 
@@ -59,7 +59,7 @@ class _Batch:
         self.moving: Future[bool] | None = None
 
     def add(self, ours: int, theirs: int, length: int) -> None:
-        """Neighbours become one range: each costs the engine 70 us over tcp."""
+        """Adds a range. Neighbours become one: each range costs the engine 70 us over tcp."""
         self.bytes += length
         if (
             self.lengths
@@ -74,7 +74,7 @@ class _Batch:
 
 
 class Call:
-    """Made, ``run``, dropped. One thread."""
+    """Is made, ``run`` once, and dropped. One thread."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Call:
         self.is_settled = True
         """Whether no byte of it can be on its way any more."""
         self.in_doubt: list[memoryview] = []
-        """Caller's memory that may still be read or written, where it is not settled."""
+        """Caller's memory that may still be read or written, if the call is not settled."""
 
     def run(self, moves: Sequence[Move]) -> None:
         """Returns when all of it is done.
@@ -170,8 +170,8 @@ class Call:
                     self._finish()
 
     def _submit(self, *, is_last: bool = False) -> None:
-        """Let the batch at hand be moved. What is the last of its wave and one range, with nothing
-        else under way, is moved in this thread: handing over takes as long as a small range."""
+        """Lets the present batch be moved. If it is the last of its wave, of one range, and nothing
+        else is under way, this thread moves it: handing over takes as long as a small range."""
         batch, self._batch = self._batch, _Batch()
         if not batch.lengths:
             return
@@ -247,7 +247,7 @@ class Call:
         return ClosedError("the transport was closed")
 
     def _abandon(self) -> None:
-        """Give up what is under way; what has not begun never will."""
+        """Gives up the batches under way. Those that have not begun never will."""
         begun = []
         for batch in self._under_way:
             if batch.moving is not None and batch.moving.cancel():

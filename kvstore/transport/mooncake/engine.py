@@ -60,7 +60,7 @@ CARDS: Final = Path("/sys/class/infiniband")
 METADATA_TIMEOUT_S: Final = 2.0
 
 _ENVIRONMENT: Final = {
-    # The least it takes: what a deadline of ours has given up is ended so much later.
+    # The least that it accepts: a transfer that misses our deadline ends so much later.
     "MC_TRANSFER_TIMEOUT": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
@@ -69,22 +69,22 @@ _ENVIRONMENT: Final = {
     "MC_TCP_LANES_PER_PEER": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""Where the environment says nothing else; of this process, so of its other users there, too."""
+"""Set unless the environment has them. They hold for other users in this process, too."""
 
 _LOGGED_FATAL: Final = 3
 _POLL_S: Final = 1e-3
 _NAP_S: Final = 50e-6
-"""A range that is moved in the caller's thread is polled for so long, as 1 MiB takes, before naps
-come between: a busy machine wakes a sleeping thread late."""
+"""A caller's thread polls for its range for ``_POLL_S``, as long as 1 MiB takes, and naps between
+polls only after that: a busy machine wakes a sleeping thread late."""
 
 _LARGE_BYTES: Final = 1 << 20
 _UNCERTAIN: Final = 0.7
 _NAP_S_MAX: Final = 0.01
-"""Before we let it poll for a large batch, we sleep for so much of the time that it is likely to
-take, by what large batches took lately. Small ones take as long as their ranges are many."""
+"""Before the engine polls for a large batch, we sleep for ``_UNCERTAIN`` of its likely time (as
+recent large ones took), at most so long. The time of small ones depends on their ranges."""
 
 _NEEDED_OF_TCP: Final = ("MC_TCP_PROTO", "is not within any registered buffer")
-"""Texts of the library where writes are acknowledged once applied, and addresses are checked."""
+"""Texts in a library that acknowledges writes once they are applied, and checks addresses."""
 
 _making = threading.Lock()
 _protocol_of_process = ""
@@ -101,8 +101,8 @@ class EngineSettings(NamedTuple):
 class Engine:
     """One engine. Threads: any; ``close`` once no other call is under way.
 
-    Life cycle: make, ``register``, ``transfer`` as often as wanted, ``close``, which ends whatever
-    of the transfers is still under way. Registered memory stays the caller's, who keeps it until
+    Life cycle: make, ``register``, ``transfer`` as often as wanted, ``close``, which ends transfers
+    that are still under way. Registered memory stays the caller's, who keeps it until
     ``unregister`` or ``close`` has returned.
     """
 
@@ -112,7 +112,7 @@ class Engine:
             host: our own address, as peers reach it.
 
         Raises:
-            TransferEngineError: there is none, or not for these settings.
+            TransferEngineError: no engine is installed, or it does not support these settings.
         """
         self.settings: Final = settings
         with _making:
@@ -122,7 +122,7 @@ class Engine:
             before = {sock_port for sock_port, _ in _listening()}
             name = host if settings.metadata_server == P2P else _unique_name(host)
             made = engine.TransferEngine()
-            _silence()  # each makes its log speak again
+            _silence()  # each new engine turns its log on again
             if made.initialize(name, settings.metadata_server, settings.protocol,
                                settings.device_name):  # fmt: skip
                 raise _refused(settings)
@@ -131,7 +131,7 @@ class Engine:
             self.data_ports: Final = frozenset(
                 port for port, _ in _listening() if port not in before | {self._rpc_port}
             )
-            """Where it listens for bytes; of protocol tcp only."""
+            """Ports on which it listens for bytes; of protocol tcp only."""
         self.name: Final = f"{host}:{self._rpc_port}" if settings.metadata_server == P2P else name
         self._bytes_per_s = 1e9
 
@@ -193,7 +193,7 @@ class Engine:
         batch = submit(peer, [ours], [theirs], [length])
         if not _is_batch(batch):
             return False
-        # Of a batch of one this tells all, and does not wait: no thread is needed for a deadline.
+        # For a batch of one this says all, and does not wait: a deadline needs no other thread.
         nap_at = uptime() + _POLL_S
         while not (status := engine.transfer_check_status(batch)):
             now = uptime()
@@ -212,7 +212,8 @@ class Engine:
         *,
         is_write: bool,
     ) -> bool:
-        """``transfer`` by the call that its users know, which polls all the time: to compare."""
+        """``transfer`` by the call that Mooncake's users know, which polls all the time; for
+        comparisons."""
         engine = self._engine
         sync = engine.batch_transfer_sync_write if is_write else engine.batch_transfer_sync_read
         return not sync(peer, ours, theirs, lengths)
@@ -293,7 +294,8 @@ def _load(settings: EngineSettings) -> Any:
 
 
 def _check_tcp(settings: EngineSettings) -> None:
-    """What our promises need of its tcp protocol came with 0.3.13, and can be switched off."""
+    """Checks for properties of its tcp protocol that our promises need: they came with 0.3.13, and
+    can be switched off."""
     library = find_package()
     if settings.protocol != "tcp" or library is None:
         return
@@ -310,8 +312,8 @@ def _check_tcp(settings: EngineSettings) -> None:
 
 
 def _silence() -> None:
-    """Make the engine's log say nothing: we say what failed. Any ``MC_LOG_LEVEL`` but ours keeps
-    it talking."""
+    """Turns the engine's log off, because our errors say what failed. A ``MC_LOG_LEVEL`` other than
+    ours leaves it on."""
     if os.environ.get("MC_LOG_LEVEL") != _ENVIRONMENT["MC_LOG_LEVEL"]:
         return
     with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -384,7 +386,7 @@ def _refused(settings: EngineSettings) -> TransferEngineError:
 
 def _unique_name(host: str) -> str:
     """A metadata server keeps one entry per name, and an http:// one refuses a second. The engine
-    wants the form of an address; what number stands there means nothing to it."""
+    wants the form of an address, but does not use the port number in it."""
     return f"{host}:{20_000 + secrets.randbelow(45_000)}"
 
 

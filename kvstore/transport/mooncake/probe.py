@@ -38,8 +38,8 @@ class Finding(NamedTuple):
 
 
 def probe() -> list[Finding]:
-    """Package, system libraries, protocols, kinds of metadata server, cards: in that order, and no
-    further than there is something to look at. Imports the engine where it is installed."""
+    """Package, system libraries, protocols, kinds of metadata server, cards: in that order, up to
+    the first part that is missing. Imports the engine where it is installed."""
     library = find_package()
     if library is None:
         advice = f"pip install {PACKAGE}"

@@ -33,8 +33,8 @@ from kvstore.memory.segment import Segment
 from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of_map, sockets
 
 STALL_S: Final = 6.0
-"""A node may be stopped for as long again (``dead_ms``) before what it then reads is too late for
-the master's quarantine: see ADR 8."""
+"""The longest time without traffic. A node may be stopped for as long again (``dead_ms``), and what
+it reads then still lands within the master's quarantine: see ADR 8."""
 
 SWEEP_S: Final = 0.5
 
@@ -54,7 +54,7 @@ class EngineServer:
             host: as clients reach this node.
 
         Raises:
-            TransferEngineError: it cannot be served that way.
+            TransferEngineError: the engine cannot serve the segment.
         """
         self._segment = segment
         self._mapped: list[mmap.mmap] = []
@@ -97,7 +97,7 @@ class EngineServer:
         if self._sweeper is not None:
             self._sweeper.join()
         self._engine.close()
-        # Mappings are left to the end of the process where something refers to them still.
+        # Mappings that something still refers to stay until the process ends.
         while self._mapped:
             with contextlib.suppress(BufferError):
                 self._mapped.pop().close()
@@ -124,7 +124,7 @@ class EngineServer:
                 return False
             if sock.getsockname()[1] not in self._engine.data_ports:
                 return False
-            sock.getpeername()  # of one that listens there is none
+            sock.getpeername()  # a listening socket has none
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             sent_ms, received_ms = _TCP_INFO.unpack(info)
             if min(sent_ms, received_ms) < STALL_S * 1000:

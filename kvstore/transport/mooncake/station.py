@@ -23,8 +23,8 @@ from kvstore.memory.regions import Region
 from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of_map
 
 CHUNK_BYTES_MAX: Final = 4 << 20
-"""Of the buffer, used for one batch: some milliseconds, so that copying and hashing the next goes
-on meanwhile."""
+"""Bytes of the buffer for one batch: they take some milliseconds, in which the next one is copied
+and hashed."""
 
 CHUNKS_MIN: Final = 8
 
@@ -46,7 +46,7 @@ class Buffer:
             self.free.put(start)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # somebody's view: unmapped with the last of them
+        with contextlib.suppress(BufferError):  # a view exists: unmapped with the last one
             self.memory.release()
             self._mapped.close()
 
@@ -61,7 +61,7 @@ class Station:
         buffer: Buffer,
         registered: Iterable[Region],
     ) -> None:
-        """``buffer`` is ended with the station, unless ``give_up_buffer`` was called before.
+        """``buffer`` is unmapped with the station, unless ``give_up_buffer`` was called before.
 
         Raises:
             TransferEngineError: as ``Engine``; ``buffer`` is the caller's still.
@@ -84,7 +84,7 @@ class Station:
 
     @property
     def is_idle(self) -> bool:
-        """Whether only its owner has it."""
+        """Whether only its owner uses it."""
         return self._users == 1
 
     def enter(self) -> None:
@@ -104,7 +104,8 @@ class Station:
         self.ended.set()
 
     def give_up_buffer(self) -> Buffer:
-        """For the next station, by the owner of an idle one that never failed; then ``leave``."""
+        """The buffer, for the next station. The owner of an idle station that never failed calls
+        it, and then ``leave``."""
         buffer, self.buffer = self.buffer, None
         assert buffer is not None
         return buffer
@@ -113,6 +114,6 @@ class Station:
         self.used_at[peer] = uptime()
 
     def idle_s(self, peer: str) -> float:
-        """Since the last transfer with that peer; 0: there was none."""
+        """Seconds since the last transfer with that peer; 0: there was none."""
         used_at = self.used_at.get(peer)
         return 0.0 if used_at is None else uptime() - used_at

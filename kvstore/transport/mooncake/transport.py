@@ -58,7 +58,8 @@ BROKEN_S: Final = 10.0
 """How long an engine that did not start is not tried again; other transports do the work."""
 
 UNREACHED_S: Final = 5.0
-"""How long one that fails at a node which answers is not tried again: a port may be closed."""
+"""How long an engine that fails although its node answers is not tried again: a port may be
+closed."""
 
 SETTLE_S: Final = 0.5
 """How long a read that failed waits for its engine to end, so that the caller's memory is its own
@@ -144,7 +145,7 @@ class MooncakeTransport:
         """Let transfers use this memory as it is, until ``unregister`` or ``close``.
 
         Raises:
-            TransferEngineError: the engine refuses it, or overlaps what is registered.
+            TransferEngineError: the engine refuses it, or it overlaps registered memory.
         """
         one = Region.of(buffer)
         if one.start == one.stop:
@@ -157,8 +158,8 @@ class MooncakeTransport:
             self._registered.add(one)
 
     def unregister(self, buffer: memoryview) -> None:
-        """Take it back. Returns when no transfer can touch this memory any more: at most the
-        engine's own time-out after one that was given up. Unknown memory is ignored."""
+        """Ends the registration. Returns when no transfer can touch this memory any more: at most
+        the engine's own time-out after one that was given up. Unknown memory is ignored."""
         start = address_of(buffer)
         with self._changing:
             found = self._registered.take(start)
@@ -248,7 +249,8 @@ class MooncakeTransport:
                 witness.close()
 
     def abandon(self) -> None:
-        """As ``Transport.abandon``. Has to be kept: the engine's end would touch what is shared."""
+        """As ``Transport.abandon``. Keep the transport: ending its engine would touch what the
+        parent shares."""
         for witness in self._witnesses.values():
             witness.abandon()
 
@@ -390,7 +392,7 @@ class MooncakeTransport:
         log.error("transfer_engine_not_used error=%s", error)
 
     def _retire(self, station: Station) -> None:
-        """A transfer of it failed or was given up: nothing of it is used again."""
+        """Called when a transfer failed or was given up: no part of the station is used again."""
         with self._changing:
             if station.is_retired:
                 return
@@ -402,7 +404,7 @@ class MooncakeTransport:
         station.leave()
 
     def _why(self, segment: SegmentInfo, witness: _Witness, deadline: float) -> KVStoreError:
-        """What the node says to a transfer that failed."""
+        """The error for a transfer that failed, as the node's data server explains it."""
         try:
             witness.greet(deadline, anew=True)
         except KVStoreError as error:
@@ -490,7 +492,7 @@ class _Witness:
             self._using.release()
 
     def distrust(self) -> None:
-        """Ask again before the next call, also where the connection seems to be open."""
+        """Makes the next call ask again, even if the connection seems to be open."""
         with self._using:
             self._connection.close()
 

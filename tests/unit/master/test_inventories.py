@@ -488,6 +488,7 @@ def test_a_node_that_beats_and_wipes_nothing_must_join_anew(new_cluster: NewClus
 
     assert set(cluster.states()) == {"one", "two"} - {holder}
     assert cluster.sessions[holder] in cluster.hangups
+    cluster.wipe()  # the mark on the other
     cluster.after(LEASE_MS)
     assert waits.ticket in cluster.answers
 

@@ -15,7 +15,7 @@ PRINTS = fingerprints(range(2 * BLOCK_TOKENS), blocks_max=9)
 def healthy(rules: Rules, *addresses: str) -> Instances:
     instances = Instances(rules)
     for address in addresses:
-        instances.add("decode", address)[0].is_well()
+        instances.add("decode", address)[0].note_well()
     return instances
 
 
@@ -53,29 +53,29 @@ def test_one_after_the_other_they_take_turns(three: Instances) -> None:
 
 
 def test_not_who_was_tried_nor_who_is_in_another_role(three: Instances) -> None:
-    three.add("prefill", "p")[0].is_well()
+    three.add("prefill", "p")[0].note_well()
     assert choose(three, without=["a", "b"]).instance.address == "c"
     assert three.choose("decode", 0, without=["a", "b", "c"]) is None
 
 
 def test_two_failed_checks_make_it_unhealthy_and_one_answer_well(three: Instances) -> None:
     a = at(three, "a")
-    a.is_ill()
+    a.note_ill()
     assert a.usable(0)
-    a.is_well()
-    a.is_absent(refused=True)
+    a.note_well()
+    a.note_absent(refused=True)
     assert a.usable(0)
-    a.is_ill()
+    a.note_ill()
     assert not a.usable(0)
-    a.is_well()
+    a.note_well()
     assert a.usable(0)
 
 
 def late(instance: Instance, *times_ms: int) -> None:
     """Its health checks of these times found no answer."""
     for now_ms in times_ms:
-        instance.is_asked(now_ms)
-        instance.is_late()
+        instance.note_asked(now_ms)
+        instance.note_late()
 
 
 def test_a_late_answer_does_not_count_while_requests_are_answered(three: Instances) -> None:
@@ -105,10 +105,10 @@ def test_an_answered_request_is_a_health_check(three: Instances) -> None:
 def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instances) -> None:
     a = at(three, "a")
     for _ in range(2):
-        a.is_ill()
+        a.note_ill()
         a.answered(1_000)
     assert not a.usable(0)
-    a.is_well()
+    a.note_well()
     assert a.usable(0)
 
 

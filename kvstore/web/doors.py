@@ -16,9 +16,13 @@ from typing import Final
 
 from aiohttp import web
 
-from kvstore.proxy.asked import CLIENT_LEFT, RETRY_AFTER_S
+log = logging.getLogger("kvstore.web")
 
-log = logging.getLogger("kvstore.proxy")
+CLIENT_LEFT: Final = 499
+"""The status of a request whose client left before the answer, in logs and metrics, as in nginx."""
+
+RETRY_AFTER_S: Final = 1
+"""Sent with a 503: connections come free within a second."""
 
 FILES_WANTED: Final = 65_536
 FILES_OTHERWISE: Final = 96
@@ -57,7 +61,16 @@ def connections_max(inflight_max: int) -> int:
 async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
     """Starts the server. Raises OSError."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(doors, host, port, backlog=AT_ONCE)
+    return _queued(await loop.create_server(doors, host, port, backlog=AT_ONCE))
+
+
+async def listen_on(doors: Doors, listener: socket.socket) -> asyncio.Server:
+    """Starts the server on a socket that is bound."""
+    loop = asyncio.get_running_loop()
+    return _queued(await loop.create_server(doors, sock=listener, backlog=AT_ONCE))
+
+
+def _queued(server: asyncio.Server) -> asyncio.Server:
     for each in server.sockets:
         # asyncio uses one number for the kernel's queue and for the accepts of one step.
         with socket.socket(fileno=os.dup(each.fileno())) as same:

@@ -1,0 +1,49 @@
+"""``python -m kvstore.cli.web``: what a master starts to serve HTTP. Not for users."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import click
+
+from kvstore import logs
+from kvstore.children import ParentLink
+
+
+@click.command()
+@click.option("--parent-fd", type=int, required=True)
+@click.option("--listener", type=int, required=True, help="The bound socket.")
+@click.option("--link", type=int, required=True, help="The socket for questions to the parent.")
+@click.option("--master", required=True)
+@click.option("--cluster", default="")
+@click.option("--config", default="")
+@click.option("--log-level", default="warning")
+def command(
+    parent_fd: int, listener: int, link: int, master: str, cluster: str, config: str, log_level: str
+) -> None:
+    del config  # every child of ours is given one
+    logs.configure(log_level)
+    from kvstore.web.of_master import Served, serve
+
+    parent = ParentLink(parent_fd)
+    try:
+        asyncio.run(
+            serve(
+                Served(
+                    listener=socket.socket(fileno=listener),
+                    link=socket.socket(fileno=link),
+                    parent=parent,
+                    pid=os.getppid(),
+                    master=master,
+                    cluster=cluster,
+                )
+            )
+        )
+    finally:
+        parent.close()
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,33 @@
+"""Histograms whose bounds are powers of two, so that to count a value costs one ``bit_length``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Final
+
+BUCKETS: Final = 28
+"""Bucket ``i`` counts the values from ``2**(i-1)`` to below ``2**i``, bucket 0 those below 1, and
+the last one all that are larger: of microseconds, those above 67 s."""
+
+
+class Histogram:
+    """Counts of values that are not negative. One thread."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * BUCKETS
+        self.total = 0.0
+        """The sum of all values."""
+
+    def add(self, value: float) -> None:
+        self.total += value
+        bucket = int(value).bit_length()
+        self.counts[bucket if bucket < BUCKETS else -1] += 1
+
+
+def cumulative(counts: Sequence[int], unit: float = 1.0) -> list[tuple[str, int]]:
+    """As Prometheus wants it: each bound, multiplied by ``unit``, and how many values are below."""
+    bounds = [*(repr((1 << index) * unit) for index in range(BUCKETS - 1)), "+Inf"]
+    return list(zip(bounds, accumulate(counts), strict=True))

@@ -1,0 +1,49 @@
+"""What a node says of itself over HTTP; served in the agent's loop, which moves no bytes."""
+
+from __future__ import annotations
+
+import os
+
+from kvstore._version import __version__
+from kvstore.memory.segment import Segment
+from kvstore.node.agent import NodeAgent
+from kvstore.transport.tcp_server import DataServer
+from kvstore.web import metrics
+from kvstore.web.families import NODE
+from kvstore.web.metrics import Rows
+from kvstore.web.serving import Answers, Readiness
+
+
+def answers_of(agent: NodeAgent, segment: Segment, server: DataServer) -> Answers:
+    async def readiness() -> Readiness:
+        if agent.is_joined:
+            return Readiness(True, "joined")
+        return Readiness(False, "looks for a master to join")
+
+    async def page() -> bytes:
+        return metrics.page(NODE, _values(agent, segment, server), pid=os.getpid())
+
+    return Answers(readiness, page)
+
+
+def _values(agent: NodeAgent, segment: Segment, server: DataServer) -> dict[str, Rows]:
+    counted = server.counters()
+    cluster = segment.owner.cluster
+    return {
+        "kvstore_node_info": {(__version__, cluster, segment.node): 1},
+        "kvstore_node_joined": {(): int(agent.is_joined)},
+        "kvstore_node_memory_bytes": {(): segment.size},
+        "kvstore_node_connections": {(): server.connections},
+        "kvstore_node_connections_total": {(): counted.connections},
+        "kvstore_node_refused_connections_total": {
+            ("busy",): counted.refused_busy,
+            ("hello",): counted.refused_hellos,
+        },
+        "kvstore_node_bad_requests_total": {(): counted.bad_requests},
+        "kvstore_node_stalls_total": {(): counted.stalls},
+        "kvstore_node_requests_total": {("read",): counted.reads, ("write",): counted.writes},
+        "kvstore_node_moved_bytes_total": {
+            ("read",): counted.read_bytes,
+            ("write",): counted.written_bytes,
+        },
+    }

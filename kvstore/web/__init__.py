@@ -1,0 +1,9 @@
+"""HTTP beside a process: a child that serves health and metrics of the process that started it.
+
+    kvstore-master ──listening socket──► child: aiohttp ◄── probes, Prometheus
+                   ◄──── questions ──── (``link``: a private socket pair)
+
+The child is a process of its own, so that no scrape and no slow reader holds the loop of its parent
+(ADR 21). What is private to the parent is asked through the link, everything else as any client
+asks.
+"""

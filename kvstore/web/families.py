@@ -1,0 +1,94 @@
+"""Every metric of masters and nodes: name, kind, labels, meaning; docs/metrics.md is this table.
+
+Names follow Prometheus: base units, ``_total`` for what only grows. What concerns the store as a
+whole begins with ``kvstore_`` and is served by the master that leads; what concerns one process
+begins with ``kvstore_master_`` or ``kvstore_node_``.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+
+class Family(NamedTuple):
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    text: str
+
+
+MASTER: Final = (
+    Family("kvstore_master_info", "gauge", ("version", "cluster"), "Always 1; the labels say what runs."),
+    Family("kvstore_master_leads", "gauge", (), "1 if this master leads, or is the only one; 0 if it stands by."),
+    Family("kvstore_master_epoch", "gauge", (), "Number of the present or last term; grows with each."),
+    Family("kvstore_master_calls_total", "counter", ("call", "outcome"), "Calls that were answered, by outcome: ok, error."),
+    Family("kvstore_master_call_seconds", "histogram", ("call",), "Duration of calls in the master: decoding, answering, encoding, and waiting for room."),
+    Family("kvstore_master_step_seconds", "histogram", (), "For how long the loop did one thing: a call, or a slice of background work."),
+    Family("kvstore_master_loop_late_seconds", "histogram", (), "How long the loop lets things wait: how much later than planned its timer runs, 20 times a second."),
+    Family("kvstore_master_connections", "gauge", ("carrier",), "Open connections of clients and nodes: lane, grpc."),
+    Family("kvstore_master_connections_refused_total", "counter", (), "Connections to the lane that were refused: no token, too many, broken protocol."),
+    Family("kvstore_master_connections_stalled_total", "counter", (), "Connections to the lane that were cut because the client did not read."),
+    Family("kvstore_master_elections_won_total", "counter", (), "Terms that this master began as one of several."),
+    Family("kvstore_master_leads_lost_total", "counter", (), "Terms that ended because its lease in etcd was lost."),
+    Family("kvstore_master_etcd_failures_total", "counter", (), "Calls to etcd that failed."),
+)  # fmt: skip
+
+STORE: Final = (
+    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining."),
+    Family("kvstore_segment_bytes", "gauge", ("node", "segment"), "Size of a node's segment."),
+    Family("kvstore_segment_used_bytes", "gauge", ("node", "segment"), "Bytes of a segment that are not free: objects, grants, quarantine, pending frees."),
+    Family("kvstore_segment_largest_free_bytes", "gauge", ("node", "segment"), "The largest free extent of a segment: no larger object fits."),
+    Family("kvstore_namespaces", "gauge", (), "Namespaces that hold objects."),
+    Family("kvstore_namespace_objects", "gauge", ("namespace",), "Complete objects of a namespace; the largest 50 namespaces have a row."),
+    Family("kvstore_namespace_bytes", "gauge", ("namespace",), "Bytes of a namespace's objects, one replica each; the largest 50 namespaces have a row."),
+    Family("kvstore_other_namespaces_objects", "gauge", (), "Complete objects of all namespaces without a row."),
+    Family("kvstore_other_namespaces_bytes", "gauge", (), "Bytes of all namespaces without a row."),
+    Family("kvstore_under_replicated_objects", "gauge", (), "Objects that have fewer replicas than they were put with."),
+    Family("kvstore_pinned_objects", "gauge", (), "Objects that pins keep, ancestors included."),
+    Family("kvstore_pinned_bytes", "gauge", (), "Bytes of objects that pins keep."),
+    Family("kvstore_stored_objects_total", "counter", (), "Objects that were put and became visible."),
+    Family("kvstore_stored_bytes_total", "counter", (), "Bytes of these objects."),
+    Family("kvstore_matched_objects_total", "counter", (), "Blocks that a match found, of those that were asked for."),
+    Family("kvstore_missed_objects_total", "counter", (), "Blocks that a match did not find."),
+    Family("kvstore_evicted_objects_total", "counter", (), "Objects that made room for others."),
+    Family("kvstore_evicted_bytes_total", "counter", (), "Bytes of these objects."),
+    Family("kvstore_expired_objects_total", "counter", (), "Objects whose time to live ended."),
+    Family("kvstore_expired_bytes_total", "counter", (), "Bytes of these objects."),
+    Family("kvstore_removed_objects_total", "counter", (), "Objects that were removed by a call."),
+    Family("kvstore_lost_objects_total", "counter", (), "Objects whose last replica went with its node."),
+    Family("kvstore_corrupt_objects_total", "counter", (), "Objects removed because no replica had good bytes."),
+    Family("kvstore_corrupt_replicas_total", "counter", (), "Replicas that clients reported as bad."),
+    Family("kvstore_reported_failures_total", "counter", (), "Failed transfers that clients reported."),
+    Family("kvstore_revoked_puts_total", "counter", (), "Objects that their writers gave up."),
+    Family("kvstore_expired_puts_total", "counter", (), "Objects whose writers did not end the put before its deadline."),
+    Family("kvstore_waited_puts_total", "counter", (), "Puts that had to wait for room."),
+    Family("kvstore_refused_puts_total", "counter", (), "Puts that found no room in time."),
+    Family("kvstore_refused_pins_total", "counter", (), "Pins that were above the bound of their namespace."),
+    Family("kvstore_moved_objects_total", "counter", (), "Objects that draining moved to other nodes."),
+    Family("kvstore_moved_bytes_total", "counter", (), "Bytes of these objects."),
+    Family("kvstore_repaired_objects_total", "counter", (), "Replicas that were made again."),
+    Family("kvstore_repaired_bytes_total", "counter", (), "Bytes of these replicas."),
+    Family("kvstore_claimed_objects_total", "counter", (), "Objects that nodes reported when they joined and that were taken up."),
+    Family("kvstore_refused_claims_total", "counter", (), "Objects that nodes reported and that were refused: removed, replaced, or not whole."),
+)  # fmt: skip
+
+NODE: Final = (
+    Family("kvstore_node_info", "gauge", ("version", "cluster", "node"), "Always 1; the labels say what runs."),
+    Family("kvstore_node_joined", "gauge", (), "1 if a master has this node, 0 while it looks for one."),
+    Family("kvstore_node_memory_bytes", "gauge", (), "Size of the node's segment."),
+    Family("kvstore_node_connections", "gauge", (), "Open connections to the data port."),
+    Family("kvstore_node_connections_total", "counter", (), "Connections that the data port accepted, refused ones included."),
+    Family("kvstore_node_refused_connections_total", "counter", ("reason",), "Connections that were refused: busy (too many), hello (another protocol, token, segment or generation)."),
+    Family("kvstore_node_bad_requests_total", "counter", (), "Requests outside the segment, of an older generation, or of another protocol."),
+    Family("kvstore_node_stalls_total", "counter", (), "Connections that were cut because the peer stalled within a request."),
+    Family("kvstore_node_requests_total", "counter", ("direction",), "Requests over tcp: read, write. What clients of this host move through shared memory passes no process of the node."),
+    Family("kvstore_node_moved_bytes_total", "counter", ("direction",), "Bytes of these requests."),
+)  # fmt: skip
+
+OF_COUNTERS: Final = {
+    "refused_no_space": "kvstore_refused_puts_total",
+    "under_replicated_objects": "kvstore_under_replicated_objects",
+    "pinned_objects": "kvstore_pinned_objects",
+    "pinned_bytes": "kvstore_pinned_bytes",
+}
+"""Families of the status' counters whose name is not ``kvstore_<counter>_total``."""

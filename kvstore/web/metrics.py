@@ -1,0 +1,136 @@
+"""Metrics as Prometheus text. Of a master: what the link says of its process, and, if it leads,
+what the status says of the store."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from kvstore.calls import ClusterStatus
+from kvstore.histograms import cumulative
+from kvstore.web.families import MASTER, OF_COUNTERS, STORE, Family
+
+NAMESPACES_SHOWN: Final = 50
+NODE_STATES: Final = ("alive", "suspect", "dead", "draining")
+
+Labels = tuple[str, ...]
+Rows = dict[Labels, Any]
+"""Values by labels; of a histogram its counts, in microseconds, and their sum."""
+
+
+class _Shown(Collector):
+    """The values of one scrape."""
+
+    def __init__(self, families: Sequence[Family], values: Mapping[str, Rows]) -> None:
+        self._families = families
+        self._values = values
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._families:
+            yield _metric(family, self._values.get(family.name, {}))
+
+
+def of_master(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int) -> bytes:
+    """The page of a master.
+
+    Args:
+        measured: its answer to ``measures``.
+        status: None: it does not lead, or the store could not be asked.
+        pid: its process, whose processor time and memory are shown, too.
+    """
+    if status is None:
+        return page(MASTER, _of_master(measured), pid=pid)
+    return page((*MASTER, *STORE), {**_of_master(measured), **_of_store(status)}, pid=pid)
+
+
+def page(families: Sequence[Family], values: Mapping[str, Rows], *, pid: int) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Shown(families, values))
+    ProcessCollector(pid=lambda: pid, registry=registry)
+    return generate_latest(registry)
+
+
+def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
+    of: dict[str, Rows] = {
+        "kvstore_master_info": {(measured["version"], measured["cluster"]): 1},
+        "kvstore_master_leads": {(): int(measured["leads"])},
+        "kvstore_master_epoch": {(): measured["epoch"]},
+        "kvstore_master_calls_total": {},
+        "kvstore_master_call_seconds": {},
+        "kvstore_master_step_seconds": {(): measured["step_us"]},
+        "kvstore_master_loop_late_seconds": {(): measured["late_us"]},
+        "kvstore_master_connections": {
+            (carrier,): count for carrier, count in measured["connections"].items()
+        },
+    }
+    for call, (count, errors, times) in measured["calls"].items():
+        of["kvstore_master_calls_total"][(call, "ok")] = count - errors
+        of["kvstore_master_calls_total"][(call, "error")] = errors
+        of["kvstore_master_call_seconds"][(call,)] = times
+    for family in MASTER:
+        if not family.labels and family.name not in of:
+            name = family.name.removeprefix("kvstore_master_").removesuffix("_total")
+            of[family.name] = {(): measured["counters"].get(name, 0)}
+    return of
+
+
+def _of_store(status: ClusterStatus) -> dict[str, Rows]:
+    counted: dict[str, Rows] = {
+        OF_COUNTERS.get(name, f"kvstore_{name}_total"): {(): value}
+        for name, value in status.counters
+    }
+    largest = heapq.nlargest(NAMESPACES_SHOWN, status.namespaces, key=lambda row: row.size)
+    objects = sum(row.objects for row in status.namespaces)
+    size = sum(row.size for row in status.namespaces)
+    segments = [(node.name, segment) for node in status.nodes for segment in node.segments]
+    places = [(name, str(segment.segment_id)) for name, segment in segments]
+    of: dict[str, Rows] = {
+        "kvstore_nodes": {
+            (state,): sum(node.state == state for node in status.nodes) for state in NODE_STATES
+        },
+        "kvstore_segment_bytes": {
+            place: segment.size for place, (_, segment) in zip(places, segments, strict=True)
+        },
+        "kvstore_segment_used_bytes": {
+            place: segment.used for place, (_, segment) in zip(places, segments, strict=True)
+        },
+        "kvstore_segment_largest_free_bytes": {
+            place: segment.largest_free
+            for place, (_, segment) in zip(places, segments, strict=True)
+        },
+        "kvstore_namespaces": {(): len(status.namespaces)},
+        "kvstore_namespace_objects": {(row.name,): row.objects for row in largest},
+        "kvstore_namespace_bytes": {(row.name,): row.size for row in largest},
+        "kvstore_other_namespaces_objects": {(): objects - sum(row.objects for row in largest)},
+        "kvstore_other_namespaces_bytes": {(): size - sum(row.size for row in largest)},
+    }
+    never: dict[str, Rows] = {family.name: {(): 0} for family in STORE if not family.labels}
+    return {**never, **counted, **of}
+
+
+def _metric(family: Family, rows: Rows) -> Metric:
+    name, text_, labels = family.name, family.text, family.labels
+    if family.kind == "counter":
+        counter = CounterMetricFamily(name, text_, labels=labels)
+        for values, value in rows.items():
+            counter.add_metric(values, value)
+        return counter
+    if family.kind == "gauge":
+        gauge = GaugeMetricFamily(name, text_, labels=labels)
+        for values, value in rows.items():
+            gauge.add_metric(values, value)
+        return gauge
+    histogram = HistogramMetricFamily(name, text_, labels=labels)
+    for values, (counts, total) in rows.items():
+        histogram.add_metric(values, cumulative(counts, 1e-6), total * 1e-6)
+    return histogram

@@ -1,0 +1,115 @@
+"""The child that serves HTTP for a master: one event loop on a socket that the master has bound."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from typing import Any, Final, NamedTuple
+
+from kvstore import background
+from kvstore.calls import ClusterStatus
+from kvstore.children import ParentLink
+from kvstore.client.aio import AsyncClient
+from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.web import metrics
+from kvstore.web.link import Link
+from kvstore.web.serving import Answers, Readiness, serving
+
+log = logging.getLogger("kvstore.web")
+
+ANSWER_S: Final = 1.0
+"""How long the master may take to say how it is: a probe of Kubernetes waits as long by default."""
+
+STATUS_MS: Final = 5_000
+"""How long the status of the store may take."""
+
+SHARE: Final = 0.05
+"""Of the time, how much may go into asking for the status: it is asked again after so many times
+its own duration, whatever the number of scrapes."""
+
+
+class Served(NamedTuple):
+    """What the master gives its child."""
+
+    listener: socket.socket
+    link: socket.socket
+    parent: ParentLink
+    pid: int
+    """The master's."""
+    master: str
+    """Its own ``host:port``."""
+    cluster: str
+
+
+async def serve(served: Served) -> None:
+    """Serves until the master is gone, or stops this process."""
+    loop = asyncio.get_running_loop()
+    background.watch_loop(loop)
+    background.watch_threads()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    assert served.parent.fd is not None
+    loop.add_reader(served.parent.fd, stopped.set)
+    master = _Master(served)
+    try:
+        async with serving(served.listener, Answers(master.readiness, master.metrics)):
+            served.parent.tell(ready=1)
+            await stopped.wait()
+    finally:
+        loop.remove_reader(served.parent.fd)
+        await master.close()
+
+
+class _Master:
+    """The parent, as its child sees it."""
+
+    def __init__(self, served: Served) -> None:
+        self._pid = served.pid
+        self._link = Link(served.link)
+        self._client = AsyncClient(
+            served.master, cluster=served.cluster, name="kvstore-web", timeout_ms=STATUS_MS
+        )
+        self._asking = asyncio.Lock()
+        self._status: ClusterStatus | None = None
+        self._fresh_until = 0.0
+
+    async def close(self) -> None:
+        self._link.close()
+        await self._client.close()
+
+    async def readiness(self) -> Readiness:
+        """Whether clients may be sent here: it leads, or knows who does."""
+        said = await self._ask("role")
+        if said["leads"]:
+            return Readiness(True, "leads")
+        if said["leader"]:
+            return Readiness(True, f"stands by; {said['leader']} leads")
+        return Readiness(False, "stands by, and knows of no master that leads")
+
+    async def metrics(self) -> bytes:
+        measured = await self._ask("measures")
+        status = await self._store_status() if measured["leads"] else None
+        return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
+
+    async def _ask(self, question: str) -> dict[str, Any]:
+        try:
+            return await self._link.ask(question, ANSWER_S)
+        except UnavailableError as error:
+            raise UnavailableError(f"the master does not answer: {error.message}") from None
+
+    async def _store_status(self) -> ClusterStatus | None:
+        async with self._asking:
+            started = time.monotonic()
+            if started >= self._fresh_until:
+                try:
+                    self._status = await self._client.status()
+                except KVStoreError as error:
+                    log.warning("status_unknown reason=%s", error)
+                    self._status = None
+                ended = time.monotonic()
+                self._fresh_until = ended + (ended - started) / SHARE
+            return self._status

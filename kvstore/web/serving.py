@@ -1,0 +1,136 @@
+"""A port for HTTP: health, readiness, metrics. What they say comes from ``Answers``."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, NamedTuple
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvstore.addresses import join_address
+from kvstore.errors import AddressInUseError, StartupError, UnavailableError
+from kvstore.web.doors import Doors, connections_max, listen_on
+
+log = logging.getLogger("kvstore.web")
+
+PORTS: Final = 16
+"""The default port, or the next free one of so many: several processes on one host."""
+
+TAKEN_S: Final = 2.0
+"""How long a port may be taken by the child of a master that was killed."""
+
+REQUESTS_MAX: Final = 32
+LINE_BYTES_MAX: Final = 1 << 13
+IDLE_CONNECTION_S: Final = 120.0
+CUT_S: Final = 1.0
+
+
+class Readiness(NamedTuple):
+    ready: bool
+    """Whether traffic may be sent here."""
+    reason: str
+
+
+class Answers(NamedTuple):
+    """What a process says of itself. Both raise UnavailableError: it does not answer in time."""
+
+    readiness: Callable[[], Awaitable[Readiness]]
+    metrics: Callable[[], Awaitable[bytes]]
+
+
+def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
+    """A listening socket on ``port``; on the next free one if the user has not asked for this one.
+    Blocks for up to ``TAKEN_S``.
+
+    Raises:
+        AddressInUseError, StartupError
+    """
+    patience = time.monotonic() + TAKEN_S
+    while True:
+        for each in range(port, port + (1 if is_given else PORTS)):
+            try:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                listener = socket.create_server((host, each), family=family)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise StartupError(
+                    f"HTTP cannot listen on {join_address(host, each)}: {error.strerror}",
+                    advice="Give --host an address of this host, or --http-port 0.",
+                ) from None
+            if each != port:
+                log.warning(
+                    "http_port_taken wanted=%d port=%d: choose one with --http-port", port, each
+                )
+            return listener
+        if time.monotonic() >= patience:
+            raise AddressInUseError(
+                f"port {port} for HTTP is taken on {host}",
+                advice="Give another one with --http-port, or 0 for none.",
+                port=port,
+            )
+        time.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def serving(listener: socket.socket, answers: Answers) -> AsyncIterator[None]:
+    """Serves inside the block. Closes ``listener``."""
+    doors = Doors(connections_max(REQUESTS_MAX))
+    runner = web.AppRunner(
+        _application(answers, doors),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=CUT_S,
+        lingering_time=CUT_S,
+        keepalive_timeout=IDLE_CONNECTION_S,
+        max_line_size=LINE_BYTES_MAX,
+        max_field_size=LINE_BYTES_MAX,
+        logger=log,
+    )
+    await runner.setup()
+    assert runner.server is not None
+    doors.open(runner.server)
+    server = await listen_on(doors, listener)
+    try:
+        yield
+    finally:
+        server.close()
+        await runner.cleanup()
+
+
+def _application(answers: Answers, doors: Doors) -> web.Application:
+    async def healthz(request: web.Request) -> web.Response:
+        del request
+        await answers.readiness()
+        return web.Response(text="ok\n")
+
+    async def readyz(request: web.Request) -> web.Response:
+        del request
+        ready, reason = await answers.readiness()
+        return web.Response(text=reason + "\n", status=200 if ready else 503)
+
+    async def metrics(request: web.Request) -> web.Response:
+        del request
+        return web.Response(
+            body=await answers.metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    @web.middleware
+    async def answered(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except UnavailableError as error:
+            return web.Response(status=503, text=error.message + "\n")
+
+    application = web.Application(middlewares=[doors.middleware, answered])
+    for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
+        application.router.add_get(path, handler)
+    return application

@@ -1,0 +1,61 @@
+"""The master's side of HTTP: keeps the child running that serves it, and answers its questions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Final
+
+from kvstore.background import start_task
+from kvstore.children import Child
+from kvstore.errors import KVStoreError
+from kvstore.web.link import Answers, answer_forever
+
+log = logging.getLogger("kvstore.master")
+
+RESTART_S: Final = 1.0
+RESTART_MAX_S: Final = 30.0
+"""Pauses before the child is started again, doubled each time it fails at once."""
+
+LIVED_S: Final = 60.0
+"""A child that has served for so long did not fail at once."""
+
+
+async def keep_serving(
+    listener: socket.socket, answers: Answers, *, master: str, cluster: str
+) -> None:
+    """Keeps a child that serves HTTP running until this is cancelled; then the child has ended."""
+    pause = RESTART_S
+    while True:
+        began = time.monotonic()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            with theirs:
+                child = await asyncio.to_thread(_start, listener, theirs, master, cluster)
+        except KVStoreError as error:
+            ours.close()
+            log.warning("http_not_served reason=%s", error)
+        else:
+            answering = start_task("http answers", answer_forever(ours, answers))
+            try:
+                status = await asyncio.to_thread(child.wait)
+                log.warning("http_child_ended status=%d: it is started again", status)
+            finally:
+                answering.cancel()
+                await asyncio.to_thread(child.stop)
+        if time.monotonic() - began > LIVED_S:
+            pause = RESTART_S
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, RESTART_MAX_S)
+
+
+def _start(listener: socket.socket, link: socket.socket, master: str, cluster: str) -> Child:
+    return Child.start(
+        "kvstore.cli.web",
+        *("--listener", str(listener.fileno()), "--link", str(link.fileno())),
+        *("--master", master, "--cluster", cluster),
+        pass_fds=[listener.fileno(), link.fileno()],
+    )

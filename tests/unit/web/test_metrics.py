@@ -1,0 +1,129 @@
+"""The text that Prometheus reads, and the table that describes it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
+from kvstore.histograms import Histogram
+from kvstore.web.families import MASTER, NODE, STORE
+from kvstore.web.metrics import NAMESPACES_SHOWN, of_master
+
+TABLE = Path(__file__).parents[3] / "docs/metrics.md"
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    step = Histogram()
+    step.add(3.0)
+    values = (step.counts, step.total)
+    return {
+        "version": "1", "cluster": "", "leads": True, "epoch": 7, "step_us": values,
+        "late_us": values, "calls": {"Lookup": (3, 1, values)},
+        "connections": {"lane": 2, "grpc": 0}, "counters": {"connections_refused": 5},
+    } | changes  # fmt: skip
+
+
+def status(*namespaces: NamespaceStatus, counters: dict[str, int] | None = None) -> ClusterStatus:
+    segment = SegmentStatus(4, 1000, 300, 500, "x")
+    nodes = [NodeStatus("a", "h", "alive", "1:2", 0, [segment])]
+    counted = [Counter(*each) for each in (counters or {}).items()]
+    return ClusterStatus(7, "1", 0, nodes, namespaces, counted)
+
+
+def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def page(*args: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return samples(of_master(*args, pid=os.getpid()))
+
+
+def test_what_was_measured_is_there_with_its_labels() -> None:
+    found = page(measured(), status(counters={"stored_objects": 9, "refused_no_space": 2}))
+    assert found["kvstore_master_epoch", ()] == 7
+    call = ("call", "Lookup")
+    assert found["kvstore_master_calls_total", (call, ("outcome", "ok"))] == 2
+    assert found["kvstore_master_calls_total", (call, ("outcome", "error"))] == 1
+    assert found["kvstore_master_call_seconds_count", (call,)] == 1
+    assert found["kvstore_master_call_seconds_bucket", (call, ("le", "2e-06"))] == 0
+    assert found["kvstore_master_call_seconds_bucket", (call, ("le", "4e-06"))] == 1
+    assert found["kvstore_master_connections_refused_total", ()] == 5
+    assert found["kvstore_stored_objects_total", ()] == 9
+    assert found["kvstore_refused_puts_total", ()] == 2
+    assert found["kvstore_evicted_objects_total", ()] == 0, "what has not happened is 0"
+    assert found["kvstore_nodes", (("state", "dead"),)] == 0
+    place = (("node", "a"), ("segment", "4"))
+    assert found["kvstore_segment_used_bytes", place] == 300
+
+
+def test_the_memory_of_the_master_is_that_of_its_process() -> None:
+    assert page(measured(), None)["process_resident_memory_bytes", ()] > 1 << 20
+
+
+def test_a_master_that_stands_by_says_nothing_of_the_store() -> None:
+    names = {name for name, _ in page(measured(leads=False), None)}
+    assert "kvstore_nodes" not in names
+    assert "kvstore_master_leads" in names
+
+
+def test_the_largest_namespaces_have_rows_and_the_others_a_sum() -> None:
+    many = [NamespaceStatus(f"n{i}", 1, i) for i in range(NAMESPACES_SHOWN + 10)]
+    found = page(measured(), status(*many))
+    shown = {labels for name, labels in found if name == "kvstore_namespace_bytes"}
+    assert len(shown) == NAMESPACES_SHOWN
+    assert (("namespace", "n9"),) not in shown
+    assert found["kvstore_other_namespaces_bytes", ()] == sum(range(10))
+    assert found["kvstore_other_namespaces_objects", ()] == 10
+    assert found["kvstore_namespaces", ()] == len(many)
+
+
+@pytest.mark.parametrize("name", ['a"} 1\nfake_metric 7', "\\", "\x00\x1b[31m", "模型", "a b"])
+def test_a_namespace_of_any_name_is_one_label(name: str) -> None:
+    found = page(measured(), status(NamespaceStatus(name, 1, 2)))
+    assert found["kvstore_namespace_bytes", (("namespace", name),)] == 2
+    assert not any(metric.startswith("fake") for metric, _ in found)
+
+
+def test_every_counter_of_the_state_has_a_family() -> None:
+    """Read from the sources: a counter appears in the status when it is first counted."""
+    state = Path(__file__).parents[3] / "master/state"
+    names = set()
+    for file in state.glob("*.py"):
+        names |= set(re.findall(r'counters\["(\w+)"\] \+?= ', file.read_text()))
+    assert "stored_objects" in names
+    families = {family.name for family in STORE}
+    renamed = {"refused_no_space": "refused_puts"}
+    assert {f"kvstore_{renamed.get(name, name)}_total" for name in names} <= families
+
+
+def test_the_documented_table_is_what_is_served() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \|$", TABLE.read_text(), re.MULTILINE
+    )
+    documented = {
+        name: (kind, labels.strip(), meaning.strip()) for name, kind, labels, meaning in rows
+    }
+    families = {
+        family.name: (family.kind, ", ".join(family.labels), family.text)
+        for family in (*MASTER, *STORE, *NODE)
+    }
+    assert documented == families
+    served = {
+        family.name
+        for family in text_string_to_metric_families(
+            of_master(measured(), status(NamespaceStatus("n", 1, 1)), pid=os.getpid()).decode()
+        )
+        if not family.name.startswith("process_")
+    }
+    expected = {family.name for family in (*MASTER, *STORE)}
+    assert served == {name.removesuffix("_total") for name in expected}
