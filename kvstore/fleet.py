@@ -90,7 +90,7 @@ def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> lis
 
 
 def _differences(
-    ours: dict[str, Any], theirs: dict[str, Any], above: str = "", depth: int = 1
+    ours: Mapping[Any, Any], theirs: Mapping[Any, Any], above: str = "", depth: int = 1
 ) -> list[Difference]:
     found: list[Difference] = []
     for key in sorted({*ours, *theirs}):
