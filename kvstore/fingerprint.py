@@ -59,6 +59,20 @@ def weights_of(model: str, *, revision: str | None = None) -> str:
     return f"files {files_digest(found)[:32]}"
 
 
+def config_of(model: str, *, revision: str | None = None) -> str:
+    """The digest of what is meaningful in the ``config.json`` of a model's directory, or of its
+    directory in the hub's local cache; "": there is none here.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    found = Path(model) if os.path.exists(model) else _snapshot(model, revision)
+    file = None if found is None else found / "config.json"
+    if file is None or not file.is_file():
+        return ""
+    return digest(meaningful(json.loads(file.read_bytes())))[:32]
+
+
 def files_digest(path: Path) -> str:
     """The digest of a file of weights, or of the files in a directory: their names and a sample of
     each tensor; the whole file for formats that do not say where their tensors are."""

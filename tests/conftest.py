@@ -22,8 +22,14 @@ ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
 """Their conftest leaves out every file where vLLM is not installed."""
 CONTAINERS = ROOT / "tests/containers"
+ENGINES = [file.parent for file in sorted((ROOT / "tests/engines").glob("*/requirements.txt"))]
+"""Tests with an engine's own classes. Their conftest leaves out every file where the module of the
+folder's name is not installed."""
 
-SUITES = ("unit", "conformance", "model", "simulation", "integration", "e2e", "netns", "containers")
+SUITES = (
+    "unit", "conformance", "model", "simulation", "integration", "e2e", "engines", "netns",
+    "containers",
+)  # fmt: skip
 
 # The developer's own settings must not decide a test. KVSTORE_NATIVE=0 chooses what is tested.
 for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
@@ -119,6 +125,10 @@ def _not_collected(config: pytest.Config) -> list[str]:
         (ROOT / folder, "need vLLM: make test-vllm installs it and runs them")
         for folder in NEED_VLLM
         if importlib.util.find_spec("vllm") is None
+    ] + [
+        (folder, f"need {folder.name}: make test-engines installs it and runs them")
+        for folder in ENGINES
+        if importlib.util.find_spec(folder.name) is None
     ]
     if CONTAINERS in ignored:
         left_out.append((CONTAINERS, "are run by make test-containers"))

@@ -2,6 +2,7 @@
 ``mooncake.store``.
 
 * ``store.py``: ``MooncakeDistributedStore``, Mooncake's client
+* ``tensors.py``: its methods for torch tensors
 * ``objects.py``: puts and gets by Mooncake's keys and by address
 * ``sessions.py``: objects that are put part by part
 * ``names.py``: Mooncake's codes, enumerations and small classes

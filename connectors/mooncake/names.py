@@ -35,6 +35,9 @@ class Code(enum.IntEnum):
     TRANSFER_FAIL = -800
     RPC_FAIL = -900
 
+    def __repr__(self) -> str:
+        return str(self.value)  # in lists that engines print
+
 
 _CODES: Final[tuple[tuple[type[KVStoreError], Code], ...]] = (
     (NoSpaceError, Code.NO_AVAILABLE_HANDLE),
@@ -79,7 +82,8 @@ class ReplicaStatus(enum.IntEnum):
 
 @dataclass
 class ReplicateConfig:
-    """How an object is put. Only ``replica_num`` has an effect here: copies on distinct nodes."""
+    """How an object is put. Only the numbers of copies have an effect here: ``replica_num`` copies
+    on distinct nodes, or one if it is 0 and there are to be copies elsewhere than in memory."""
 
     replica_num: int = 1
     nof_replica_num: int = 0

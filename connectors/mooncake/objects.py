@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvstore.client.values import Storable
 from kvstore.connectors.guard import Guard
 from kvstore.connectors.mooncake.names import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
-from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX
 
 log = logging.getLogger("kvstore.mooncake")
 
@@ -41,6 +41,10 @@ class Objects:
     def close(self) -> None:
         if self._guard is not None:
             self._guard.client.close()
+
+    @property
+    def are_there(self) -> bool:
+        return self._guard is not None
 
     def client(self) -> Client:
         """Raises ClosedError."""
@@ -82,6 +86,10 @@ class Objects:
             return []
         return [self.memory(*each) for each in zip(pointers, sizes, strict=True)]
 
+    def memories_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
+        """``memories``, if each key has one address."""
+        return self.memories([(pointer,) for pointer in pointers], [(size,) for size in sizes])
+
     def memory(self, pointers: Sequence[int], sizes: Sequence[int]) -> Found:
         if len(pointers) != len(sizes):
             return Code.INVALID_PARAMS
@@ -105,11 +113,11 @@ class Objects:
         if len(keys) != len(values):
             return [Code.INVALID_PARAMS] * len(keys)
         wanted: dict[bytes, Storable] = {}
-        names = [name_of(key) for key in keys]
+        names = names_of(keys)
         for name, value in zip(names, values, strict=True):
             if not isinstance(value, Code) and name and (overwrite or name not in wanted):
                 wanted[name] = value
-        replicas = None if config is None else max(1, config.replica_num)
+        replicas = None if config is None else _replicas(config)
         outcomes: dict[bytes, int] = {}
         for some in slices(list(wanted.items())):
             outcomes |= self._put_some(some, replicas, overwrite)
@@ -140,11 +148,13 @@ class Objects:
     def get_into(self, keys: Sequence[str], buffers: Sequence[Found]) -> list[int]:
         if len(keys) != len(buffers):
             return [Code.INVALID_PARAMS] * len(keys)
-        codes: list[int] = [each if isinstance(each, Code) else 0 for each in buffers]
+        codes: list[int] = [
+            each if isinstance(each, Code) else Code.OBJECT_NOT_FOUND for each in buffers
+        ]
         wanted = [
-            (index, name_of(key), memory)
-            for index, (key, memory) in enumerate(zip(keys, buffers, strict=True))
-            if not isinstance(memory, Code)
+            (index, name, memory)
+            for index, (name, memory) in enumerate(zip(names_of(keys), buffers, strict=True))
+            if name and not isinstance(memory, Code)
         ]
         for some in slices(wanted):
             read = self._get_some([name for _, name, _ in some], [memory for *_, memory in some])
@@ -168,12 +178,27 @@ class Objects:
             return [code_of(error)] * len(names)
         return [Code.OBJECT_NOT_FOUND if size is None else size for size in read]
 
+    def get_ranges(
+        self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
+    ) -> list[int]:
+        """Per range its bytes, or a code. A range that fails does not spoil the others."""
+        code = self.get_range(key, pointers, sizes, offsets)
+        if code >= 0:
+            return list(sizes)
+        if code != Code.INVALID_PARAMS or len(sizes) <= 1:
+            return [code] * len(sizes)
+        each = zip(pointers, sizes, offsets, strict=True)
+        return [self.get_range(key, [at], [size], [offset]) for at, size, offset in each]
+
     def get_range(
         self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> int:
+        """The bytes of all ranges, or a code."""
         memory = self.memory(pointers, sizes)
         if isinstance(memory, Code):
             return memory
+        if len(offsets) != len(sizes):
+            return Code.INVALID_PARAMS
         starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
         ranges = list(zip(starts, memory, strict=True))
 
@@ -186,7 +211,7 @@ class Objects:
         return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
-        names = [name_of(key) for key in keys]
+        names = names_of(keys)
         there = [name for name in names if name]
 
         def lookup(client: Client, timeout_ms: int) -> list[int | None]:
@@ -202,7 +227,14 @@ class Objects:
         found = dict(zip(there, sizes, strict=True))
         return [found.get(name) for name in names]
 
-    def remove(self, names: list[bytes]) -> list[int]:
+    def remove(self, keys: Sequence[str]) -> list[int]:
+        names = names_of(keys)
+        codes: dict[bytes, int] = {}
+        for some in slices([name for name in dict.fromkeys(names) if name]):
+            codes |= zip(some, self._remove_some(some), strict=True)
+        return [codes.pop(name, Code.OBJECT_NOT_FOUND) for name in names]
+
+    def _remove_some(self, names: list[bytes]) -> list[int]:
         removed = self.ask(lambda client, ms: client.remove_many(names, timeout_ms=ms))
         if isinstance(removed, Code):
             return [removed] * len(names)
@@ -230,16 +262,33 @@ class Objects:
         ]
 
 
+def names_of(keys: Iterable[str | bytes]) -> list[bytes]:
+    """Raises TypeError, also for one key in the place of several."""
+    if isinstance(keys, str | bytes):
+        raise TypeError(f"expected a list of keys, not {keys!r}")
+    return [name_of(key) for key in keys]
+
+
 def name_of(key: str | bytes) -> bytes:
-    """The key in this store. A name too long for a key is cut, and ends with its digest."""
-    if isinstance(key, str):
-        name = key.encode(errors="surrogateescape")
-    else:
-        name = bytes(memoryview(key))
+    """The key in this store. A name too long for a key is cut, and ends with its digest.
+
+    Raises TypeError: the key is neither a str nor bytes.
+    """
+    try:
+        text = isinstance(key, str)
+        name = key.encode(errors="surrogateescape") if text else bytes(memoryview(key))  # type: ignore[union-attr,arg-type]
+    except (TypeError, UnicodeEncodeError):
+        raise TypeError(f"a key is a str or bytes, not {key!r}") from None
     if len(name) <= KEY_BYTES_MAX:
         return name
     digest = b"#sha256:" + hashlib.sha256(name).hexdigest().encode()
     return name[: KEY_BYTES_MAX - len(digest)] + digest
+
+
+def _replicas(config: ReplicateConfig) -> int:
+    """How many copies to put in memory: one if all were to be elsewhere; 0 is invalid."""
+    elsewhere = config.nof_replica_num + config.dfs_replica_num
+    return min(config.replica_num or min(elsewhere, 1), REPLICAS_MAX)
 
 
 def slices(items: list[ResultT]) -> list[list[ResultT]]:

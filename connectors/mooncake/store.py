@@ -12,31 +12,34 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Final
 
 from kvstore.client.sync import Client
 from kvstore.client.values import Buffer, Storable
+from kvstore.config import parse_size
 from kvstore.connectors.guard import Guard, client_of_an_engine
 from kvstore.connectors.mooncake.names import (
     BufferDescriptor,
     BufferHandle,
     Code,
     MemoryDescriptor,
+    MooncakeHostMemAllocator,
     ReplicaDescriptor,
     ReplicaStatus,
     ReplicateConfig,
     code_of,
 )
-from kvstore.connectors.mooncake.objects import Objects, log, name_of, slices
+from kvstore.connectors.mooncake.objects import Objects, log, name_of, names_of
 from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.connectors.mooncake.tensors import Tensors
 from kvstore.errors import ClosedError, KVStoreError
 
 _DEFAULT_TENANT: Final = "default"
 _SEGMENT_BYTES_MIN: Final = 1 << 20
 
 
-class MooncakeDistributedStore:
+class MooncakeDistributedStore(Tensors):
     """Threads: any, after ``setup``. After a fork the child can use it as the parent does."""
 
     def __init__(self) -> None:
@@ -45,6 +48,9 @@ class MooncakeDistributedStore:
         self._sessions = PutSessions()
         self._reading: set[bytes] = set()
         """Objects of get sessions."""
+        self._registered: set[int] = set()
+        """Addresses."""
+        self._allocator = MooncakeHostMemAllocator()
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -52,7 +58,7 @@ class MooncakeDistributedStore:
         self,
         local_hostname: str | Mapping[str, Any] = "",
         metadata_server: str = "",
-        global_segment_size: int = 0,
+        global_segment_size: int | str = 0,
         local_buffer_size: int = 0,
         protocol: str = "tcp",
         rdma_devices: str = "",
@@ -71,7 +77,7 @@ class MooncakeDistributedStore:
         Args:
             local_hostname: what ``get_hostname`` returns.
             global_segment_size: bytes that this process contributes, in a child process that ends
-                with it; 0: none.
+                with it; 0: none. Units of a text are binary, as Mooncake's: ``"16MB"`` is 16 MiB.
             master_server_addr: the kvstore master (``host:port``, or ``etcd://...``). The
                 variable ``KVSTORE_MASTER`` takes precedence.
             tenant_id: the namespace; ``"default"``: the configured one.
@@ -80,7 +86,9 @@ class MooncakeDistributedStore:
                 ``KVSTORE_DEVICE_NAME`` let a transfer engine move the bytes.
 
         Returns:
-            0, or a code: then the log says why, and the store is closed.
+            0, or a code: then the log says why, and ``setup`` can be called again. A store that is
+            set up refuses a second ``setup`` until ``close``, because other threads may use its
+            client and its registered memory.
         """
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
@@ -88,14 +96,17 @@ class MooncakeDistributedStore:
             master_server_addr = given.get("master_server_addr") or given.get(
                 "master_server_address", master_server_addr
             )
-            global_segment_size = int(given.get("global_segment_size", global_segment_size))
+            global_segment_size = given.get("global_segment_size", global_segment_size)
             tenant_id = given.get("tenant_id", tenant_id)
             protocol = given.get("protocol", protocol)
-            local_hostname = given.get("local_hostname", "")
-        assert isinstance(local_hostname, str)
-        self.close()
+            local_hostname = str(given.get("local_hostname", ""))
+        if not isinstance(local_hostname, str):
+            raise TypeError(f"local_hostname is a str or a dict, not {local_hostname!r}")
+        if self._objects.are_there:
+            log.error("setup failed: it is set up already, call close() first")
+            return Code.INVALID_PARAMS
         try:
-            client = _connected(master_server_addr, global_segment_size, tenant_id)
+            client = _connected(master_server_addr, _size(global_segment_size), tenant_id)
         except KVStoreError as error:
             log.error("setup failed: %s", error)
             return code_of(error)
@@ -124,6 +135,7 @@ class MooncakeDistributedStore:
         self._objects = Objects(None)
         self._sessions = PutSessions()
         self._reading = set()
+        self._registered = set()
         return Code.OK
 
     def health_check(self) -> int:
@@ -145,14 +157,22 @@ class MooncakeDistributedStore:
         """Lends ``size`` bytes of host memory, which the caller keeps allocated, until
         ``unregister_buffer``. Memory of a device is refused: INVALID_PARAMS, and the log says so.
         """
-        return self._objects.done(lambda: self._objects.client().register(buffer_ptr, size))
+        code = self._objects.done(lambda: self._objects.client().register(buffer_ptr, size))
+        if code == Code.OK:
+            self._registered.add(buffer_ptr)
+        return code
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        try:
-            self._objects.client().memory_at(buffer_ptr, 1)
-        except KVStoreError:
-            return Code.INVALID_PARAMS  # as Mooncake: nothing is registered there
+        """0; INVALID_PARAMS: what was registered does not begin there."""
+        if buffer_ptr not in self._registered:
+            return Code.INVALID_PARAMS
+        self._registered.discard(buffer_ptr)
         return self._objects.done(lambda: self._objects.client().unregister(buffer_ptr))
+
+    def alloc_from_mem_pool(self, size: int) -> int:
+        """The address of ``size`` new bytes, which last as long as this object; 0: there is no such
+        memory. They are to be registered like any other."""
+        return self._allocator.alloc(size)
 
     # --- putting ------------------------------------------------------------------------------
 
@@ -200,9 +220,7 @@ class MooncakeDistributedStore:
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """Per key 0 or a code; NO_AVAILABLE_HANDLE for those that a full pool has no room for."""
-        return self._objects.put(
-            keys, self._objects.memories(_each(buffer_ptrs), _each(sizes)), config
-        )
+        return self._objects.put(keys, self._objects.memories_of(buffer_ptrs, sizes), config)
 
     def batch_put_from_multi_buffers(
         self,
@@ -213,20 +231,6 @@ class MooncakeDistributedStore:
     ) -> list[int]:
         """As ``batch_put_from``; each value is its buffers, one after the other."""
         return self._objects.put(keys, self._objects.memories(all_buffer_ptrs, all_sizes), config)
-
-    def put_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
-        return self.batch_put_tensor([key], [tensor], config)[0]
-
-    def batch_put_tensor(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        config: ReplicateConfig | None = None,
-    ) -> list[int]:
-        """Puts tensors of any device, copied before this returns. ``get`` of one gives its plain
-        bytes, without the header that Mooncake puts before them."""
-        values = [each if _is_tensor(each) else Code.INVALID_PARAMS for each in tensors_list]
-        return self._objects.put(keys, values, config)
 
     # --- putting anew -------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ class MooncakeDistributedStore:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        memories = self._objects.memories(_each(buffer_ptrs), _each(sizes))
+        memories = self._objects.memories_of(buffer_ptrs, sizes)
         return self._objects.put(keys, memories, config, overwrite=True)
 
     # --- putting part by part -----------------------------------------------------------------
@@ -273,10 +277,15 @@ class MooncakeDistributedStore:
         if len(keys) != len(sizes):
             return [Code.INVALID_PARAMS] * len(keys)
         there = self.batch_is_exist(keys)
-        return [
-            Code.OBJECT_ALREADY_EXISTS if found == 1 else self._sessions.start(name_of(key), size)
-            for key, size, found in zip(keys, sizes, there, strict=True)
-        ]
+        codes: dict[bytes, int] = {}
+        results: list[int] = []
+        for name, size, found in zip(names_of(keys), sizes, there, strict=True):
+            if found == 1 or codes.get(name) == Code.OK:
+                results.append(Code.OBJECT_ALREADY_EXISTS)
+            else:
+                codes[name] = self._sessions.start(name, size)
+                results.append(codes[name])
+        return results
 
     def batch_put_from_multi_buffer_ranges(
         self,
@@ -286,27 +295,35 @@ class MooncakeDistributedStore:
         all_dst_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
         """Copies each buffer to its offset; per key the bytes copied, or a code."""
-        memories = self._objects.memories(all_buffer_ptrs, all_sizes)
-        if not len(keys) == len(memories) == len(all_dst_offsets):
+        if not _are_even([keys, all_buffer_ptrs, all_sizes, all_dst_offsets]):
             return [Code.INVALID_PARAMS] * len(keys)
         return [
-            memory
-            if isinstance(memory, Code)
-            else self._sessions.write(name_of(key), list(zip(offsets, memory, strict=False)))
-            if len(offsets) == len(memory)
-            else Code.INVALID_PARAMS
-            for key, memory, offsets in zip(keys, memories, all_dst_offsets, strict=True)
+            self._write(name, *each)
+            for name, *each in zip(
+                names_of(keys), all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True
+            )
         ]
+
+    def _write(
+        self, name: bytes, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
+    ) -> int:
+        memory = self._objects.memory(pointers, sizes)
+        if isinstance(memory, Code):
+            return memory
+        if len(offsets) != len(sizes):
+            return Code.INVALID_PARAMS
+        starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]
+        return self._sessions.write(name, list(zip(starts, memory, strict=True)))
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
         """Puts the collected objects; per key 0 or a code. The sessions are over in any case."""
-        ended = [self._sessions.end(name_of(key)) for key in keys]
+        ended = [self._sessions.end(name) for name in names_of(keys)]
         values = [Code.INVALID_PARAMS if each is None else each for each in ended]
         return self._objects.put(keys, values, None)
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
         """Drops what was collected."""
-        ended = [self._sessions.end(name_of(key)) for key in keys]
+        ended = [self._sessions.end(name) for name in names_of(keys)]
         return [Code.INVALID_PARAMS if each is None else Code.OK for each in ended]
 
     # --- getting ------------------------------------------------------------------------------
@@ -333,9 +350,7 @@ class MooncakeDistributedStore:
     ) -> list[int]:
         """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if its value is longer
         than ``size``, or another code."""
-        return self._objects.get_into(
-            keys, self._objects.memories(_each(buffer_ptrs), _each(sizes))
-        )
+        return self._objects.get_into(keys, self._objects.memories_of(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
         self,
@@ -356,20 +371,30 @@ class MooncakeDistributedStore:
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Ranges of several objects into several buffers: per buffer, key and range the bytes read
-        or a code."""
+        """Ranges of several objects into several buffers: per buffer, key and range the bytes read,
+        or a code; INVALID_PARAMS for what has lists of different lengths."""
         results = []
-        for start, *lists in zip(
-            buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes, strict=True
-        ):
-            keys, *of_keys = lists
-            of_buffer = []
-            for key, targets, offsets, sizes in zip(keys, *of_keys, strict=True):
-                pointers = [start + target for target in targets]
-                code = self._objects.get_range(key, pointers, sizes, offsets)
-                of_buffer.append([code] * len(sizes) if code < 0 else list(sizes))
-            results.append(of_buffer)
+        lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
+        for index, start in enumerate(buffer_ptrs):
+            of_buffer = [each[index] if index < len(each) else [] for each in lists]
+            if {len(each) for each in lists} == {len(buffer_ptrs)} and _are_even(of_buffer):
+                results.append([self._ranges_of(start, *each) for each in zip(*of_buffer)])
+            else:
+                results.append([[Code.INVALID_PARAMS]] * max(1, len(of_buffer[0])))
         return results
+
+    def _ranges_of(
+        self,
+        start: int,
+        key: str,
+        targets: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[int]:
+        if not _are_even([targets, offsets, sizes]):
+            return [Code.INVALID_PARAMS] * max(1, len(targets))
+        pointers = [start + target for target in targets]
+        return self._objects.get_ranges(key, pointers, sizes, offsets)
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
         """Per key 0, and the object is leased, or OBJECT_NOT_FOUND. The client remembers their
@@ -377,9 +402,8 @@ class MooncakeDistributedStore:
         sizes = self._objects.lookup(keys)
         if isinstance(sizes, Code):
             return [sizes] * len(keys)
-        self._reading.update(
-            name_of(key) for key, size in zip(keys, sizes, strict=True) if size is not None
-        )
+        found = zip(names_of(keys), sizes, strict=True)
+        self._reading.update(name for name, size in found if size is not None)
         return [Code.OBJECT_NOT_FOUND if size is None else Code.OK for size in sizes]
 
     def batch_get_into_multi_buffer_ranges(
@@ -390,29 +414,19 @@ class MooncakeDistributedStore:
         all_src_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
         """Ranges of objects of a get session into buffers; per key the bytes read, or a code."""
+        lists = (all_buffer_ptrs, all_sizes, all_src_offsets)
+        if not _are_even([keys, *lists]):
+            return [Code.INVALID_PARAMS] * len(keys)
         return [
             self._objects.get_range(key, pointers, sizes, offsets)
             if name_of(key) in self._reading
             else Code.INVALID_PARAMS
-            for key, pointers, sizes, offsets in zip(
-                keys, all_buffer_ptrs, all_sizes, all_src_offsets, strict=True
-            )
+            for key, pointers, sizes, offsets in zip(keys, *lists, strict=True)
         ]
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int:
-        self._reading.difference_update(map(name_of, keys))
+        self._reading.difference_update(names_of(keys))
         return Code.OK
-
-    def get_tensor(self, key: str) -> Any:
-        """A torch tensor as it was put; None on a miss, an error, or a value that is no tensor."""
-        return self.batch_get_tensor([key])[0]
-
-    def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
-        names = [name_of(key) for key in keys]
-        values = self._objects.ask(lambda c, ms: c.get_many(names, timeout_ms=ms))
-        if isinstance(values, Code):
-            return [None] * len(keys)
-        return [value if _is_tensor(value) else None for value in values]
 
     # --- asking -------------------------------------------------------------------------------
 
@@ -460,10 +474,7 @@ class MooncakeDistributedStore:
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
         del force
-        codes: list[int] = []
-        for names in slices([name_of(key) for key in keys]):
-            codes += self._objects.remove(names)
-        return codes
+        return self._objects.remove(keys)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
         """Removes the objects whose keys contain a match of the pattern; how many, or a code."""
@@ -502,6 +513,13 @@ class MooncakeDistributedStore:
         ]
 
 
+def _size(given: int | str) -> int:
+    """Raises InvalidArgumentError."""
+    if isinstance(given, str):
+        given = re.sub(r"([kmgt])b?\s*$", r"\1ib", given.lower())
+    return parse_size(given)
+
+
 def _connected(master: str, memory: int, tenant: str) -> Client:
     """Raises KVStoreError, and leaves no client open then."""
     given: dict[str, object] = {}
@@ -530,8 +548,8 @@ def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview]:
     return [_bytes(part) for part in parts]
 
 
-def _each(numbers: Sequence[int]) -> list[tuple[int]]:
-    return [(number,) for number in numbers]
+def _are_even(lists: Sequence[Sized]) -> bool:
+    return len({len(each) for each in lists}) == 1
 
 
 def _worst(codes: list[int]) -> int:
@@ -545,8 +563,3 @@ def _replica(size: int, node: str) -> ReplicaDescriptor:
 
 def _node_of(copy: ReplicaDescriptor) -> str:
     return copy.get_memory_descriptor().buffer_descriptor.transport_endpoint
-
-
-def _is_tensor(value: object) -> bool:
-    """Whether it is a torch tensor; does not import torch."""
-    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "dtype")

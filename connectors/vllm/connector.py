@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.nn import Module
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -18,11 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
-from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.core import callers
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.identity import Adapters, attention_of, weights_of
+from kvstore.connectors.vllm.identity import Adapters, identify
 from kvstore.connectors.vllm.messages import Drained, Hello, Orders, Report
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
@@ -187,22 +185,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return Hello(layout, groups, part, rank=worker.rank, error=repr(error))
 
     def _identified(self, hello: Hello, worker: Any) -> Hello:
-        parallel = self._vllm_config.parallel_config
-        # In a mixture of experts, engines of a data-parallel group may have different experts.
-        experts = parallel.data_parallel_size == 1 and not parallel.enable_eplb
-        draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
-        models = {"model": worker.get_model(), "draft": draft}
-        weights = weights_of(
-            {name: model for name, model in models.items() if isinstance(model, Module)},
-            experts=experts,
-        )
-        hello.weights = weights.digest
-        if weights.unseen:
-            log.info("weights_unseen count=%s first=%s", len(weights.unseen), weights.unseen[0])
-            hello.files = fingerprint.weights_id(self._vllm_config)
-        layers = self._vllm_config.compilation_config.static_forward_context
-        hello.attention = attention_of(layers)
-        hello.prefix_caching = bool(self._vllm_config.cache_config.enable_prefix_caching)
+        identify(hello, worker, self._vllm_config)
         if self._adapters is None:
             self._adapters = Adapters(worker)
         hello.adapters = self._adapters.digests()
@@ -212,6 +195,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """By rank: digests of the loaded adapters."""
         assert self._adapters is not None, "hello comes first"
         return {worker.rank: self._adapters.digests()}
+
+    def unregister_kv_caches(self) -> None:
+        """Called before the memory of the cache is unmapped, for sleep: no transfer is under way
+        when this returns, and none begins before ``restore_kv_caches``."""
+        if self._worker is not None:
+            self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.resume()
 
     def drain(self, worker: Any) -> Drained:
         """Lets transfers end; see ``WorkerSide.drain``."""

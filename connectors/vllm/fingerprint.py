@@ -120,6 +120,13 @@ def weights_id(vllm_config: VllmConfig) -> str:
     return f"{model.model}@{commit or model.revision or 'main'}"
 
 
+def models_of(vllm_config: VllmConfig) -> list[str]:
+    """The names that the model is served by, or that of the model."""
+    model = vllm_config.model_config
+    served = model.served_model_name
+    return list(served) if isinstance(served, list | tuple) else [served or model.model]
+
+
 def hash_warnings(description: Mapping[str, Any]) -> list[str]:
     """Warnings of settings that keep engines of one fleet from computing the same hashes."""
     algorithm = str(description["hash_algorithm"])

@@ -17,12 +17,21 @@ exactly. Weights that can be read in neither way are *unseen*.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import xxhash
 from torch import nn
+
+from kvstore.connectors.vllm.fingerprint import weights_id
+from kvstore.connectors.vllm.messages import Hello
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+log = logging.getLogger("vllm.kvstore")
 
 SAMPLES: Final = 512
 """Sampled words of 8 bytes per tensor."""
@@ -44,6 +53,29 @@ class Weights(NamedTuple):
     digest: str
     unseen: list[str]
     """Names of tensors whose contents could not be read."""
+
+
+def identify(hello: Hello, worker: Any, vllm_config: VllmConfig) -> None:
+    """Completes ``hello`` with the live weights and the KV formats of a worker.
+
+    Args:
+        worker: vLLM's worker; this runs in its process.
+    """
+    parallel = vllm_config.parallel_config
+    # In a mixture of experts, engines of a data-parallel group may have different experts.
+    experts = parallel.data_parallel_size == 1 and not parallel.enable_eplb
+    draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
+    models = {"model": worker.get_model(), "draft": draft}
+    weights = weights_of(
+        {name: model for name, model in models.items() if isinstance(model, nn.Module)},
+        experts=experts,
+    )
+    hello.weights = weights.digest
+    if weights.unseen:
+        log.info("weights_unseen count=%s first=%s", len(weights.unseen), weights.unseen[0])
+        hello.files = weights_id(vllm_config)
+    hello.attention = attention_of(vllm_config.compilation_config.static_forward_context)
+    hello.prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> Weights:

@@ -292,9 +292,7 @@ class SchedulerRole:
         """Puts this engine's description into the store, and warns of different ones; returns when
         to do so again. Runs on the lookups' thread."""
         mark = self._mark
-        model = self._vllm_config.model_config
-        served = model.served_model_name
-        models = list(served) if isinstance(served, list | tuple) else [served or model.model]
+        models = fingerprint.models_of(self._vllm_config)
         names = [name for names in self._namespaces.values() for name in names]
         try:
             fleet = Fleet(self._patient)

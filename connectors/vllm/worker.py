@@ -89,6 +89,7 @@ class WorkerSide:
         self._loads_left: set[str] = set()
         self._give_up = False
         """Whether queued transfers are dropped instead of begun."""
+        self._is_suspended = False
         self._loads: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         client = client_config(config, config.transfer_timeout_ms)
@@ -151,18 +152,32 @@ class WorkerSide:
         Transfers that have not begun after ``DRAIN_S`` are given up. Blocks for at most a
         transfer's time-out and some seconds. Arrived loads are reported with the next step, as
         always."""
-        longest = 2 * DRAIN_S + self._config.transfer_timeout_ms / 1000
+        with self._ended:
+            self._settle()
+            saves, loads = set(self._saves_left), set(self._loads_left)
+        return Drained(self.take_report(), saves, loads)
+
+    def suspend(self) -> None:
+        """As ``drain``, but the report stays for the next step, and transfers that are ordered
+        before ``resume`` fail. Idempotent."""
+        with self._ended:
+            self._settle()
+            self._is_suspended = True
+
+    def resume(self) -> None:
+        """Lets transfers begin again. Idempotent."""
+        self._is_suspended = False
+
+    def _settle(self) -> None:
+        """Waits for all transfers. The caller holds the lock."""
 
         def idle() -> bool:
             return not self._saves_left and not self._loads_left
 
-        with self._ended:
-            if not self._ended.wait_for(idle, DRAIN_S):
-                self._give_up = True
-                self._ended.wait_for(idle, longest)
-                self._give_up = False
-            saves, loads = set(self._saves_left), set(self._loads_left)
-        return Drained(self.take_report(), saves, loads)
+        if not self._ended.wait_for(idle, DRAIN_S):
+            self._give_up = True
+            self._ended.wait_for(idle, 2 * DRAIN_S + self._config.transfer_timeout_ms / 1000)
+            self._give_up = False
 
     def forget_failures(self) -> None:
         """Forgets failed loads, after the blocks of all loads that have ended were freed."""
@@ -281,7 +296,7 @@ class WorkerSide:
                             timeout_ms=left_ms,
                         )  # fmt: skip
 
-                late = self._give_up or not left_ms
+                late = self._drops or not left_ms
                 done = not late and self._guarded("load", get, left_ms)
                 if done and None not in sizes:
                     blocks += len(piece.keys)
@@ -306,7 +321,7 @@ class WorkerSide:
     def _save(self, save: Save, order: _Order) -> None:
         started = time.monotonic()
         late = started - order.at > self._config.pin_timeout_ms / 1000
-        stored = not late and not self._give_up
+        stored = not late and not self._drops
         deadline = started + self._config.transfer_timeout_ms / 1000
         blocks = size = 0
         for run in self._ours(save.runs) if stored else ():
@@ -337,6 +352,10 @@ class WorkerSide:
                 "save", time.monotonic() - started, blocks=blocks, size=size,
                 failed=int(not stored),
             )  # fmt: skip
+
+    @property
+    def _drops(self) -> bool:
+        return self._give_up or self._is_suspended
 
     def _ours(self, runs: list[Run]) -> list[Run]:
         """The runs of groups of which this worker holds layers: in a pipeline, not all groups."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from kvstore.bench import mooncake, report
+from kvstore.bench import lmcache, mooncake, report
 from kvstore.bench.machine import machine, today
 from kvstore.bench.results import Measured
-from kvstore.bench.rows import ROWS, Row, chosen
+from kvstore.bench.rows import LMCACHE, TABLES, Row, chosen
 from kvstore.bench.show import (
     bar,
     ended_by_signals,
@@ -22,7 +22,7 @@ from kvstore.bench.show import (
 )
 from kvstore.bench.side_by_side import Plan, compare, steps
 
-PACKAGES = (mooncake.PACKAGE, "numpy", "grpcio", "xxhash")
+PACKAGES = (mooncake.PACKAGE, lmcache.PACKAGE, "numpy", "grpcio", "xxhash")
 POOL_BYTES = 2 << 30
 QUICK_SECONDS = 0.1
 NAME = "mooncake"
@@ -36,9 +36,10 @@ Examples:
 
 
 def _rows(context: click.Context, parameter: click.Parameter, value: str) -> list[Row]:
-    rows = chosen([pattern.strip() for pattern in value.split(",")])
+    table = TABLES[context.params["behind"] or ""]
+    rows = chosen([pattern.strip() for pattern in value.split(",")], table)
     if not rows:
-        ids = ", ".join(row.id for row in ROWS)
+        ids = ", ".join(row.id for row in table)
         raise click.BadParameter(f"there is no row {value!r}; the rows are {ids}")
     return rows
 
@@ -49,6 +50,10 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=0.5, show_default=True,
               help="Seconds per row, round and system.")  # fmt: skip
 @click.option(
+    "--behind", type=click.Choice([LMCACHE]), is_eager=True,
+    help="Measure both systems as remote storage of LMCache, which must be installed.",
+)  # fmt: skip
+@click.option(
     "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
     help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'.",
 )  # fmt: skip
@@ -56,19 +61,25 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
 @out_option
 @redraw_option
 def main(
-    rounds: int, seconds: float, rows: list[Row], quick: bool, out: Path | None, redraw: Path | None
+    rounds: int,
+    seconds: float,
+    behind: str | None,
+    rows: list[Row],
+    quick: bool,
+    out: Path | None,
+    redraw: Path | None,
 ) -> None:
     """Measure this store and Mooncake Store on this machine, row by row, in turn.
 
     Needs the extra bench (pip install '.[bench]' in a checkout). Writes mooncake.md, mooncake.json
-    and mooncake.png. The exit status is 0 when everything was measured,
+    and mooncake.png, or lmcache.md and so on. The exit status is 0 when everything was measured,
     whether or not the goals are met.
     """
     console = output()
     if redraw is not None:
         measured = Measured.from_json(json.loads(redraw.read_text()))
     else:
-        if reason := mooncake.missing():
+        if reason := mooncake.missing() or (lmcache.missing() if behind else None):
             raise click.ClickException(reason)
         plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
         if quick:
@@ -79,15 +90,16 @@ def main(
     report.show(measured, console)
     if out is not None:
         write(measured, out)
-        console.print(f"Written: {out}/{NAME}.md, .json and .png")
+        console.print(f"Written: {out}/{measured.behind or NAME}.md, .json and .png")
 
 
 def write(measured: Measured, out: Path) -> None:
     """Writes the three files."""
     from kvstore.bench.picture import draw_comparison
 
-    write_page(out, NAME, report.as_markdown(measured, picture=f"{NAME}.png"), measured.as_json())
-    draw_comparison(measured, out / f"{NAME}.png")
+    name = measured.behind or NAME
+    write_page(out, name, report.as_markdown(measured, picture=f"{name}.png"), measured.as_json())
+    draw_comparison(measured, out / f"{name}.png")
 
 
 if __name__ == "__main__":

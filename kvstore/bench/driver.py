@@ -41,10 +41,15 @@ class Work(NamedTuple):
 class Driver(Protocol):
     """A client of one system. One thread."""
 
-    source: Bytes
-    """The caller's memory to put from, touched: piece ``i`` of a size is at ``i * size``."""
-    target: Bytes
-    """The caller's memory to get into, of the same size, touched."""
+    @property
+    def source(self) -> Bytes:
+        """The caller's memory to put from, touched: piece ``i`` of a size is at ``i * size``."""
+        ...
+
+    @property
+    def target(self) -> Bytes:
+        """The caller's memory to get into, of the same size, touched."""
+        ...
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
         """Work whose call ``n`` uses the keys ``batches[n % len(batches)]``. All batches have the

@@ -67,8 +67,8 @@ def measure(
         for number in range(most):
             progress(f"client {number + 1} of {most} is starting", 0)
             settings = Settings(
-                system=OURS, mode=SHM, address=store.address, pool_bytes=POOL_BYTES // most,
-                memory_bytes=64 * MIB, warm=True, processes={},
+                system=OURS, behind="", mode=SHM, address=store.address,
+                pool_bytes=POOL_BYTES // most, memory_bytes=64 * MIB, warm=True, processes={},
             )  # fmt: skip
             worker = Worker(children, f"client-{number}", settings)
             stack.callback(worker.close)

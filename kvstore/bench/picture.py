@@ -52,7 +52,8 @@ def draw_comparison(measured: Measured, path: Path) -> None:
     )
     axes.set_xlabel(explained, fontsize=8)
     machine = f"{measured.machine.get('cpu', '')}, {measured.machine.get('cores', '?')} cores"
-    title = f"kvstore and Mooncake Store side by side, {measured.rounds} rounds ({machine})"
+    behind = f" behind {measured.behind}" if measured.behind else ""
+    title = f"kvstore and Mooncake Store side by side{behind}, {measured.rounds} rounds ({machine})"
     axes.set_title(title, fontsize=10)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

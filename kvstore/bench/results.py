@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from kvstore.bench.processor import Shares
-from kvstore.bench.rows import ROWS, Row
+from kvstore.bench.rows import TABLES, Row
 from kvstore.bench.worker import OURS
 
 
@@ -103,6 +103,11 @@ class Measured:
     """What the numbers depend on; see ``kvstore.bench.machine``."""
 
     @property
+    def behind(self) -> str:
+        """What was between the benchmark and the systems; see ``Row``."""
+        return self.comparisons[0].row.behind if self.comparisons else ""
+
+    @property
     def missed(self) -> list[Row]:
         """The rows that do not reach their goals."""
         return [each.row for each in self.comparisons if not each.met]
@@ -119,6 +124,7 @@ class Measured:
             "rounds": self.rounds,
             "seconds": self.seconds,
             "pool_bytes": self.pool_bytes,
+            "behind": self.behind,
             "idle_percent": self.idle_percent,
             "rows": [_row_as_json(each) for each in self.comparisons],
         }
@@ -126,7 +132,7 @@ class Measured:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         """Reads the output of ``as_json``. Leaves out rows that the table no longer has."""
-        known = {row.id: row for row in ROWS}
+        known = {row.id: row for row in TABLES[found.get("behind", "")]}
         return cls(
             rounds=found["rounds"],
             seconds=found["seconds"],

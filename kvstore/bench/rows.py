@@ -17,6 +17,9 @@ TCP: Final = "tcp"
 SHM: Final = "shm"
 MODES: Final = (SHM, TCP)
 
+LMCACHE: Final = "lmcache"
+"""Both systems behind LMCache, instead of their own clients."""
+
 VERIFIED = (
     "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
     " both with each copying get; Mooncake writes and verifies neither."
@@ -38,6 +41,14 @@ REMEMBERED = (
     " copies and verifies; Mooncake's client keeps no placements, so each get asks its storage"
     " process."
 )
+BEHIND_LMCACHE = (
+    "Not the same work: LMCache's connector for Mooncake asks for one key after the other; its"
+    " plug-in for this store asks for all keys with one call, which leases what it finds."
+)
+OVER_TCP = (
+    "Not the same path: LMCache has no way to Mooncake's shared-memory client, so Mooncake's bytes"
+    " travel by TCP."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +69,12 @@ class Row:
     memcpy_goal: float = 0.0
     """The time of a memcpy of the same bytes divided by kvstore's, at least; 0: no such goal."""
     notes: tuple[str, ...] = ()
+    behind: str = ""
+    """What is between the benchmark and the systems: ``LMCACHE``, or nothing."""
 
     @property
     def id(self) -> str:
-        """Unique: ``put/tcp/1MiB/64``."""
+        """Unique in its table: ``put/tcp/1MiB/64``."""
         return "/".join((self.op, self.mode, size_name(self.size), str(self.batch)))
 
     @property
@@ -132,6 +145,22 @@ ROWS: Final[tuple[Row, ...]] = (
     *_pair(SHM, 4 * KIB, 64, (1.2, 1.2)),
 )
 """The goals of the project, in its order."""
+
+LMCACHE_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=64, goal=1, behind=LMCACHE, notes=notes)
+    for mode in MODES
+    for op, size, notes in (
+        (EXIST, 0, (BEHIND_LMCACHE,)),
+        *(
+            (op, size, (VERIFIED, OVER_TCP) if mode == SHM else (VERIFIED,))
+            for size in (64 * KIB, MIB)
+            for op in (PUT, GET)
+        ),
+    )
+)
+
+TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS}
+"""By what is between the benchmark and the systems."""
 
 
 def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:

@@ -22,7 +22,7 @@ from kvstore.bench.driver import MEMCPY
 from kvstore.bench.ours import own_store
 from kvstore.bench.processor import processor_seconds
 from kvstore.bench.results import Comparison, Measured
-from kvstore.bench.rows import MODES, SHM, Row, memory_needed
+from kvstore.bench.rows import SHM, Row, memory_needed
 from kvstore.bench.session import median_us
 from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
 from kvstore.demo.processes import Children
@@ -88,20 +88,21 @@ def _round(
     ):
         theirs = mooncake.start(children, plan.pool_bytes)
         servers = {OURS: ours.pids, MOONCAKE: theirs.pids}
-        for mode in MODES:
+        for mode in sorted({row.mode for row in rows}):
             some = [row for row in rows if row.mode == mode]
-            if not some:
-                continue
+            behind = some[0].behind
             progress(f"{what}, {mode}: writing both pools through", 0)
             addresses = {
                 OURS: ours.address,
-                MOONCAKE: theirs.storage if mode == SHM else theirs.master,
+                # Its shared-memory client has no way through LMCache.
+                MOONCAKE: theirs.storage if mode == SHM and not behind else theirs.master,
             }
             with contextlib.ExitStack() as stack:
                 workers = {}
                 for system, address in addresses.items():
                     settings = Settings(
-                        system=system, mode=mode, address=address, pool_bytes=plan.pool_bytes,
+                        system=system, behind=behind, mode=mode, address=address,
+                        pool_bytes=plan.pool_bytes,
                         memory_bytes=memory_needed(some), warm=True, processes=servers[system],
                     )  # fmt: skip
                     worker = workers[system] = Worker(children, f"{system}-{mode}", settings)

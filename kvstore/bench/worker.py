@@ -14,6 +14,7 @@ import sys
 from typing import Any, Final, TypedDict
 
 from kvstore.bench.processor import Shares
+from kvstore.bench.rows import LMCACHE, MODES
 from kvstore.bench.session import Session
 from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
@@ -33,6 +34,8 @@ class Settings(TypedDict):
     """Settings of a client process."""
 
     system: str
+    behind: str
+    """As of a row."""
     mode: str
     address: str
     pool_bytes: int
@@ -158,7 +161,20 @@ def session(settings: Settings) -> Session:
     from kvstore.bench.driver import Driver
 
     driver: Driver
-    if settings["system"] == OURS:
+    if settings["behind"] == LMCACHE:
+        from kvstore.bench.lmcache import LMCacheDriver
+
+        driver = LMCacheDriver(
+            settings["system"], settings["mode"], settings["address"], settings["memory_bytes"]
+        )
+    elif settings["mode"] not in MODES:
+        from kvstore.bench.hicache import HiCacheDriver
+
+        driver = HiCacheDriver(
+            settings["address"], settings["mode"], settings["memory_bytes"],
+            on_mooncake=settings["system"] == MOONCAKE,
+        )  # fmt: skip
+    elif settings["system"] == OURS:
         from kvstore.bench.ours import OurDriver
 
         driver = OurDriver(settings["address"], settings["mode"], settings["memory_bytes"])

@@ -24,6 +24,7 @@ from kvstore.children import start_master
 from kvstore.connectors.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
 from kvstore.connectors.mooncake.names import Code
 from kvstore.connectors.mooncake.sessions import PutSessions
+from kvstore.connectors.mooncake.store import _size
 from kvstore.demo.processes import Children
 from tests import leaks
 from tests.programs import need_engine
@@ -31,6 +32,10 @@ from tests.programs import need_engine
 MIB = 1 << 20
 POOL_BYTES = 64 * MIB
 MEMORY_BYTES = 4 * MIB
+DTYPES = (
+    "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "bool", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
 INVALID, MISS, FULL, DOWN = -600, -704, -200, -900
 
 pytestmark = pytest.mark.timeout(120)
@@ -68,7 +73,7 @@ def there_is_mooncake() -> None:
 
 
 @pytest.fixture(scope="module")
-def theirs(there_is_mooncake: None) -> Iterator[Place]:
+def their_place(there_is_mooncake: None) -> Iterator[Place]:
     with Children(dict(os.environ)) as children:
         servers = mooncake.start(children, POOL_BYTES)
         module: Any = importlib.import_module("mooncake.store")
@@ -80,7 +85,7 @@ def theirs(there_is_mooncake: None) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def ours() -> Iterator[Place]:
+def our_place() -> Iterator[Place]:
     master = start_master(memory=POOL_BYTES)
     place = Place(
         MooncakeDistributedStore(),
@@ -104,16 +109,31 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not found, found
 
 
-@pytest.fixture(scope="module", params=["theirs", "ours"])
+@pytest.fixture(scope="module", params=["their_place", "our_place"], ids=["theirs", "ours"])
 def either(request: pytest.FixtureRequest) -> Place:
     place: Place = request.getfixturevalue(request.param)
     return place
 
 
+def cleared(place: Place) -> Place:
+    """Tests run in any order: each begins with an empty store."""
+    assert place.store.remove_all(True) >= 0
+    return place
+
+
 @pytest.fixture
-def place(either: Place) -> Iterator[Place]:
-    yield either
-    either.store.remove_all(True)
+def place(either: Place) -> Place:
+    return cleared(either)
+
+
+@pytest.fixture
+def theirs(their_place: Place) -> Place:
+    return cleared(their_place)
+
+
+@pytest.fixture
+def ours(our_place: Place) -> Place:
+    return cleared(our_place)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -285,6 +305,80 @@ def test_tensors(place: Place) -> None:
     assert store.put("a", b"no tensor") == 0
     assert store.get_tensor("a") is None
     assert store.put_tensor("w", "no tensor") == INVALID
+    assert store.batch_put_tensor(["w", "x"], [tensor, None]) == [0, INVALID]
+    assert store.batch_put_tensor(["y", "z"], [tensor]) == [INVALID] * 2
+    assert store.pub_tensor("t", tensor + 1, place.config()) == 0  # it is there, and stays
+    assert torch.equal(store.get_tensor("t"), tensor)
+    assert store.upsert_tensor("t", tensor + 3) == 0
+    assert torch.equal(store.get_tensor("t"), tensor + 3)
+    assert store.batch_upsert_pub_tensor(["t"], [tensor.t()], place.config()) == [0]
+    assert torch.equal(store.get_tensor("t"), tensor.t())
+    assert store.get_tensor("t").is_contiguous()
+
+
+def test_tensors_are_the_same_bytes(theirs: Place, ours: Place) -> None:
+    torch = pytest.importorskip("torch")
+    for number, dtype in enumerate(DTYPES):
+        for shape in ((2, 3), (0, 4), (1, 2, 1, 2, 1, 2, 1, 2)):
+            key, tensor = f"{dtype} {shape}", torch.ones(shape, dtype=getattr(torch, dtype))
+            for place in (theirs, ours):
+                assert place.store.put_tensor(key, tensor) == 0
+                got = place.store.get_tensor(key)
+                assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+            data = ours.store.get(key)
+            assert data == theirs.store.get(key)
+            assert data[8] == number
+    for place in (theirs, ours):
+        assert place.store.put_tensor("nine", torch.ones((1,) * 9)) == INVALID
+        assert place.store.put_tensor("complex", torch.ones(1, dtype=torch.complex64)) == INVALID
+
+
+def test_tensors_in_registered_memory(place: Place) -> None:
+    torch = pytest.importorskip("torch")
+    store, start, tensor = place.store, place.start, torch.arange(6).reshape(2, 3)
+    assert store.put_tensor("t", tensor) == 0
+    size = store.get_size("t")
+    assert size == 304 + tensor.nbytes
+    assert torch.equal(store.get_tensor_into("t", start, 4096), tensor)
+    assert store.get_tensor_into("t", start, 10) is None
+    assert store.get_tensor_into("missing", start, 4096) is None
+    first, missing = store.batch_get_tensor_into(["t", "missing"], [start, start + 1024], [512] * 2)
+    assert torch.equal(first, tensor)
+    assert missing is None
+    assert store.batch_get_tensor_into(["t", "missing"], [start], [512]) == [INVALID] * 2
+    assert store.put_tensor_from("u", start, size) == 0
+    assert torch.equal(store.get_tensor("u"), tensor)
+    assert store.put_tensor_from("v", start, 4096) == INVALID  # more than the tensor has
+    assert store.batch_put_tensor_from(["v", "w"], [start], [size]) == [INVALID] * 2
+    place.memory[:4096] = 0
+    assert store.upsert_tensor_from("u", start, 400) == INVALID
+    assert torch.equal(store.get_tensor("u"), tensor)
+
+
+def test_slices_of_tensors(place: Place) -> None:
+    torch = pytest.importorskip("torch")
+    store, tensor = place.store, torch.arange(24).reshape(4, 6)
+    assert store.put_tensor_with_tp("t", tensor, tp_size=2, split_dim=1) == 0
+    assert [store.is_exist(key) for key in ("t", "t_tp_0", "t_tp_1")] == [0, 1, 1]
+    assert torch.equal(store.get_tensor_with_tp("t", 1, 2), tensor[:, 3:])
+    assert torch.equal(store.get_tensor("t_tp_0"), tensor[:, :3])
+    assert store.get_tensor_with_tp("t", 2, 2) is None
+    assert store.get_tensor_with_tp("t") is None
+    for size, dim in ((3, 0), (2, 2), (2, -1)):  # not in equal parts, or no such dimension
+        assert store.put_tensor_with_tp("u", tensor, 0, size, dim) == INVALID
+    assert store.batch_put_tensor_with_tp(["v", "w"], [tensor, None], 0, 2) == [0, INVALID]
+    assert store.batch_put_tensor_with_tp(["v"], [tensor, tensor], 0, 2) == [INVALID]
+    assert store.pub_tensor_with_tp("x", tensor, place.config()) == 0
+    assert torch.equal(store.get_tensor("x"), tensor)
+    read = store.batch_get_tensor_with_tp(["v", "missing"], 1, 2)
+    assert torch.equal(read[0], tensor[2:])
+    assert read[1] is None
+    assert store.get_tensor_into("x", place.start, 4096) is not None
+    size = store.get_size("x")
+    assert store.put_tensor_with_tp_from("y", place.start, size, 0, 2, 0) == 0
+    into = store.get_tensor_with_tp_into("y", place.start + 4096, 4096, 1, 2)
+    assert torch.equal(into, tensor[2:])
 
 
 def test_removing(place: Place) -> None:
@@ -301,10 +395,80 @@ def test_removing(place: Place) -> None:
     assert store.remove_all(True) == 1
 
 
+def test_the_same_key_again_in_one_call(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.put_batch(["a", "a"], [b"1", b"2"]) == 0
+    assert store.get_batch(["a", "a", ""]) == [b"1", b"1", b""]
+    assert store.batch_is_exist(("a", "a", "no")) == [1, 1, 0]
+    assert store.batch_get_into(["a", "a"], [start, start + 10], [1, 1]) == [1, 1]
+    assert store.batch_put_session_start(["s", "s"], [10, 10]) == [0, -705]
+    assert store.batch_put_session_revoke(["s"]) == [0]
+    assert store.batch_remove(["a", "a", ""], True) == [0, MISS, MISS]
+
+
+def test_ranges_that_do_not_fit(place: Place) -> None:
+    store, start = place.store, place.start
+    assert store.put("a", bytes(24)) == 0
+    get = store.get_into_ranges
+    assert get([start], [["a"]], [[[0, 5]]], [[[0, 23]]], [[[4, 4]]]) == [[[4, INVALID]]]
+    assert get([start], [["a"]], [[[0]]], [[[0]]], []) == [[[INVALID]]]
+    assert get([start, start], [["a"]], [[[0]]], [[[0]]], [[[1]]]) == [[[INVALID]]] * 2
+    assert get([start], [["a", "b"]], [[[0]]], [[[0]]], [[[1]]]) == [[[INVALID], [INVALID]]]
+    assert get([start], [["a"]], [[[0, 1]]], [[[0]]], [[[1]]]) == [[[INVALID, INVALID]]]
+    assert get([start], [["a"]], [[[0]]], [[[0]]], [[[1, 2]]]) == [[[INVALID]]]
+    assert get([start], [["a"]], [[[0]]], [[[0]]], [[[0]]]) == [[[0]]]
+    assert get([], [], [], [], []) == []
+    assert store.batch_get_session_start(["a"]) == [0]
+    get = store.batch_get_into_multi_buffer_ranges
+    assert get(["a"], [[start]], [[4]], [[0, 1]]) == [INVALID]
+    assert get(["a", "b"], [[start]], [[4]], [[0]]) == [INVALID] * 2
+    assert store.batch_get_session_end(["a"]) == 0
+    assert store.batch_put_session_start(["s"], [10]) == [0]
+    put = store.batch_put_from_multi_buffer_ranges
+    assert put(["s"], [[start]], [[4]], []) == [INVALID]
+    assert put(["s"], [[start]], [[4]], [[0, 1]]) == [INVALID]
+    assert store.batch_put_session_revoke(["s"]) == [0]
+
+
+@pytest.mark.parametrize("key", [None, 7, ["a"], "\ud800"])
+def test_a_key_that_is_no_text(place: Place, key: Any) -> None:
+    store = place.store
+    for call in (store.get, store.is_exist, store.get_size, store.get_buffer, store.remove):
+        with pytest.raises(TypeError):
+            call(key)
+    with pytest.raises(TypeError):
+        store.put(key, b"1")
+    with pytest.raises(TypeError):
+        store.batch_is_exist([key])
+
+
+def test_keys_of_any_bytes(place: Place) -> None:
+    store = place.store
+    keys = [b"bytes", "a\0b", "\u00fc", "k" * 256, "k" * 257, "k" * 100_000, "/", " ", "\n"]
+    for key in keys:
+        assert store.put(key, b"1") == 0
+    assert store.batch_is_exist(keys) == [1] * len(keys)
+    assert store.remove_all(True) == len(keys)
+    with pytest.raises(TypeError):
+        store.batch_is_exist("one key for several")
+
+
+def test_numbers_of_replicas(place: Place) -> None:
+    """More than there are nodes are as many as there are nodes."""
+    config = place.config()
+    for number in (2, 100):
+        config.replica_num = number
+        assert place.store.put(f"{number}", b"1", config) == 0
+    config.replica_num = 0
+    assert place.store.put("none", b"1", config) == INVALID
+
+
 def test_unregistering(place: Place) -> None:
     other = np.zeros(MIB, np.uint8)
     address = int(other.ctypes.data)
     assert place.store.register_buffer(address, MIB) == 0
+    assert place.store.unregister_buffer(address + 10) == INVALID  # it does not begin there
+    assert place.store.put_from("f", address, 10) == 0
     assert place.store.unregister_buffer(address) == 0
     assert place.store.unregister_buffer(address) == INVALID
 
@@ -322,14 +486,34 @@ def test_memory_that_is_not_registered_is_refused(ours: Place) -> None:
     assert ours.store.batch_put_from(["f", "g"], pointers, [100, 100]) == [INVALID, 0]
     assert ours.store.batch_get_into(["g", "g"], pointers, [100, 100]) == [INVALID, 100]
     assert ours.store.register_buffer(16, 10) == INVALID  # Mooncake's takes it, and crashes later
-    ours.store.remove_all()
+
+
+def test_a_number_keeps_its_shape(ours: Place) -> None:
+    """Mooncake's makes a list of it."""
+    torch = pytest.importorskip("torch")
+    assert ours.store.put_tensor("number", torch.tensor(5.0)) == 0
+    assert ours.store.get_tensor("number").shape == ()
+
+
+@pytest.mark.parametrize("at", range(0, 56, 4))  # 16 and 20 are the layout of a slice
+def test_a_broken_header_is_no_tensor(ours: Place, at: int) -> None:
+    torch = pytest.importorskip("torch")
+    for value in (b"\xff" * 4, b"\xff\xff\xff\x7f", bytes(4)):
+        for key in ("whole", "broken"):
+            ours.store.remove(key)
+        assert ours.store.put_tensor("whole", torch.ones(2, 3)) == 0
+        data = bytearray(ours.store.get("whole"))
+        is_same = data[at : at + 4] == value
+        data[at : at + 4] = value
+        assert ours.store.put("broken", data) == 0
+        got = ours.store.get_tensor("broken")
+        assert got is None or at in (16, 20) or (is_same and torch.equal(got, torch.ones(2, 3)))
 
 
 def test_no_bytes_are_a_value(ours: Place) -> None:
     assert ours.store.put("empty", b"") == 0
     assert (ours.store.is_exist("empty"), ours.store.get_size("empty")) == (1, 0)
     assert ours.store.get("empty") == b""
-    ours.store.remove_all()
 
 
 def test_what_is_leased_is_removed_at_once(ours: Place) -> None:
@@ -364,16 +548,13 @@ def test_a_full_pool_stores_what_fits(ours: Place) -> None:
     assert set(codes[codes.index(FULL) :]) == {FULL}
     more = store.batch_put_from(["small", "large"], [ours.start] * 2, [100, size])
     assert more == [0, FULL]
-    store.remove_all()
 
 
 def test_a_value_that_no_segment_holds_spares_the_others(ours: Place) -> None:
     store = ours.store
-    store.remove_all()
     assert store.put("larger than the pool", bytes(POOL_BYTES + 1)) == INVALID
     assert store.put_batch(["large", "small"], [bytes(POOL_BYTES + 1), b"1"]) == INVALID
     assert store.get("small") == b"1"
-    store.remove_all()
 
 
 # --- without a store ------------------------------------------------------------------------------
@@ -410,6 +591,7 @@ def test_a_dead_master_is_a_code_within_the_deadline(caplog: pytest.LogCaptureFi
         assert store.is_exist("b") == 0
         assert store.batch_is_exist(["b"]) == [-1]
         assert store.health_check() == 2
+        assert store.close() == 0
         assert place.setup() == DOWN
         assert "setup failed" in caplog.text
     finally:
@@ -433,6 +615,41 @@ def test_setup_contributes_memory(ours: Place) -> None:
     assert store.setup("here", "P2PHANDSHAKE", 16 * MIB, 0, "tcp", "", ours.address) == 0
     assert store.put("a", b"1") == 0
     assert store.close() == 0
+
+
+@pytest.mark.parametrize("text", ["16MB", "16 mb", " 16M ", str(16 * MIB), "16MiB"])
+def test_units_of_sizes_are_binary(ours: Place, text: str) -> None:
+    assert _size(text) == 16 * MIB
+    assert (_size("0"), _size(5), _size("0.5GB")) == (0, 5, 512 * MIB)
+    settings = {"local_hostname": "here", "master_server_addr": ours.address}
+    for wrong in ("50%", "x", "-1", "", -1):
+        store = MooncakeDistributedStore()
+        assert store.setup({**settings, "global_segment_size": wrong}) == INVALID
+
+
+def test_a_store_is_set_up_once(ours: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """Its memory stays registered. One whose setup has failed can be set up again."""
+    assert ours.setup() == INVALID
+    assert "close() first" in caplog.text
+    assert ours.store.setup_dummy(1, 1, ours.address) == INVALID
+    assert ours.store.put_from("still registered", ours.start, 10) == 0
+    store = MooncakeDistributedStore()
+    for master, code in (("no address at all:x", INVALID), (ours.address, 0)):
+        assert store.setup("here", "", 0, 0, "tcp", "", master) == code
+    assert store.close() == 0
+    assert store.setup("here", "", 0, 0, "tcp", "", ours.address) == 0
+    assert store.remove_all() >= 1
+    store.close()
+
+
+def test_memory_of_the_store_is_registered_like_any_other(ours: Place) -> None:
+    address = ours.store.alloc_from_mem_pool(MIB)
+    assert ours.store.put_from("f", address, 10) == INVALID
+    assert ours.store.register_buffer(address, MIB) == 0
+    assert ours.store.put_from("f", address, 10) == 0
+    assert ours.store.get("f") == bytes(10)
+    assert ours.store.unregister_buffer(address) == 0
+    assert ours.store.alloc_from_mem_pool(0) == 0
 
 
 def test_an_unusable_setting_is_a_code(ours: Place, caplog: pytest.LogCaptureFixture) -> None:

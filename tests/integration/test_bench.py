@@ -40,8 +40,8 @@ def children() -> Iterator[Children]:
 
 def worker(children: Children, system: str, mode: str, address: str) -> Worker:
     settings = Settings(
-        system=system, mode=mode, address=address, pool_bytes=POOL, memory_bytes=MEMORY, warm=True,
-        processes={},
+        system=system, behind="", mode=mode, address=address, pool_bytes=POOL, memory_bytes=MEMORY,
+        warm=True, processes={},
     )  # fmt: skip
     found = Worker(children, f"{system}-{mode}", settings)
     found.ready()
@@ -107,8 +107,8 @@ def test_both_side_by_side() -> None:
 
 def test_a_client_that_cannot_start_says_why(children: Children) -> None:
     settings = Settings(
-        system="nobody's", mode="tcp", address="127.0.0.1:1", pool_bytes=POOL, memory_bytes=MEMORY,
-        warm=False, processes={},
+        system="nobody's", behind="", mode="tcp", address="127.0.0.1:1", pool_bytes=POOL,
+        memory_bytes=MEMORY, warm=False, processes={},
     )  # fmt: skip
     client = Worker(children, "stranger", settings)
     with pytest.raises(ChildError, match="there is no system nobody's"):

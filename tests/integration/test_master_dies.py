@@ -187,7 +187,7 @@ def test_everything_stops_cleanly_in_any_order(cluster: Cluster, order: str) -> 
 def test_a_master_with_memory_takes_its_node_along(tmp_path: Path, number: int) -> None:
     cluster = Cluster(tmp_path)
     try:
-        master = cluster.launch(MASTER, {"port": 0, "memory": "32MiB"})
+        master = cluster.launch(MASTER, {"port": 0, "http_port": 0, "memory": "32MiB"})
         address = master.line(r"listening on (\S+) \(gRPC\)")[1]
         name = master.line("owns 32 MiB as node (.+)")[1]
         cluster.settings["port"] = int(address.rpartition(":")[2])

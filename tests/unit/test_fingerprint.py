@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from kvstore.fingerprint import files_digest, fingerprint, meaningful, weights_of
+from kvstore.fingerprint import config_of, files_digest, fingerprint, meaningful, weights_of
 
 TENSORS = {
     "model.embed": 100,
@@ -124,3 +124,16 @@ def test_equal_descriptions_have_one_fingerprint() -> None:
 def test_where_a_model_lies_and_what_wrote_it_means_nothing() -> None:
     placed = {"layers": 2, "_name_or_path": "/x", "text": {"transformers_version": "5", "size": 3}}
     assert meaningful(placed) == {"layers": 2, "text": {"size": 3}}
+
+
+def test_the_meaning_of_a_configuration_counts(tmp_path: Path) -> None:
+    one, other, none = (tmp_path / name for name in ("one", "other", "none"))
+    for directory, theta, written_by in ((one, 10_000, "4.57"), (other, 10_000, "5.0")):
+        directory.mkdir()
+        config = {"rope_theta": theta, "transformers_version": written_by}
+        (directory / "config.json").write_text(json.dumps(config))
+    assert config_of(str(one)) == config_of(str(other))
+    (other / "config.json").write_text(json.dumps({"rope_theta": 500_000}))
+    assert config_of(str(one)) != config_of(str(other))
+    assert config_of(str(none)) == ""
+    assert config_of(str(one / "config.json")) == ""

@@ -16,6 +16,8 @@ from kvstore._version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("master", "client", "connectors")
+ENGINES = {"sglang": "sglang", "vllm": "vllm", "vllm_tier": "vllm"}
+"""Packages in ``kvstore.connectors`` that import an engine, and its module."""
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS: dict[str, Any] = PYPROJECT["tool"]["setuptools"]
 
@@ -89,8 +91,9 @@ def test_torch_and_transformers_are_not_needed_to_import_anything() -> None:
 
 @pytest.mark.parametrize("package", SETUPTOOLS["packages"])
 def test_every_package_can_be_imported(package: str) -> None:
-    if package == "kvstore.connectors.vllm":
-        pytest.importorskip("vllm")
-    with warnings.catch_warnings():  # of vLLM and torch, to each other
-        warnings.simplefilter("ignore", DeprecationWarning)
+    engine = package.removeprefix("kvstore.connectors.")
+    if engine in ENGINES:
+        pytest.importorskip(ENGINES[engine])
+    with warnings.catch_warnings():  # of engines and torch, to each other
+        warnings.simplefilter("ignore")
         importlib.import_module(package)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from tests.integration.cluster import Cluster
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    with warnings.catch_warnings():  # of vLLM and torch, to each other
+        warnings.simplefilter("ignore")
+        import vllm.v1.core.sched.scheduler  # noqa: F401  # once, before the tests do
 
 TIMEOUT_S = 400
 """Of a test that says nothing else: two engines at a time start on two cores, each for a minute."""

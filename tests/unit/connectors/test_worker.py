@@ -445,6 +445,32 @@ def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
     assert load(worker, run(0, [3])) == (None, set())
 
 
+def test_a_suspended_worker_begins_no_transfer_until_it_resumes(
+    start: Start, store: kvstore.Client
+) -> None:
+    held = Held(Cache(1))
+    worker = start(held)
+    worker.save(Orders("f", [], [Save(0, [run(0, [1])])]))
+    assert held.asked.wait(LONG_S)
+    releasing = threading.Timer(0.2, held.go_on.set)
+    releasing.start()
+    worker.suspend()
+    worker.suspend()
+    assert not worker._saves_left, "the cache is unmapped after this"
+    releasing.join()
+    assert worker.take_report() == Report({0: SaveEnd(1, 1)})
+    held.asked.clear()
+    assert not save(worker, run(0, [2], name="asleep"))
+    report, bad = load(worker, run(0, [3]))
+    assert report == Report(failed_loads={"r": 0})
+    assert bad == {3}
+    assert not held.asked.is_set(), "pages were lent while they were unmapped"
+    worker.resume()
+    worker.resume()
+    assert save(worker, run(0, [2], name="awake"))
+    assert load(worker, run(0, [3])) == (None, set())
+
+
 def test_what_does_not_end_is_told_to_whoever_drains(
     start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

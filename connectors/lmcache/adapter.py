@@ -1,0 +1,437 @@
+"""``KVStoreL2Adapter``: this store as the second level of LMCache's daemon, behind its memory.
+
+    lmcache server --l1-size-gb 20 --eviction-policy LRU --l2-adapter '{"type": "plugin",
+      "module_path": "kvstore.connectors.lmcache", "class_name": "KVStoreL2Adapter",
+      "adapter_params": {"master": "10.0.0.7:50001"}}'
+
+The daemon's controllers submit tasks, and wait for the descriptor of their kind. Every task ends,
+by the deadline of its calls (``guard``), also when the store is down: then a store has failed and a
+lookup or load has found nothing. The store evicts by itself; LMCache's eviction of this level is
+for quotas of ``cache_salt`` (``IsolatedLRU``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Generic, TypeVar
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from kvstore.calls import ObjectRow, PutOutcome
+from kvstore.connectors.guard import Guard, client_of_an_engine
+from kvstore.connectors.lmcache.identity import Namespaces
+from kvstore.connectors.lmcache.locks import Locks
+from kvstore.connectors.lmcache.memory import (
+    Layout,
+    layout_of,
+    layout_of_object,
+    memory_of,
+    name_of,
+    slices,
+    text_of,
+)
+from kvstore.errors import BufferMismatchError, KVStoreError
+
+log = logging.getLogger("kvstore.lmcache")
+
+WORKERS: Final = 2
+"""Threads for stores, and as many for lookups and loads: one call saturates a memory bus."""
+
+ResultT = TypeVar("ResultT")
+
+
+class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is untyped here
+    """Threads: any. LMCache keeps the memory of a task until it has its result, or until ``close``
+    has returned."""
+
+    def __init__(
+        self, params: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None
+    ) -> None:
+        """
+        Args:
+            params: settings of a client (``master``, ``cluster``, ``replicas``, ``transports``,
+                ``timeout_ms`` ...), and ``model_id``: a name for the weights of each model, where
+                this host does not have their files, or where they are replaced in place.
+            l1_memory_desc: LMCache's memory, which a transfer engine is told of.
+
+        Raises:
+            ConfigError: an unknown or wrong setting.
+        """
+        super().__init__()  # without a capacity: LMCache does not evict by usage here
+        settings = dict(params)
+        model_id = settings.pop("model_id", None)
+        self._guard = Guard(client_of_an_engine(**settings), log)
+        self._client = self._guard.client
+        self._namespaces = Namespaces(self._guard, log, model_id=model_id, more={"door": "daemon"})
+        self._layouts: dict[tuple[str, int], Layout] = {}
+        """Of each model and object group, as it was stored last."""
+        self._sizes: dict[str, int] = {}
+        """Bytes of the object that was stored last, of each namespace."""
+        self._listings: dict[tuple[str | None, int], Iterator[tuple[str, ObjectRow]]] = {}
+        """The listing of the last page, by its model and the number of objects that were told."""
+        self._stores: _Finished[L2StoreResult] = _Finished()
+        self._lookups: _Finished[Bitmap] = _Finished()
+        self._loads: _Finished[Bitmap] = _Finished()
+        self._writers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-put")
+        self._readers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-get")
+        self._numbers = itertools.count()
+        self._locks = Locks(self._guard, log)
+        self._is_closed = False
+        if l1_memory_desc is not None and self._client.config.protocol:
+            self._lend(l1_memory_desc)
+
+    # --- descriptors --------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.descriptor
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.descriptor
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.descriptor
+
+    # --- tasks --------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Successful if all objects are there afterwards; a full pool takes the first ones."""
+        return self._submit(
+            self._writers,
+            self._stores,
+            lambda: self._store(keys, objects),
+            L2StoreResult(False, 0),
+        )
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        return self._stores.take_all()
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
+    ) -> int:
+        """What is found is leased until ``submit_unlock``, for a minute at most."""
+        return self._submit(
+            self._readers,
+            self._lookups,
+            lambda: self._look_up(keys, group_layout_descs),
+            Bitmap(len(keys)),
+        )
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Makes no call: leases end by themselves."""
+        self._locks.remove(keys)
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Loads what is there and has the object's shapes, dtypes and size; the memory of others
+        is undefined."""
+        return self._submit(
+            self._readers, self._loads, lambda: self._load(keys, objects), Bitmap(len(keys))
+        )
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        return self._loads.take(task_id)
+
+    # --- the rest of the interface ------------------------------------------------------------
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Removes objects that are not locked. Listeners are told of all of these that are gone,
+        also of those that the store has evicted before."""
+        layouts = [self._layouts.get((key.model_name, key.object_group_id)) for key in keys]
+        unlocked = [
+            (key, layout)
+            for key, layout in zip(keys, layouts, strict=True)
+            if layout is not None and key not in self._locks
+        ]
+        for namespace, indices in self._grouped(*_columns(unlocked)).items():
+            for some in slices([unlocked[index][0] for index in indices]):
+                names = [_name(key) for key in some]
+                try:
+                    self._guard.run(
+                        lambda ms, names=names, space=namespace: self._client.remove_many(  # type: ignore[misc]
+                            names, namespace=space, timeout_ms=ms
+                        )
+                    )
+                except KVStoreError as error:
+                    log.warning("%d objects not deleted: %s", len(names), error)
+                    return
+                size = self._sizes.get(namespace, 0)
+                self._notify_keys_deleted(list(some), [size] * len(some))
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """Objects of the models that this daemon has stored or looked up, page by page; objects
+        that come or go meanwhile may be missed or seen twice.
+
+        The listing of the last page is kept, and the next page goes on with it. A page of another
+        listing starts again at the first object and skips what has been told.
+
+        Raises:
+            ValueError: as LMCache says.
+            KVStoreError: the store did not answer.
+        """
+        if page_size <= 0:
+            raise ValueError(f"page_size must be positive, not {page_size}")
+        told = int(cursor or 0)
+        if told < 0:
+            raise ValueError(f"not a cursor of this adapter: {cursor!r}")
+        rows = self._listings.pop((model_name, told), None)
+        if rows is None:
+            rows = itertools.islice(self._rows(model_name), told, None)
+        entries: list[KeyEntry] = []
+        for model, row in rows:
+            told += 1
+            if (key := _key(row.key, model)) is not None:
+                entries.append(KeyEntry(key.to_encoded_object_key(), row.size))
+            if len(entries) == page_size:
+                self._listings.clear()
+                self._listings[model_name, told] = rows
+                return KeyListPage(tuple(entries), str(told))
+        return KeyListPage(tuple(entries), None)
+
+    def report_status(self) -> dict[str, Any]:
+        """``is_healthy`` is about this process: a store that is down makes LMCache slower, and a
+        supervisor that restarts the daemon would lose its memory, too."""
+        return {
+            "is_healthy": not self._is_closed,
+            "type": type(self).__name__,
+            "master": self._client.config.master,
+            "namespaces": sorted(self._sizes),
+            "locked_key_count": len(self._locks),
+            "bytes_stored": self.get_usage().total_bytes_used,
+        }
+
+    def close(self) -> None:
+        """Returns when no task touches its memory any more. Idempotent; tasks under way fail."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._client.close()
+        self._locks.close()
+        self._namespaces.close()
+        self._writers.shutdown()
+        self._readers.shutdown()
+        for finished in (self._stores, self._lookups, self._loads):
+            finished.close()
+
+    # --- carrying tasks out -------------------------------------------------------------------
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        finished: _Finished[ResultT],
+        work: Callable[[], ResultT],
+        failed: ResultT,
+    ) -> int:
+        task = next(self._numbers)
+
+        def run() -> None:
+            result = failed
+            try:
+                result = work()
+            except KVStoreError as error:
+                log.debug("%s", error)
+            except Exception:  # a controller waits for its task for ever
+                log.exception("a task failed")
+            finally:
+                finished.add(task, result)
+
+        try:
+            pool.submit(run)
+        except RuntimeError:  # closed
+            finished.add(task, failed)
+        return task
+
+    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+        layouts = list(map(layout_of_object, objects))
+        for key, layout in zip(keys, layouts, strict=True):
+            self._layouts[key.model_name, key.object_group_id] = layout
+        moved = there = 0
+        for namespace, indices in self._grouped(keys, layouts).items():
+            values = {_name(keys[index]): memory_of(objects[index]) for index in indices}
+            size = sum(value.nbytes for value in values.values())
+            outcomes = self._guard.run(
+                lambda ms, values=values, space=namespace: self._client.put_many(  # type: ignore[misc]
+                    list(values.items()), namespace=space, partial=True, timeout_ms=ms
+                ),
+                size=size,
+            )
+            named = dict(zip(values, outcomes, strict=True))
+            results = [named[_name(keys[index])] for index in indices]
+            there += sum(result in _THERE for result in results)
+            new = [
+                index
+                for index, result in zip(indices, results, strict=True)
+                if result is PutOutcome.STORED
+            ]
+            if new:
+                sizes = [objects[index].get_size() for index in new]
+                moved += sum(sizes)
+                self._sizes[namespace] = sizes[-1]
+                self._notify_keys_stored([keys[index] for index in new], sizes)
+        return L2StoreResult(there == len(keys), moved)
+
+    def _look_up(
+        self, keys: list[ObjectKey], descriptions: Mapping[int, MemoryLayoutDesc]
+    ) -> Bitmap:
+        layouts = []
+        for key in keys:
+            place = key.model_name, key.object_group_id
+            layout = self._layouts.get(place)
+            if layout is None:
+                described = descriptions.get(key.object_group_id)
+                if described is not None and described.shapes:
+                    layout = layout_of(tuple(described.shapes), tuple(described.dtypes))
+                    self._layouts[place] = layout
+            layouts.append(layout)
+        found: list[tuple[str, list[int]]] = []
+        for namespace, indices in self._grouped(keys, layouts).items():
+            for some in slices(indices):
+                names = [_name(keys[index]) for index in some]
+                sizes = self._guard.run(
+                    lambda ms, names=names, space=namespace: self._client.lookup(  # type: ignore[misc]
+                        names, namespace=space, timeout_ms=ms
+                    )
+                )
+                pairs = zip(some, sizes, strict=True)
+                found.append((namespace, [index for index, size in pairs if size is not None]))
+        hits = Bitmap(len(keys))
+        for namespace, indices in found:
+            self._locks.add(namespace, [(keys[index], _name(keys[index])) for index in indices])
+            for index in indices:
+                hits.set(index)
+            if indices:
+                self._notify_keys_accessed([keys[index] for index in indices])
+        return hits
+
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+        loaded = Bitmap(len(keys))
+        for namespace, indices in self._grouped(keys, list(map(layout_of_object, objects))).items():
+            for some in slices(indices):
+                names = [_name(keys[index]) for index in some]
+                buffers = [memory_of(objects[index]) for index in some]
+                try:
+                    read = self._get_into(namespace, names, buffers)
+                except KVStoreError as error:
+                    log.debug("%s", error)
+                    continue
+                for index, buffer, size in zip(some, buffers, read, strict=True):
+                    if size == buffer.nbytes:
+                        loaded.set(index)
+        return loaded
+
+    def _get_into(self, namespace: str, names: list[bytes], buffers: list[Any]) -> list[int | None]:
+        try:
+            return self._guard.run(
+                lambda ms: self._client.get_into(
+                    names, buffers, namespace=namespace, timeout_ms=ms
+                ),
+                size=sum(buffer.nbytes for buffer in buffers),
+            )
+        except BufferMismatchError:  # of one object; the others are not read, either
+            if len(names) == 1:
+                return [None]
+            pairs = zip(names, buffers, strict=True)
+            return [self._get_into(namespace, [name], [buffer])[0] for name, buffer in pairs]
+
+    def _grouped(
+        self, keys: Sequence[ObjectKey], layouts: Sequence[Layout | None]
+    ) -> dict[str, list[int]]:
+        """The indices of the keys whose namespace is known, by that."""
+        kinds: dict[tuple[str, int, Layout], list[int]] = {}
+        for index, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
+            if layout is not None:
+                kinds.setdefault((key.model_name, key.object_group_id, layout), []).append(index)
+        grouped: dict[str, list[int]] = {}
+        for (model, group, layout), indices in kinds.items():
+            # One record tells a model apart; the groups of a model differ, and share nothing.
+            namespace = self._namespaces.of(model, layout, announce=group == 0)
+            if namespace is not None:
+                grouped.setdefault(namespace, []).extend(indices)
+        return grouped
+
+    def _rows(self, model_name: str | None) -> Iterator[tuple[str, ObjectRow]]:
+        """Every object of a model, or of all (None), with its model."""
+        places = sorted(
+            (model, namespace)
+            for (model, _), layout in list(self._layouts.items())
+            if model_name in (None, model)
+            and (namespace := self._namespaces.of(model, layout)) is not None
+        )
+        for model, namespace in places:
+            for row in self._client.list_objects(namespace=namespace):
+                yield model, row
+
+    def _lend(self, memory: L1MemoryDesc) -> None:
+        size = memory.stable_registration_size or memory.size
+        try:
+            self._client.register(memory.ptr, size)
+        except KVStoreError as error:
+            log.warning("LMCache's memory passes through a buffer: %s", error)
+
+
+class _Finished(Generic[ResultT]):
+    """Results of one kind of task, and the descriptor that tells of them."""
+
+    def __init__(self) -> None:
+        self._notifier = create_event_notifier()
+        self._changing = threading.Lock()
+        self._results: dict[int, ResultT] = {}
+
+    @property
+    def descriptor(self) -> int:
+        return int(self._notifier.fileno())
+
+    def add(self, task: int, result: ResultT) -> None:
+        with self._changing:
+            self._results[task] = result
+            if self._notifier is not None:
+                self._notifier.notify()
+
+    def take(self, task: int) -> ResultT | None:
+        with self._changing:
+            return self._results.pop(task, None)
+
+    def take_all(self) -> dict[int, ResultT]:
+        with self._changing:
+            results, self._results = self._results, {}
+        return results
+
+    def close(self) -> None:
+        with self._changing:
+            self._notifier.close()
+            self._notifier = None
+
+
+_THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
+
+
+def _name(key: ObjectKey) -> bytes:
+    """Without the model, which is in the namespace. No field but the last can contain an ``@``, and
+    LMCache forbids it there."""
+    text = f"{key.chunk_hash.hex()}@{key.kv_rank:x}@{key.object_group_id}@{key.cache_salt}"
+    return name_of(text)
+
+
+def _key(name: bytes, model: str) -> ObjectKey | None:
+    """The reverse of ``_name``; None: only its digest is there."""
+    text = text_of(name)
+    if text is None:
+        return None
+    chunk, rank, group, salt = text.split("@")
+    return ObjectKey(bytes.fromhex(chunk), model, int(rank, 16), int(group), salt)
+
+
+def _columns(pairs: list[tuple[ObjectKey, Layout]]) -> tuple[list[ObjectKey], list[Layout]]:
+    return [key for key, _ in pairs], [layout for _, layout in pairs]

@@ -1,0 +1,229 @@
+"""Chunks of LMCache inside an engine, as objects of the store.
+
+An object is LMCache's bytes and, behind them, LMCache's own description of them
+(``RemoteMetadata``), whatever ``save_chunk_meta`` says: so a chunk of any length, and what a
+serializer made of it, comes back as it was. An error is a miss, or a put that has not been done;
+the guard's log tells of a store that fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryFormat, MemoryObj
+from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from numpy.typing import NDArray
+
+from kvstore.connectors.guard import Guard
+from kvstore.connectors.lmcache.identity import Namespaces
+from kvstore.connectors.lmcache.memory import (
+    layout_of,
+    memory_of,
+    name_of,
+    release,
+    slices,
+    text_of,
+)
+from kvstore.errors import KVStoreError
+
+log: Final = logging.getLogger("kvstore.lmcache")
+
+
+class Chunks:
+    """Those of one model. Threads: any."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        memory: LocalCPUBackend,
+        model: str,
+        full: RemoteMetadata,
+        *,
+        model_id: str | None,
+        more: Mapping[str, object],
+    ) -> None:
+        """
+        Args:
+            memory: where gets allocate.
+            full: what LMCache says of a chunk that is as long as it can be.
+            model_id, more: as of ``Namespaces``.
+        """
+        self._guard = guard
+        self._client = guard.client
+        self._memory = memory
+        self._model = model
+        self._full = full
+        self._layout = layout_of(tuple(full.shapes), tuple(full.dtypes))
+        self._description_bytes = int(get_remote_metadata_bytes())
+        self._namespaces = Namespaces(guard, log, model_id=model_id, more=more)
+        self._namespace()  # begins to read the weights
+
+    def sizes(self, keys: Sequence[CacheEngineKey]) -> list[int | None]:
+        """Bytes of each object, leased so that a get finds it, or None: a miss."""
+        namespace = self._namespace()
+        if namespace is not None:
+            try:
+                return self._look_up(namespace, _names(keys))
+            except KVStoreError as error:
+                log.debug("%s", error)
+        return [None] * len(keys)
+
+    def keys(self) -> list[str]:
+        """What LMCache calls the objects that are there, but for those that only a digest stands
+        for. Raises KVStoreError."""
+        namespace = self._namespace()
+        if namespace is None:
+            return []
+        texts = (text_of(row.key) for row in self._client.list_objects(namespace=namespace))
+        return [text for text in texts if text is not None]
+
+    def put(self, keys: Sequence[CacheEngineKey], memories: Sequence[MemoryObj]) -> None:
+        """Puts what there is room for."""
+        namespace = self._namespace()
+        if namespace is None:
+            return
+        parts = [[memory_of(memory), _description(memory)] for memory in memories]
+        values = dict(zip(_names(keys), parts, strict=True))
+        try:
+            self._guard.run(
+                lambda ms: self._client.put_many(
+                    list(values.items()), namespace=namespace, partial=True, timeout_ms=ms
+                ),
+                size=_size(parts),
+            )
+        except KVStoreError as error:
+            log.debug("%d chunks not put: %s", len(keys), error)
+
+    def get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
+        """Per key an object in LMCache's memory, which the caller owns, or None: a miss, or no
+        memory."""
+        names = _names(keys)
+        allocated: dict[int, MemoryObj] = {}
+        found: dict[int, MemoryObj] = {}
+        namespace = self._namespace()
+        if namespace is not None:
+            try:
+                self._allocate_all(namespace, names, allocated)
+                found = self._read_into(namespace, names, allocated)
+            except KVStoreError as error:
+                log.debug("%s", error)
+            finally:
+                release([each for index, each in allocated.items() if index not in found])
+        return [found.get(index) for index in range(len(keys))]
+
+    def remove(self, key: CacheEngineKey) -> bool:
+        """Whether there was one."""
+        namespace = self._namespace()
+        if namespace is None:
+            return False
+        [name] = _names([key])
+        try:
+            return self._guard.run(
+                lambda ms: self._client.remove(name, namespace=namespace, timeout_ms=ms)
+            )
+        except KVStoreError as error:
+            log.debug("%s", error)
+            return False
+
+    def close(self) -> None:
+        """Calls under way in other threads fail."""
+        self._client.close()
+        self._namespaces.close()
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _namespace(self) -> str | None:
+        return self._namespaces.of(self._model, self._layout)
+
+    def _look_up(self, namespace: str, names: Sequence[bytes]) -> list[int | None]:
+        def look_up(timeout_ms: int) -> list[int | None]:
+            return [
+                size
+                for some in slices(names)
+                for size in self._client.lookup(some, namespace=namespace, timeout_ms=timeout_ms)
+            ]
+
+        return self._guard.run(look_up)
+
+    def _allocate_all(
+        self, namespace: str, names: Sequence[bytes], allocated: dict[int, MemoryObj]
+    ) -> None:
+        """Memory for each object that is there, by its place in ``names``. Raises KVStoreError."""
+        own = self._description_bytes
+        chunks: dict[int, RemoteMetadata] = {}
+        others: dict[int, tuple[int, NDArray[np.uint8]]] = {}
+        for index, size in enumerate(self._look_up(namespace, names)):
+            if size == self._full.length + own:
+                chunks[index] = self._full
+            elif size is not None and size > own:
+                others[index] = size - own, np.empty(own, np.uint8)
+        if others:
+            ranges = [[place] for place in others.values()]
+            read = self._guard.run(
+                lambda ms: self._client.get_ranges(
+                    [names[index] for index in others], ranges, namespace=namespace, timeout_ms=ms
+                )
+            )
+            for (index, (length, description)), size in zip(others.items(), read, strict=True):
+                if size == length + own and (chunk := _read(description, length)) is not None:
+                    chunks[index] = chunk
+        for index, chunk in chunks.items():
+            if (memory := self._allocate(chunk)) is not None:
+                allocated[index] = memory
+
+    def _allocate(self, chunk: RemoteMetadata) -> MemoryObj | None:
+        if chunk.fmt == MemoryFormat.BINARY_BUFFER:
+            return BytesBufferMemoryObj(bytearray(chunk.length))
+        # Does not wait until others give memory back: computing the chunk takes less.
+        memory = self._memory.allocate(chunk.shapes, chunk.dtypes, chunk.fmt, busy_loop=False)
+        if memory is not None and memory.get_size() != chunk.length:
+            release([memory])
+            return None
+        return memory
+
+    def _read_into(
+        self, namespace: str, names: Sequence[bytes], allocated: Mapping[int, MemoryObj]
+    ) -> dict[int, MemoryObj]:
+        """Those of ``allocated`` that hold their object now. Raises KVStoreError."""
+        own = self._description_bytes
+        buffers = [[memory_of(each), np.empty(own, np.uint8)] for each in allocated.values()]
+        read = self._guard.run(
+            lambda ms: self._client.get_into(
+                [names[index] for index in allocated], buffers, namespace=namespace, timeout_ms=ms
+            ),
+            size=_size(buffers),
+        )
+        return {
+            index: memory
+            for (index, memory), buffer, size in zip(allocated.items(), buffers, read, strict=True)
+            if size == _size([buffer]) and np.array_equal(buffer[1], _description(memory))
+        }
+
+
+def _names(keys: Sequence[CacheEngineKey]) -> list[bytes]:
+    return [name_of(key.to_string()) for key in keys]
+
+
+def _size(parts: Sequence[Sequence[NDArray[Any]]]) -> int:
+    return sum(part.nbytes for each in parts for part in each)
+
+
+def _description(memory: MemoryObj) -> NDArray[np.uint8]:
+    described = RemoteMetadata(
+        memory.get_size(), memory.get_shapes(), memory.get_dtypes(), memory.get_memory_format()
+    )
+    return np.frombuffer(described.serialize(), np.uint8)
+
+
+def _read(description: NDArray[np.uint8], length: int) -> RemoteMetadata | None:
+    """What an object says of its ``length`` bytes; None: that is not of this LMCache."""
+    try:
+        chunk = RemoteMetadata.deserialize(description.tobytes())
+    except (ValueError, LookupError):
+        return None
+    return chunk if chunk.length == length else None

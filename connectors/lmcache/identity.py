@@ -1,0 +1,134 @@
+"""Which namespace holds the objects of a model: one for each meaning that their bytes can have.
+
+LMCache names objects by the model's name, by ranks and by hashes of tokens. Engines that serve
+other weights under one name, or keep them in another dtype, give other objects the same name. So a
+namespace contains the fingerprint of the weights and of the objects' shapes and dtypes. Ranks are
+part of the objects' names, because a daemon serves all ranks of its host with one call.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from kvstore.background import start_thread
+from kvstore.connectors.fleet import Fleet
+from kvstore.connectors.guard import Guard
+from kvstore.connectors.lmcache.memory import Layout
+from kvstore.errors import KVStoreError
+from kvstore.fingerprint import config_of, fingerprint, weights_of
+
+ENGINE: Final = "lmcache"
+
+FORMAT: Final = 1
+"""Version of what an object's bytes are. Objects of another version are misses."""
+
+PATIENCE_S: Final = 1.0
+"""How long a call waits until the weights are read; later calls find the result."""
+
+ANNOUNCE_AGAIN_S: Final = 30.0
+"""After a store did not take this daemon's fleet record."""
+
+
+class Namespaces:
+    """Those of one process of LMCache. Threads: any; files of weights are read, and fleet records
+    put, in threads of its own."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        log: logging.Logger,
+        *,
+        model_id: str | None = None,
+        more: Mapping[str, object],
+    ) -> None:
+        """
+        Args:
+            model_id: a user's name for the weights of each model; None: the files of a model are
+                its weights, and its name is where there are none.
+            more: what else the bytes depend on.
+        """
+        self._guard = guard
+        self._log = log
+        self._model_id = model_id
+        self._more = more
+        self._changing = threading.Lock()
+        self._known: dict[tuple[str, Layout], concurrent.futures.Future[str | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+
+    def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
+        """The namespace; None: it is not known yet, or the weights cannot be read.
+
+        Args:
+            announce: put a fleet record that describes it, when it is met for the first time.
+        """
+        with self._changing:
+            known = self._known.get((model, layout))
+            if known is None and not self._closed.is_set():
+                known = self._known[model, layout] = concurrent.futures.Future()
+                self._threads.append(
+                    start_thread(
+                        "kvstore-lmcache-identity",
+                        lambda: self._find(model, layout, known, announce),
+                    )
+                )
+        if known is None:
+            return None
+        try:
+            return known.result(PATIENCE_S)
+        except concurrent.futures.TimeoutError:
+            return None
+
+    def close(self) -> None:
+        """Ends the threads, unless one reads a file."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _find(
+        self,
+        model: str,
+        layout: Layout,
+        found: concurrent.futures.Future[str | None],
+        announce: bool,
+    ) -> None:
+        try:
+            if self._model_id is None:
+                meaning = {"weights": weights_of(model), "config": config_of(model)}
+            else:
+                meaning = {"weights": f"{self._model_id} of {model}"}
+        except Exception as error:  # noqa: BLE001 - strangers' files; calls wait for the answer
+            self._log.error(
+                "nothing is cached of %s: its weights cannot be read (%s). The setting model_id "
+                "names them instead.",
+                model,
+                error,
+            )
+            found.set_result(None)
+            return
+        description = {"format": FORMAT, **meaning, "objects": layout, **self._more}
+        mark = fingerprint(description)
+        namespace = f"{ENGINE}/{mark}/objects"
+        found.set_result(namespace)
+        self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
+        while announce and not self._announced(model, mark, description, namespace):
+            if self._closed.wait(ANNOUNCE_AGAIN_S):
+                return
+
+    def _announced(
+        self, model: str, mark: str, description: Mapping[str, object], namespace: str
+    ) -> bool:
+        fleet = Fleet(self._guard.client)
+        try:
+            for warning in self._guard.run(
+                lambda _: fleet.announce(ENGINE, [model], mark, description, [namespace])
+            ):
+                self._log.warning("%s", warning)
+        except KVStoreError as error:
+            self._log.debug("not announced yet: %s", error)
+            return self._closed.is_set()
+        return True

@@ -1,0 +1,109 @@
+"""The leases under what LMCache's daemon has looked up, kept until it unlocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.background import start_thread
+from kvstore.connectors.guard import Guard
+from kvstore.connectors.lmcache.memory import slices
+from kvstore.errors import KVStoreError
+
+RENEW_S: Final = 3.0
+"""A third of the lease that a master gives by default (``--lease-ms``)."""
+
+HELD_S_MAX: Final = 60.0
+"""The longest that a lock is kept: an engine that asks again and again, or a controller that has
+died, must not fill the pool with objects that cannot be evicted."""
+
+
+@dataclass
+class _Lock:
+    namespace: str
+    name: bytes
+    count: int
+    since: float
+    renewed: float
+
+
+class Locks:
+    """Counts locks per object, and looks up again what is locked for longer than RENEW_S. A lease
+    that could not be renewed costs a miss, never wrong bytes. Threads: any."""
+
+    def __init__(self, guard: Guard, log: logging.Logger) -> None:
+        self._guard = guard
+        self._log = log
+        self._changing = threading.Condition()
+        self._locks: dict[Hashable, _Lock] = {}
+        self._closed = False
+        self._thread = start_thread("kvstore-lmcache-locks", self._renew_forever)
+
+    def __len__(self) -> int:
+        return len(self._locks)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._locks
+
+    def add(self, namespace: str, found: Sequence[tuple[Hashable, bytes]]) -> None:
+        """Objects that were leased a moment ago: LMCache's key and the name here, of each."""
+        now = time.monotonic()
+        with self._changing:
+            for key, name in found:
+                lock = self._locks.get(key)
+                if lock is None:
+                    self._locks[key] = _Lock(namespace, name, 1, now, now)
+                else:
+                    lock.namespace, lock.name = namespace, name
+                    lock.count += 1
+                    lock.since = lock.renewed = now
+
+    def remove(self, keys: Sequence[Hashable]) -> None:
+        """Ends one lock of each; of what is not locked, none."""
+        with self._changing:
+            for key in keys:
+                lock = self._locks.get(key)
+                if lock is not None:
+                    lock.count -= 1
+                    if lock.count <= 0:
+                        del self._locks[key]
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+            self._changing.notify()
+        self._thread.join()
+
+    def _renew_forever(self) -> None:
+        while True:
+            with self._changing:
+                if self._changing.wait_for(lambda: self._closed, RENEW_S / 2):
+                    return
+                due = self._due(time.monotonic())
+            for namespace, names in due.items():
+                self._renew(namespace, names)
+
+    def _due(self, now: float) -> dict[str, list[bytes]]:
+        """What to look up again; drops what has been locked for too long."""
+        due: dict[str, list[bytes]] = {}
+        for key, lock in list(self._locks.items()):
+            if now - lock.since > HELD_S_MAX:
+                del self._locks[key]
+            elif now - lock.renewed > RENEW_S / 2:
+                lock.renewed = now
+                due.setdefault(lock.namespace, []).append(lock.name)
+        return due
+
+    def _renew(self, namespace: str, names: list[bytes]) -> None:
+        client = self._guard.client
+        for some in slices(names):
+            try:
+                self._guard.run(
+                    lambda ms, some=some: client.lookup(some, namespace=namespace, timeout_ms=ms)  # type: ignore[misc]
+                )
+            except KVStoreError as error:
+                self._log.debug("leases of %d objects not renewed: %s", len(some), error)

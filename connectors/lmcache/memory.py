@@ -1,0 +1,78 @@
+"""Names of objects, and LMCache's memory as arrays of bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from lmcache.v1.memory_management import MemoryObj
+from numpy.typing import NDArray
+
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
+
+Layout = tuple[tuple[tuple[int, ...], str], ...]
+"""Shape and dtype of each part of an object, in order."""
+
+ItemT = TypeVar("ItemT")
+
+_HASHED: Final = re.compile(rb"#sha256:[0-9a-f]{64}")
+
+
+def name_of(text: str) -> bytes:
+    """The key here of an object that LMCache calls ``text``: a digest if that is too long for a
+    key."""
+    name = text.encode(errors="surrogateescape")
+    if len(name) <= KEY_BYTES_MAX:
+        return name
+    return b"#sha256:" + hashlib.sha256(name).hexdigest().encode()
+
+
+def text_of(name: bytes) -> str | None:
+    """The reverse of ``name_of``; None for a digest."""
+    if _HASHED.fullmatch(name):
+        return None
+    return name.decode(errors="surrogateescape")
+
+
+def memory_of(memory: MemoryObj) -> NDArray[np.uint8]:
+    """The bytes of an object of LMCache, which aliases and does not keep it.
+
+    Raises:
+        TypeError: they are not in memory of the host.
+    """
+    raw = memory.raw_tensor
+    if raw is None:  # bytes of a serializer
+        return np.frombuffer(memory.byte_array, np.uint8)
+    flat: NDArray[np.uint8] = raw.view(-1).view(torch.uint8).numpy()
+    return flat[: memory.get_size()]
+
+
+@lru_cache(maxsize=256)
+def layout_of(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> Layout:
+    """Of LMCache's shapes and dtypes, one each a part."""
+    return tuple(
+        (tuple(map(int, shape)), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def layout_of_object(memory: MemoryObj) -> Layout:
+    meta = memory.metadata
+    if meta.shapes is None:
+        return layout_of((meta.shape,), (meta.dtype,))
+    return layout_of(tuple(meta.shapes), tuple(meta.dtypes))
+
+
+def slices(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
+    """As many at a time as one call to the master may name."""
+    return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
+
+
+def release(memories: Sequence[MemoryObj]) -> None:
+    """Gives one reference to each back to LMCache."""
+    for memory in memories:
+        memory.ref_count_down()

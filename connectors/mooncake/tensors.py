@@ -1,0 +1,341 @@
+"""Torch tensors as objects, in the format of Mooncake's client: a header of 304 bytes, then the
+tensor's bytes.
+
+So ``get`` returns the same bytes as Mooncake's, and what ``get_tensor_into`` reads into a buffer,
+``put_tensor_from`` can put. ``*_with_tp`` keep the slices of a tensor as objects of their own.
+
+torch is imported by the calls that make a tensor, because most engines use none of these.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.client.values import Storable, encode
+from kvstore.connectors.mooncake.names import Code, ReplicateConfig
+from kvstore.connectors.mooncake.objects import Found, Objects
+from kvstore.errors import KVStoreError
+
+if TYPE_CHECKING:
+    import torch
+
+_HEADER: Final = struct.Struct("<4sHHiiQQQ8q8q136x")
+"""Magic, version, bytes of the header, dtype, dimensions, layout (0: whole), offset of the payload,
+its bytes, the shape, and the shape of the whole tensor (the same)."""
+
+_MAGIC: Final = b"NOOM"
+_VERSION: Final = 1
+_DIMENSIONS_MAX: Final = 8
+_DTYPES: Final = (
+    "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "bool", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+"""Mooncake's numbers for them: their places here."""
+
+
+def encoded(tensor: Any) -> Storable | Code:
+    """Header and payload; the payload aliases a tensor that is contiguous and on the CPU."""
+    if not _is_tensor(tensor):
+        return Code.INVALID_PARAMS
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES or tensor.ndim > _DIMENSIONS_MAX:
+        return Code.INVALID_PARAMS
+    try:
+        parts = encode(tensor).parts
+    except KVStoreError:  # a sparse one, say
+        return Code.INVALID_PARAMS
+    shape = [*tensor.shape, *[-1] * (_DIMENSIONS_MAX - tensor.ndim)]
+    header = _HEADER.pack(
+        _MAGIC, _VERSION, _HEADER.size, _DTYPES.index(dtype), tensor.ndim, 0,
+        _HEADER.size, sum(map(len, parts)), *shape, *shape,
+    )  # fmt: skip
+    return [memoryview(header), *parts]
+
+
+def decoded(data: memoryview) -> torch.Tensor | None:
+    """The tensor whose header and payload these are, over the same memory; None: they are none."""
+    import torch
+
+    if len(data) < _HEADER.size:
+        return None
+    magic, version, _, number, ndim, _, start, size, *shapes = _HEADER.unpack_from(data)
+    if (magic, version, start) != (_MAGIC, _VERSION, _HEADER.size) or start + size != len(data):
+        return None
+    if not (0 <= number < len(_DTYPES) and 0 <= ndim <= _DIMENSIONS_MAX):
+        return None
+    dtype, shape = getattr(torch, _DTYPES[number], None), shapes[:ndim]
+    if dtype is None or min(shape, default=0) < 0 or size != math.prod(shape) * dtype.itemsize:
+        return None
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, offset=start).reshape(shape)
+
+
+class Tensors:
+    """The methods of a store that put and get tensors, over its ``_objects``.
+
+    Tensors are put from any device, copied before the call returns, and got in CPU memory. Dtypes
+    and shapes that the header has no place for are INVALID_PARAMS. ``put`` keeps what is there,
+    ``upsert`` replaces it; ``pub`` is ``put`` with a configuration.
+    """
+
+    _objects: Objects
+
+    # --- putting ------------------------------------------------------------------------------
+
+    def put_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
+        return self._put([key], [tensor], config)[0]
+
+    def batch_put_tensor(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        """Per key 0 or a code."""
+        return self._put(keys, tensors_list, config)
+
+    def pub_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
+        return self._put([key], [tensor], config)[0]
+
+    def batch_pub_tensor(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        return self._put(keys, tensors_list, config)
+
+    def upsert_tensor(self, key: str, tensor: Any) -> int:
+        return self._put([key], [tensor], None, overwrite=True)[0]
+
+    def batch_upsert_tensor(self, keys: Sequence[str], tensors_list: Sequence[Any]) -> list[int]:
+        return self._put(keys, tensors_list, None, overwrite=True)
+
+    def upsert_pub_tensor(
+        self, key: str, tensor: Any, config: ReplicateConfig | None = None
+    ) -> int:
+        return self._put([key], [tensor], config, overwrite=True)[0]
+
+    def batch_upsert_pub_tensor(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        config: ReplicateConfig | None = None,
+    ) -> list[int]:
+        return self._put(keys, tensors_list, config, overwrite=True)
+
+    def _put(
+        self,
+        keys: Sequence[str],
+        tensors: Sequence[Any],
+        config: ReplicateConfig | None,
+        *,
+        overwrite: bool = False,
+    ) -> list[int]:
+        values = [encoded(tensor) for tensor in tensors]
+        return self._objects.put(keys, values, config, overwrite=overwrite)
+
+    # --- putting from registered memory: header and payload, ``size`` bytes in all ------------
+
+    def put_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        return self.batch_put_tensor_from([key], [buffer_ptr], [size])[0]
+
+    def batch_put_tensor_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        """Per key 0 or a code; INVALID_PARAMS for memory that does not hold a tensor."""
+        return self._objects.put(keys, self._held(buffer_ptrs, sizes), None)
+
+    def upsert_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
+        return self.batch_upsert_tensor_from([key], [buffer_ptr], [size])[0]
+
+    def batch_upsert_tensor_from(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[int]:
+        return self._objects.put(keys, self._held(buffer_ptrs, sizes), None, overwrite=True)
+
+    def _held(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
+        return [
+            Code.INVALID_PARAMS if _tensor_in(memory) is None else memory
+            for memory in self._objects.memories_of(pointers, sizes)
+        ]
+
+    # --- getting ------------------------------------------------------------------------------
+
+    def get_tensor(self, key: str) -> Any:
+        """A tensor of its own; None on a miss, an error, or a value that is no tensor."""
+        return self.batch_get_tensor([key])[0]
+
+    def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
+        handles = self._objects.handles(keys)
+        return [None if each is None else decoded(each.data) for each in handles]
+
+    def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Any:
+        """A tensor over registered memory, which holds its header too; None as ``get_tensor``."""
+        return self._get_into([key], [buffer_ptr], [size])[0]
+
+    def batch_get_tensor_into(
+        self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
+    ) -> list[Any]:
+        """As ``get_tensor_into``; only codes, if the lists differ in length."""
+        if not len(keys) == len(buffer_ptrs) == len(sizes):
+            return [Code.INVALID_PARAMS] * len(keys)
+        return self._get_into(keys, buffer_ptrs, sizes)
+
+    def _get_into(
+        self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]
+    ) -> list[Any]:
+        memories = self._objects.memories_of(pointers, sizes)
+        read = self._objects.get_into(keys, memories)
+        return [
+            None if isinstance(memory, Code) or size < 0 else _tensor_in(memory, size)
+            for memory, size in zip(memories, read, strict=True)
+        ]
+
+    # --- slices: of rank R of key K under K_tp_R ----------------------------------------------
+
+    def put_tensor_with_tp(
+        self, key: str, tensor: Any, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> int:
+        return self.pub_tensor_with_tp(key, tensor, None, tp_rank, tp_size, split_dim)
+
+    def batch_put_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        return self.batch_pub_tensor_with_tp(
+            base_keys, tensors_list, None, tp_rank, tp_size, split_dim
+        )
+
+    def pub_tensor_with_tp(
+        self,
+        key: str,
+        tensor: Any,
+        config: ReplicateConfig | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        return self.batch_pub_tensor_with_tp([key], [tensor], config, tp_rank, tp_size, split_dim)[
+            0
+        ]
+
+    def batch_pub_tensor_with_tp(
+        self,
+        base_keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        config: ReplicateConfig | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """Puts the slices of all ranks, whatever ``tp_rank`` is; per tensor 0 or a code:
+        INVALID_PARAMS for one that ``tp_size`` does not divide."""
+        del tp_rank
+        if len(base_keys) != len(tensors_list):
+            return [Code.INVALID_PARAMS] * len(base_keys)
+        codes = []
+        for key, tensor in zip(base_keys, tensors_list, strict=True):
+            slices = _slices(tensor, tp_size, split_dim)
+            names = [_name_of_slice(key, rank, tp_size) for rank in range(len(slices))]
+            put = self._put(names, slices, config) if key else []
+            codes.append(
+                next((code for code in put if code), Code.OK if put else Code.INVALID_PARAMS)
+            )
+        return codes
+
+    def put_tensor_with_tp_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> int:
+        pointers, sizes = [buffer_ptr], [size]
+        return self.batch_put_tensor_with_tp_from(
+            [key], pointers, sizes, tp_rank, tp_size, split_dim
+        )[0]
+
+    def batch_put_tensor_with_tp_from(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> list[int]:
+        """As ``batch_put_tensor_with_tp``, of whole tensors in registered memory."""
+        tensors = [_tensor_in(each) for each in self._objects.memories_of(buffer_ptrs, sizes)]
+        return self.batch_put_tensor_with_tp(base_keys, tensors, tp_rank, tp_size, split_dim)
+
+    def get_tensor_with_tp(
+        self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
+    ) -> Any:
+        del split_dim
+        return self.batch_get_tensor_with_tp([key], tp_rank, tp_size)[0]
+
+    def batch_get_tensor_with_tp(
+        self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
+    ) -> list[Any]:
+        """Per key the slice of this rank, or None."""
+        return self.batch_get_tensor([_name_of_slice(key, tp_rank, tp_size) for key in base_keys])
+
+    def get_tensor_with_tp_into(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        split_dim: int = 0,
+    ) -> Any:
+        del split_dim
+        return self.get_tensor_into(_name_of_slice(key, tp_rank, tp_size), buffer_ptr, size)
+
+    def batch_get_tensor_with_tp_into(
+        self,
+        base_keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> list[Any]:
+        keys = [_name_of_slice(key, tp_rank, tp_size) for key in base_keys]
+        return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
+
+
+def _is_tensor(value: object) -> bool:
+    """Of torch, also where torch is not installed."""
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "dtype")
+
+
+def _tensor_in(memory: Found, size: int | None = None) -> torch.Tensor | None:
+    """The tensor in the first ``size`` bytes of memory that was one address."""
+    if isinstance(memory, Code) or len(memory) != 1:
+        return None
+    return decoded(memory[0][:size])
+
+
+def _slices(tensor: Any, count: int, dim: int) -> Sequence[Any]:
+    """Equal parts along a dimension; none: they would not be equal."""
+    if count <= 1:
+        return [tensor]
+    if not _is_tensor(tensor) or not 0 <= dim < tensor.ndim or tensor.shape[dim] % count:
+        return []
+    parts: Sequence[Any] = tensor.chunk(count, dim)
+    return parts
+
+
+def _name_of_slice(key: str, rank: int, size: int) -> str:
+    return f"{key}_tp_{rank}" if size > 1 else key

@@ -1,0 +1,16 @@
+"""A storage back-end of SGLang's HiCache: host pages in this store (``docs/engines/sglang.md``).
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "kvstore",
+        "module_path": "kvstore.connectors.sglang", "class_name": "KVStoreHiCache",
+        "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "master": "10.0.0.7:50001"}'
+
+* ``backend.py``: ``KVStoreHiCache``, which SGLang calls
+* ``pools.py``: the pages of a host pool as memory
+* ``identity.py``: whose pages mean the same
+* ``announcing.py``: the fleet record, in the background
+"""
+
+from kvstore.connectors.sglang.backend import KVStoreHiCache
+
+__all__ = ["KVStoreHiCache"]

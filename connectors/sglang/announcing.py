@@ -1,0 +1,71 @@
+"""Puts fleet records in the background, so that an engine starts without waiting for the store."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from kvstore.background import start_thread
+from kvstore.client.sync import Client
+from kvstore.connectors.fleet import Fleet
+from kvstore.errors import KVStoreError
+
+AGAIN_S: Final = 10.0
+"""Pause before the next attempt, if the store did not answer."""
+
+
+class Record(NamedTuple):
+    """The arguments of ``Fleet.announce``."""
+
+    engine: str
+    models: Sequence[str]
+    mark: str
+    description: Mapping[str, object]
+    namespaces: Sequence[str]
+
+
+class Announcer:
+    """A thread that puts each record, again and again until the store has taken it, and logs the
+    fleet's warnings."""
+
+    def __init__(self, client: Client, log: logging.Logger) -> None:
+        self._fleet = Fleet(client)
+        self._log = log
+        self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = start_thread("kvstore-fleet", self._run)
+
+    def announce(self, record: Record) -> None:
+        """Returns at once."""
+        self._records.put(record)
+
+    def stop(self) -> None:
+        """Ends the thread after the call that it is in; closing the client ends that call."""
+        self._stopping.set()
+        self._records.put(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (record := self._records.get()) is not None:
+            while not self._put(record):
+                if self._stopping.wait(AGAIN_S):
+                    return
+
+    def _put(self, record: Record) -> bool:
+        try:
+            warnings = self._fleet.announce(*record)
+        except KVStoreError as error:
+            self._log.log(
+                logging.DEBUG if self._stopping.is_set() else logging.WARNING,
+                "fleet_not_announced reason=%s", error,
+            )  # fmt: skip
+            return False
+        self._log.info("fleet_joined fingerprint=%s", record.mark)
+        for warning in warnings:
+            self._log.warning("FLEET: %s", warning)
+        return True

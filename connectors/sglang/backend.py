@@ -1,0 +1,621 @@
+"""``KVStoreHiCache``, the class that SGLang's cache controller calls.
+
+The controller's threads call it and wait: one asks which pages are stored (``batch_exists``), one
+reads pages (``batch_get``), one writes them (``batch_set``). The guard's deadline bounds each call.
+A call is a miss if the store is down, slow or full, or if an argument is wrong. Only the
+constructor, the registration of pools and ``clear`` raise, because their callers tell the user.
+
+``batch_exists`` leases the pages that it finds, so that the read after it finds them.
+
+An object is one page of one pool. Its key is the page's hash, its parent is the page before it.
+Keys of side pools (SWA, states of Mamba layers, indexers) end with the pool's name. A side pool
+that is needed only at the end of a prefix has its pages below those of the full attention.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from kvstore.calls import PutOutcome
+from kvstore.client.values import Storable
+from kvstore.connectors.guard import BYTES_PER_MS, Guard, client_of_an_engine
+from kvstore.connectors.sglang import identity
+from kvstore.connectors.sglang.announcing import Announcer, Record
+from kvstore.connectors.sglang.pools import Pages, bytes_of
+from kvstore.errors import KVStoreError, UsageError
+from kvstore.fingerprint import fingerprint
+from kvstore.limits import BATCH_KEYS_MAX
+
+if TYPE_CHECKING:
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+
+log = logging.getLogger("kvstore.sglang")
+
+PAGES_AT_ONCE: Final = 512
+"""The client moves at most so many pages in one call."""
+
+_OF_SGLANG: Final = frozenset((
+    "backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold",
+    "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+))  # fmt: skip
+"""Names that SGLang itself reads in the extra configuration; the others are a client's settings."""
+
+_FLAT: Final = ".flat"
+"""The end of the key of a page that SGLang hands over as one tensor (without ``interface_v1``)."""
+
+_THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
+
+ResultT = TypeVar("ResultT")
+
+
+class Pool(NamedTuple):
+    """A host pool, and the names of its pages in the store."""
+
+    pages: Pages
+    part: str
+    """The last part of the namespace."""
+    suffix: str
+    """The end of each key."""
+
+    def names(self, keys: Sequence[str]) -> list[str]:
+        return [key + self.suffix for key in keys] if self.suffix else list(keys)
+
+
+class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
+    """The back-end of one rank. Threads: any. It also works in the child of a fork, which puts no
+    fleet record."""
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None
+    ) -> None:
+        """
+        Args:
+            storage_config: ``extra_config`` holds settings of a client (``master``, ``cluster``,
+                ``replicas``, ``transports``, ``timeout_ms`` ...), and ``model_id``: the operator's
+                name for the weights, which replaces the digest of their files.
+            kwargs: of SGLang's factory, which hands over none today.
+
+        Raises:
+            ConfigError: an unknown or wrong setting.
+            StartupError, MasterUnreachableError: only with ``memory``.
+        """
+        del kwargs
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in (storage_config.extra_config or {}).items()
+        }
+        self._config = storage_config
+        self._model_id = str(given.pop("model_id", ""))
+        self._zero_copy = bool(given.get("interface_v1"))
+        settings = {name: value for name, value in given.items() if name not in _OF_SGLANG}
+        self._guard = Guard(client_of_an_engine(**settings), log)
+        self._announcer = Announcer(self._guard.client, log)
+        self._pools: dict[str, Pool] = {}
+        self._marks: dict[identity.Weights, str] = {}
+        self._marking = threading.Lock()
+        self._of_thread = threading.local()
+        self._figures = _Figures()
+
+    # --- pools --------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Registers the pool of the full attention, and announces this engine to the fleet.
+
+        Raises:
+            ConfigError: a layout whose pages cannot be stored.
+            InvalidArgumentError: memory that the processor cannot read.
+            OSError: the model's files cannot be read.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        pages = Pages(mem_pool_host, self._guard.client)
+        replicated = self._config.is_mla_model
+        part = identity.part(self._config, pages, replicated=replicated)
+        self._pools[PoolName.KV] = Pool(pages, part, "")
+        mark = self._mark()
+        log.info(
+            "registered pool=kv layout=%s page_bytes=%d namespace=%s",
+            pages.told.get("layout"), pages.size, self._namespace(mark, part),
+        )  # fmt: skip
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Registers a side pool. The pool of the full attention comes first; same errors."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if host_pool_name == PoolName.KV:
+            return
+        pages = Pages(host_pool, self._guard.client)
+        # States of Mamba layers, and K and V by heads, differ between ranks, also where all ranks
+        # have the same pages of the full attention. SGLang's controller decides in the same way.
+        replicated = (
+            self._config.is_mla_model
+            and host_pool_name != PoolName.MAMBA
+            and not isinstance(host_pool, MHATokenToKVPoolHost)
+        )
+        part = identity.part(self._config, self._pools[PoolName.KV].pages, replicated=replicated)
+        self._pools[host_pool_name] = Pool(pages, part, f".{host_pool_name}-{pages.geometry}")
+        log.info("registered pool=%s page_bytes=%d", host_pool_name, pages.size)
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """The number of leading pages that are stored. They are leased."""
+        del extra_info  # pages count whether or not those before them are stored
+        return self._answer(lambda: self._leading(_Deadline(self._guard), keys), 0)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """The prefixes that all pools can serve. Pages that were found are leased."""
+        del extra_info
+        return self._answer(
+            lambda: self._restorable(_Deadline(self._guard), keys, pool_transfers or []),
+            PoolTransferResult(0, {}, []),
+        )
+
+    def exists(self, key: str) -> bool:
+        """Whether a page that ``set`` has put is stored."""
+        return self._answer(
+            lambda: self._found(
+                _Deadline(self._guard), self._pools[PoolName.KV].part, [key + _FLAT]
+            )[0],
+            False,
+        )
+
+    def _leading(self, deadline: _Deadline, keys: Sequence[str]) -> int:
+        pool = self._pools[PoolName.KV]
+        if not pool.pages.size:
+            return len(keys)  # the pool only counts pages: side pools hold the bytes
+        names = pool.names(keys) if self._zero_copy else [key + _FLAT for key in keys]
+        mark = self._mark()
+        if mark is None or not names:
+            return 0
+        match = partial(
+            self._guard.client.match_prefix, names, namespace=self._namespace(mark, pool.part)
+        )
+        # A chain is matched in O(log n). The rest may be stored without the pages before it.
+        leading = deadline.run(lambda timeout_ms: match(timeout_ms=timeout_ms))
+        return leading + _run(self._found(deadline, pool.part, names[leading:]))
+
+    def _restorable(
+        self, deadline: _Deadline, keys: Sequence[str], transfers: Sequence[PoolTransfer]
+    ) -> PoolTransferResult:
+        leading = self._leading(deadline, keys)
+        hits = {PoolName.KV: leading} if leading else {}
+        ends = set(range(1, leading + 1))
+        there = self._found_of(deadline, keys[:leading], [transfer.name for transfer in transfers])
+        for transfer in transfers:
+            found = there[transfer.name]
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                able = set(range(1, _run(found) + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                able = _windows(found, max(1, len(transfer.keys or ())))
+            else:
+                continue  # BLOCK_GROUPS is another form of the full pages, and decides nothing
+            if able:
+                hits[transfer.name] = max(able)
+            ends &= able
+        return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
+
+    def _found_of(
+        self, deadline: _Deadline, keys: Sequence[str], names: Sequence[str]
+    ) -> dict[str, list[bool]]:
+        """Per pool, which of its pages are stored. Asks once per namespace."""
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            parts.setdefault(self._pools[name].part, []).append(name)
+        there = {}
+        for part, of_part in parts.items():
+            wanted = [each for name in of_part for each in self._pools[name].names(keys)]
+            found = self._found(deadline, part, wanted)
+            for at, name in enumerate(of_part):
+                there[name] = found[at * len(keys) : (at + 1) * len(keys)]
+        return there
+
+    def _found(self, deadline: _Deadline, part: str, names: Sequence[str]) -> list[bool]:
+        mark = self._mark()
+        if mark is None or not names:
+            return [False] * len(names)
+        namespace, client = self._namespace(mark, part), self._guard.client
+
+        def lookup(timeout_ms: int) -> list[bool]:
+            return [
+                size is not None
+                for some, left_ms in _slices(names, timeout_ms, BATCH_KEYS_MAX)
+                for size in client.lookup(some, namespace=namespace, timeout_ms=left_ms)
+            ]
+
+        return deadline.run(lookup)
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Reads pages into the host pool. Returns per page whether it was read; a page that was not
+        read has undefined bytes."""
+        transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self.batch_get_v2([transfer], extra_info)[PoolName.KV]
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """``batch_get_v1`` for several pools."""
+        del extra_info
+        deadline = _Deadline(self._guard)
+        return {
+            transfer.name: self._answer(
+                partial(self._read, deadline, transfer), [False] * len(transfer.keys or ())
+            )
+            for transfer in transfers
+        }
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Sequence[torch.Tensor] | None = None,
+        target_sizes: object = None,
+    ) -> list[torch.Tensor | None]:
+        """Reads pages that ``batch_set`` has put, each into its tensor. None is a miss."""
+        del target_sizes
+        targets = list(target_locations or ())
+        if len(targets) != len(keys):
+            return [None] * len(keys)
+
+        def read() -> list[bool]:
+            buffers = [[bytes_of(target)] for target in targets]
+            names, part = [key + _FLAT for key in keys], self._pools[PoolName.KV].part
+            return self._get(_Deadline(self._guard), part, names, buffers)
+
+        there = self._answer(read, [False] * len(keys))
+        return [target if is_there else None for target, is_there in zip(targets, there)]
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: object = None
+    ) -> torch.Tensor | None:
+        """``batch_get`` of one page."""
+        del target_sizes
+        return self.batch_get([key], [target_location])[0]
+
+    def _read(self, deadline: _Deadline, transfer: PoolTransfer) -> list[bool]:
+        pool, keys = self._pools[transfer.name], transfer.keys or []
+        if not pool.pages.size or not keys:
+            return [True] * len(keys)
+        targets = pool.pages.targets(transfer.host_indices, len(keys))
+        there = self._get(deadline, pool.part, pool.names(keys), targets.buffers)
+        for page, is_there in enumerate(there):
+            if is_there:
+                targets.arrived(page)
+        return there
+
+    def _get(
+        self, deadline: _Deadline, part: str, names: Sequence[str], buffers: Sequence[Any]
+    ) -> list[bool]:
+        mark = self._mark()
+        if mark is None:
+            return [False] * len(names)
+        namespace, client = self._namespace(mark, part), self._guard.client
+        sizes = [_size(each) for each in buffers]
+
+        def get(timeout_ms: int) -> list[bool]:
+            there: list[bool] = []
+            for some, left_ms in _slices(list(zip(names, buffers)), timeout_ms):
+                found = client.get_into(
+                    [name for name, _ in some],
+                    [each for _, each in some],
+                    namespace=namespace,
+                    timeout_ms=left_ms,
+                )
+                there += [
+                    read == size for read, size in zip(found, sizes[len(there) :], strict=False)
+                ]
+            return there
+
+        start = time.monotonic()
+        there = deadline.run(get, size=sum(sizes))
+        if self._config.enable_storage_metrics:
+            moved = sum(size for size, is_there in zip(sizes, there) if is_there)
+            self._figures.read(sum(there), moved, time.monotonic() - start)
+        return there
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Puts pages. Returns per page whether the store has it. A full store takes the first
+        pages."""
+        transfer = PoolTransfer(PoolName.KV, host_indices, keys=keys)
+        return self.batch_set_v2([transfer], extra_info)[PoolName.KV]
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """``batch_set_v1`` for several pools."""
+        deadline = _Deadline(self._guard)
+        return {
+            transfer.name: self._answer(
+                partial(self._write, deadline, transfer, extra_info),
+                [False] * len(transfer.keys or ()),
+            )
+            for transfer in transfers
+        }
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor] | None = None,
+        target_locations: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """Puts pages, one tensor each. Returns whether the store has all of them."""
+        del target_locations, target_sizes
+        tensors = list(values or ())
+        if len(tensors) != len(keys):
+            return False
+
+        def write() -> list[bool]:
+            names = [key + _FLAT for key in keys]
+            copies = [[bytes_of(tensor.contiguous())] for tensor in tensors]
+            part = self._pools[PoolName.KV].part
+            return self._put(_Deadline(self._guard), part, names, copies, None)
+
+        return all(self._answer(write, [False]))
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """``batch_set`` of one page."""
+        return self.batch_set([key], [value], target_location, target_sizes)
+
+    def _write(
+        self,
+        deadline: _Deadline,
+        transfer: PoolTransfer,
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        pool, full = self._pools[transfer.name], self._pools[PoolName.KV]
+        keys = transfer.keys or []
+        if not pool.pages.size or not keys:
+            return [True] * len(keys)
+        parent: str | None = None
+        if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:  # no page of this pool before them
+            if full.pages.size and pool.part == full.part and self._zero_copy:
+                parent = keys[0] + full.suffix
+        # SGLang does not say what is before them without hicache_storage_pass_prefix_keys.
+        elif extra_info is not None and extra_info.prefix_keys:
+            parent = extra_info.prefix_keys[-1] + pool.suffix
+        sources = pool.pages.sources(transfer.host_indices, len(keys))
+        return self._put(deadline, pool.part, pool.names(keys), sources, parent)
+
+    def _put(
+        self,
+        deadline: _Deadline,
+        part: str,
+        names: Sequence[str],
+        values: Sequence[Storable],
+        parent: str | None,
+    ) -> list[bool]:
+        mark = self._mark()
+        if mark is None:
+            return [False] * len(names)
+        namespace, client = self._namespace(mark, part), self._guard.client
+        size = sum(map(_size, values))
+
+        def put(timeout_ms: int) -> list[PutOutcome]:
+            outcomes: list[PutOutcome] = []
+            last = parent
+            for some, left_ms in _slices(list(zip(names, values)), timeout_ms):
+                outcomes += client.put_chain(
+                    [name for name, _ in some],
+                    [value for _, value in some],
+                    namespace=namespace,
+                    parent=last,
+                    partial=True,
+                    timeout_ms=left_ms,
+                )
+                last = some[-1][0]
+            return outcomes
+
+        start = time.monotonic()
+        outcomes = deadline.run(put, size=size)
+        written = outcomes.count(PutOutcome.STORED)
+        if self._config.enable_storage_metrics and written:
+            moved = size * written // len(names)
+            self._figures.wrote(written, moved, time.monotonic() - start)
+        return [outcome in _THERE for outcome in outcomes]
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def get_stats(self) -> StorageMetrics:
+        """Pages and GiB/s of the calls since the last ``get_stats``; empty without
+        ``--enable-metrics``."""
+        return self._figures.taken()
+
+    def clear(self) -> None:
+        """Removes this rank's pages of this model from the store, for all engines. SGLang's
+        scheduler calls it, and reports an exception as a failure.
+
+        Raises:
+            KVStoreError: the store did not answer; some pages may be left.
+        """
+        self._described(self._live())
+        for mark in list(self._marks.values()):  # also of weights that were served before
+            for part in sorted({pool.part for pool in self._pools.values()}):
+                self._guard.client.clear(self._namespace(mark, part))
+
+    def close(self) -> None:
+        """Closes the client; later calls are misses. Idempotent."""
+        self._announcer.stop()
+        self._guard.client.close()
+        self._announcer.join()
+
+    # --- identity -----------------------------------------------------------------------------
+
+    def _mark(self) -> str | None:
+        """The fingerprint of the weights that computed the calling thread's pages; None: unknown.
+
+        SGLang can replace its weights while this back-end is attached. It then flushes its caches,
+        which ends the controller's threads and starts new ones. A thread that has seen the weights
+        change may still have pages of the old ones, so it gets None.
+        """
+        now = self._live()
+        seen = getattr(self._of_thread, "weights", None)
+        if seen is None:
+            self._of_thread.weights = seen = now
+        if seen != now:
+            return None
+        mark = self._marks.get(now)
+        return mark if mark is not None else self._described(now)
+
+    def _live(self) -> identity.Weights:
+        return identity.live(self._config.model_name)
+
+    def _described(self, weights: identity.Weights) -> str:
+        with self._marking:
+            if weights not in self._marks:
+                described = identity.describe(
+                    self._config, self._pools[PoolName.KV].pages, weights,
+                    model_id=self._model_id, zero_copy=self._zero_copy,
+                )  # fmt: skip
+                mark = fingerprint(described)
+                self._announce(mark, described, weights)
+                self._marks[weights] = mark
+            return self._marks[weights]
+
+    def _announce(
+        self, mark: str, described: Mapping[str, object], weights: identity.Weights
+    ) -> None:
+        config = self._config
+        if (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank) != (0, 0, 0, 0):
+            return
+        models = [weights.path or self._model_id or "unknown"]
+        namespace = self._namespace(mark, self._pools[PoolName.KV].part)
+        self._announcer.announce(Record("sglang", models, mark, described, [namespace]))
+
+    @staticmethod
+    def _namespace(mark: str | None, part: str) -> str:
+        return f"sglang/{mark}/{part}"
+
+    def _answer(self, call: Callable[[], ResultT], miss: ResultT) -> ResultT:
+        """The result of a call, or a miss: SGLang computes the pages that it does not get."""
+        try:
+            return call()
+        except UsageError as error:
+            log.warning("call_refused reason=%s", error)
+        except KVStoreError as error:
+            log.debug("miss reason=%s", error)
+        except Exception:  # would end SGLang's operation, and in older releases its thread
+            log.exception("call_failed")
+        return miss
+
+
+class _Deadline:
+    """The deadline of one call of SGLang's, which all exchanges of that call share. One thread."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._start = time.monotonic()
+        self._moved = 0
+
+    def run(self, exchange: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
+        """``Guard.run`` within the time that is left."""
+        before_ms = self._moved // BYTES_PER_MS
+        self._moved += size
+
+        def within(timeout_ms: int) -> ResultT:
+            spent_ms = int(1000 * (time.monotonic() - self._start))
+            return exchange(max(1, timeout_ms + before_ms - spent_ms))
+
+        return self._guard.run(within, size=size)
+
+
+class _Figures:
+    """Collects the figures of ``get_stats``. Threads: any."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._metrics = _new_metrics()
+
+    def read(self, pages: int, size: int, seconds: float) -> None:
+        with self._changing:
+            self._metrics.prefetch_pgs.append(pages)
+            self._metrics.prefetch_bandwidth.append(size / (1 << 30) / max(seconds, 1e-9))
+
+    def wrote(self, pages: int, size: int, seconds: float) -> None:
+        with self._changing:
+            self._metrics.backup_pgs.append(pages)
+            self._metrics.backup_bandwidth.append(size / (1 << 30) / max(seconds, 1e-9))
+
+    def taken(self) -> StorageMetrics:
+        with self._changing:
+            taken, self._metrics = self._metrics, _new_metrics()
+        return taken
+
+
+def _new_metrics() -> StorageMetrics:
+    from sglang.srt.observability.metrics_collector import StorageMetrics  # slow: imports exporters
+
+    return StorageMetrics()
+
+
+ItemT = TypeVar("ItemT")
+
+
+def _slices(
+    items: Sequence[ItemT], timeout_ms: int, at_once: int = PAGES_AT_ONCE
+) -> Iterator[tuple[Sequence[ItemT], int]]:
+    """Slices of the items, each with the milliseconds that are left when its turn comes."""
+    end = time.monotonic() + timeout_ms / 1000
+    for at in range(0, len(items), at_once):
+        yield items[at : at + at_once], max(1, int((end - time.monotonic()) * 1000))
+
+
+def _run(found: Sequence[bool]) -> int:
+    """The number of leading values that are true."""
+    return next((at for at, is_there in enumerate(found) if not is_there), len(found))
+
+
+def _windows(found: Sequence[bool], window: int) -> set[int]:
+    """The lengths of prefixes whose last ``window`` pages, or all of them, are there."""
+    ends, run = set(), 0
+    for length, is_there in enumerate(found, 1):
+        run = run + 1 if is_there else 0
+        if run >= min(window, length):
+            ends.add(length)
+    return ends
+
+
+def _size(buffers: Any) -> int:
+    return sum(each.nbytes for each in buffers)

@@ -1,0 +1,136 @@
+"""Describes an engine, so that only engines whose pages have the same bytes share them.
+
+A page's key is a hash of its tokens and all tokens before it, of the LoRA adapter and the cache
+salt, but not of the model. The description has all else on which the bytes depend; each namespace
+contains its fingerprint.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import sglang
+from sglang.srt.runtime_context import get_context
+
+from kvstore.connectors.sglang.pools import Pages
+from kvstore.fingerprint import config_of, weights_of
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+FORMAT: Final = 1
+"""Version of keys, namespaces and the order of buffers in a page. Each change increments it."""
+
+_CONFIGURED: Final = {
+    "model": (
+        "load_format", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype",
+        "context_length", "json_model_override_args", "model_impl",
+    ),
+    "device": ("device",),
+    "spec": ("speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype"),
+}  # fmt: skip
+"""The settings that change bytes, by namespace of SGLang's configuration."""
+
+_PACKING: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
+"""Variables that change the order of bytes within a page."""
+
+
+class Weights(NamedTuple):
+    """The weights that SGLang serves at this moment, as its configuration names them."""
+
+    path: str
+    revision: str | None
+    version: str
+    """The ``weight_version`` of the last call that updated weights."""
+    draft: str | None
+    draft_revision: str | None
+
+
+def live(model: str | None) -> Weights:
+    """The weights that this process serves.
+
+    Args:
+        model: path or name; used outside a server, where SGLang has published no configuration.
+    """
+    path, revision = _setting("model", "model_path"), _setting("model", "revision")
+    return Weights(
+        path or model or "",
+        revision,
+        _setting("serving", "weight_version") or "",
+        _setting("spec", "speculative_draft_model_path"),
+        _setting("spec", "speculative_draft_model_revision"),
+    )
+
+
+def describe(
+    config: HiCacheStorageConfig, pages: Pages, weights: Weights, *, model_id: str, zero_copy: bool
+) -> dict[str, Any]:
+    """All on which the bytes of pages depend, except the rank, as JSON values.
+
+    Args:
+        pages: of the pool of the full attention, which every engine has.
+        model_id: the operator's name for the weights; "": use the digest of their files.
+        zero_copy: whether SGLang hands over buffers (``interface_v1``) or copies of whole pages.
+
+    Raises:
+        OSError: a file of weights cannot be read.
+    """
+    return {
+        "format": FORMAT,
+        "engine": sglang.__version__,
+        "machine": platform.machine(),
+        "weights": model_id or _files(weights.path, weights.revision),
+        "weight_version": weights.version,
+        "draft": weights.draft and _files(weights.draft, weights.draft_revision),
+        "config": {
+            name: _plain(_setting(namespace, name))
+            for namespace, names in _CONFIGURED.items()
+            for name in names
+        },
+        "packing": {name: os.environ[name] for name in _PACKING if name in os.environ},
+        "tensor_parallel": config.tp_size,
+        "pipeline_parallel": config.pp_size,
+        "context_parallel": [config.attn_cp_size, config.dcp_size],
+        "replicated": config.is_mla_model,
+        "zero_copy": zero_copy,
+        "page_tokens": pages.tokens,
+        # The layers differ between pipeline stages, so they are in ``part`` of the namespace.
+        "pool": {name: told for name, told in pages.told.items() if "layer" not in name},
+    }
+
+
+def part(config: HiCacheStorageConfig, pages: Pages, *, replicated: bool) -> str:
+    """The end of a rank's namespace, which says which part of a page the rank holds.
+
+    Args:
+        replicated: all tensor-parallel ranks hold the same bytes.
+    """
+    rank = "all" if replicated else f"{config.tp_rank}"
+    place = [f"t{rank}", f"p{config.pp_rank}"]
+    if config.attn_cp_size > 1:
+        place.append(f"c{config.attn_cp_rank}")
+    if config.dcp_size > 1:
+        place.append(f"d{config.dcp_rank}")
+    return "".join(place) + "-" + pages.geometry
+
+
+def _files(path: str, revision: str | None) -> Mapping[str, str]:
+    return {
+        "files": weights_of(path, revision=revision),
+        "config": config_of(path, revision=revision),
+    }
+
+
+def _setting(namespace: str, name: str) -> Any:
+    """The value in effect of one of SGLang's settings; None: it is not set or not published."""
+    context = get_context()
+    if not context.is_config_namespace_published(namespace):
+        return None
+    return getattr(context.config_bag(namespace), name, None)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,0 +1,172 @@
+"""The pages of one of SGLang's host pools, as memory to put from and to get into.
+
+A page is one object. Its bytes are those of the buffers that the pool names for it
+(``get_page_buffer_meta``), one after the other: K and V, or one buffer per layer, or the states of
+Mamba layers. Nothing rearranges them, so only pools of the same geometry share pages. A pool that
+refuses zero-copy hands over copies of whole pages.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from kvstore.client.sync import Client
+from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.fingerprint import digest
+
+Buffers = list[list[memoryview]]
+"""The buffers of each page, in the host pool or in copies."""
+
+_TOLD: Final = (
+    "layout", "dtype", "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim",
+    "v_head_dim", "kv_cache_dim", "storage_format_tag",
+)  # fmt: skip
+"""Attributes that describe a pool; each kind of pool has some of them."""
+
+_REFUSALS: Final = (NotImplementedError, ValueError, AttributeError, InvalidArgumentError)
+
+
+class Targets(NamedTuple):
+    """Memory to read pages into."""
+
+    buffers: Buffers
+    arrived: Callable[[int], None]
+    """Must be called with the index of each page that was read whole."""
+
+
+class Pages:
+    """The pages of one pool. Registers the pool's memory with the client, and once more in the
+    child of a fork. Threads: any."""
+
+    def __init__(self, pool: Any, client: Client) -> None:
+        """
+        Raises:
+            ConfigError: the pool hands over neither buffers nor copies.
+            InvalidArgumentError, TransferEngineError: its memory cannot be registered.
+        """
+        self._pool = pool
+        self._client = client
+        self._registering = threading.Lock()
+        self._process = 0
+        self.tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
+        """Tokens of a page, which as many indices name."""
+        self._is_flat = False
+        sizes = self._survey()
+        self.size = sum(sizes)
+        """Bytes of a page; 0: the pool only counts pages, and side pools hold the bytes."""
+        self.told = {
+            name: str(value)
+            for name in _TOLD
+            if (value := getattr(pool, name, None)) is not None
+        }  # fmt: skip
+        self.geometry = digest([type(pool).__name__, self.told, sizes, self._is_flat])[:12]
+        """Equal for pools whose pages have the same parts in the same order."""
+
+    def _survey(self) -> list[int]:
+        """Sizes of a page's buffers, in bytes."""
+        first = torch.arange(self.tokens, dtype=torch.int64)
+        self._register()
+        try:
+            meta = self._pool.get_page_buffer_meta(first)
+            if meta is None:
+                return []
+            self._named(first, 1)
+            return [int(size) for size in _flattened(meta[1])]
+        except _REFUSALS as refusal:
+            self._is_flat = True
+            try:
+                return [bytes_of(self._pool.get_data_page(0, flat=True).contiguous()).nbytes]
+            except _REFUSALS:
+                raise ConfigError(
+                    f"pages of {type(self._pool).__name__} with the layout "
+                    f"{getattr(self._pool, 'layout', None)} cannot be stored: {refusal}",
+                    advice="Choose --hicache-mem-layout page_first or page_first_direct.",
+                ) from None
+
+    def sources(self, indices: torch.Tensor | None, count: int) -> Buffers:
+        """The bytes of ``count`` pages, in the pool's own memory or copied.
+
+        Raises:
+            InvalidArgumentError: the pages have another number of indices.
+        """
+        indices = self._checked(indices, count)
+        if not self._is_flat:
+            return self._named(indices, count)
+        get = self._pool.get_data_page
+        return [
+            [bytes_of(get(at, flat=True).contiguous())] for at in indices[:: self.tokens].tolist()
+        ]
+
+    def targets(self, indices: torch.Tensor | None, count: int) -> Targets:
+        """Memory for ``count`` pages. Raises the same as ``sources``."""
+        indices = self._checked(indices, count)
+        if not self._is_flat:
+            return Targets(self._named(indices, count), lambda _: None)
+        copies = [self._pool.get_dummy_flat_data_page() for _ in range(count)]
+        starts = indices[:: self.tokens].tolist()
+        return Targets(
+            [[bytes_of(copy)] for copy in copies],
+            lambda page: self._pool.set_from_flat_data_page(starts[page], copies[page]),
+        )
+
+    def _checked(self, indices: torch.Tensor | None, count: int) -> torch.Tensor:
+        if indices is None or indices.numel() != count * self.tokens:
+            given = None if indices is None else indices.numel()
+            raise InvalidArgumentError(
+                f"{given} indices for {count} pages of {self.tokens}", count=count
+            )
+        return indices
+
+    def _named(self, indices: torch.Tensor, count: int) -> Buffers:
+        self._register()
+        addresses, sizes = map(_flattened, self._pool.get_page_buffer_meta(indices))
+        at = self._client.memory_at
+        buffers = [at(start, size) for start, size in zip(addresses, sizes, strict=True)]
+        each = len(buffers) // count
+        return [buffers[page * each : (page + 1) * each] for page in range(count)]
+
+    def _register(self) -> None:
+        if self._process == os.getpid():
+            return
+        with self._registering:
+            for start, size in _memory_of(self._pool):
+                if not self._is_registered(start, size):
+                    self._client.register(start, size)
+            self._process = os.getpid()
+
+    def _is_registered(self, start: int, size: int) -> bool:
+        """Whether another pool has registered this memory, which pools may share."""
+        try:
+            self._client.memory_at(start, size)
+        except InvalidArgumentError:
+            return False
+        return True
+
+
+def _memory_of(pool: Any) -> list[tuple[int, int]]:
+    """Address and bytes of each of the pool's tensors."""
+    get = getattr(pool, "get_hybrid_pool_buffer", None)
+    tensors = [getattr(pool, "kv_buffer", None)] if get is None else get()
+    return [
+        (tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        for tensor in tensors
+        if tensor is not None and tensor.numel() and tensor.is_contiguous()
+    ]
+
+
+def _flattened(values: Sequence[Any]) -> list[int]:
+    """One list of all values; some pools have a list per page."""
+    if values and isinstance(values[0], Sequence):
+        return [each for some in values for each in some]
+    return list(values)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in CPU memory, which the view keeps alive. Other tensors
+    raise RuntimeError or TypeError."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

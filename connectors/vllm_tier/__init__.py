@@ -1,0 +1,22 @@
+"""A tier of vLLM's own KV offloading: vLLM moves blocks between GPU and its pool in main memory
+with its own kernels, and this tier keeps chunks of that pool in a store that engines share and
+that outlives them.
+
+    GPU ◄── vLLM ──► pool in main memory of this engine ◄── tier ──► store
+
+vLLM creates the tier by its class name, in the scheduler's process:
+
+    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+       "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,
+       "secondary_tiers": [{"type": "KVStoreTier", "master": "10.0.0.7:50001"}]}}
+
+* ``tier.py``: vLLM's contract (``SecondaryTierManager``)
+* ``identity.py``: which engines share chunks
+* ``runs.py``: the order of a request's chunks, from which parents follow
+
+docs/engines/vllm-offloading.md has settings and failures.
+"""
+
+from kvstore.connectors.vllm_tier.tier import KVStoreTier
+
+__all__ = ["KVStoreTier"]

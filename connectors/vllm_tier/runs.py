@@ -1,0 +1,90 @@
+"""The order of a request's chunks. A chunk's key is the hash of the prompt up to its end, and the
+number of its cache group; vLLM hands chunks over in no order, and tells where each of them ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
+
+
+class Run(NamedTuple):
+    """Consecutive chunks of one cache group, or chunks of which the order does not count."""
+
+    keys: list[Any]
+    """vLLM's ``OffloadKey``: bytes."""
+    chunks: list[int]
+    """Rows of vLLM's pool."""
+    parent: bytes | None
+    """Key of the chunk before the first; None: there is none, or it is not known."""
+    is_chain: bool
+
+    def pieces(self, chunks_max: int) -> Iterator[Run]:
+        """Splits the run into runs of at most ``chunks_max`` chunks."""
+        for start in range(0, len(self.keys), chunks_max):
+            stop = start + chunks_max
+            parent = self.keys[start - 1] if start and self.is_chain else self.parent
+            yield Run(self.keys[start:stop], self.chunks[start:stop], parent, self.is_chain)
+
+
+class Ends:
+    """Which chunk of a request ends where; kept in its ``ReqContext``."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._keys: dict[tuple[int, int], bytes] = {}
+
+    @classmethod
+    def of(cls, request: ReqContext) -> Ends:
+        """Brought up to date."""
+        ends: Ends | None = request.get_state(cls)
+        if ends is None:
+            ends = cls()
+            request.set_state(ends)
+        # vLLM has a question for one key's end only, not for the key that ends somewhere.
+        positions: Mapping[bytes, int] = getattr(request, "_offload_key_positions", {})
+        for key, end in islice(positions.items(), ends._seen, None):
+            ends._keys[get_offload_group_idx(key), end] = key
+        ends._seen = len(positions)
+        return ends
+
+    def before(self, group: int, end: int, chunk_tokens: int) -> bytes | None:
+        """The last full chunk before the one that ends at ``end``."""
+        return self._keys.get((group, (end - 1) // chunk_tokens * chunk_tokens))
+
+
+def runs_of(
+    keys: Collection[Any],
+    chunks: Iterable[int],
+    request: ReqContext,
+    chunk_tokens: Mapping[int, int],
+) -> list[Run]:
+    """
+    Args:
+        keys: in the order of ``chunks``.
+        chunk_tokens: of cache groups whose chunks are of use only with all that are before them;
+            chunks of other groups have no parents.
+    """
+    loose = Run([], [], None, is_chain=False)
+    chains: dict[int, list[tuple[int, Any, int]]] = {}
+    for key, chunk in zip(keys, chunks, strict=True):
+        group, end = get_offload_group_idx(key), request.get_offload_key_position(key)
+        if end is None or group not in chunk_tokens:
+            loose.keys.append(key)
+            loose.chunks.append(int(chunk))
+        else:
+            chains.setdefault(group, []).append((end, key, int(chunk)))
+    runs = [loose] if loose.keys else []
+    ends = Ends.of(request)
+    for group, chain in chains.items():
+        last: bytes | None = None
+        for end, key, chunk in sorted(chain):
+            parent = ends.before(group, end, chunk_tokens[group])
+            if last is None or parent != last:
+                runs.append(Run([], [], parent, is_chain=True))
+            runs[-1].keys.append(key)
+            runs[-1].chunks.append(chunk)
+            last = key
+    return runs

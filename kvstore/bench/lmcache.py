@@ -1,0 +1,254 @@
+"""LMCache between the benchmark and a system: its ``RemoteBackend``, as in an engine's process.
+
+This store is behind its plug-in. Mooncake Store is behind LMCache's ``MooncakestoreConnector`` with
+the faster of its settings (``save_chunk_meta`` off). LMCache hands over and receives chunks of
+its own memory, which lies in the client's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kvstore.bench import mooncake
+from kvstore.bench.driver import EXIST, PUT, Work
+from kvstore.bench.ours import OurDriver
+from kvstore.bench.session import BATCH, CHAIN_BLOCK_BYTES, WARM_PIECE, memory, require
+from kvstore.errors import StartupError
+
+if TYPE_CHECKING:
+    from kvstore.bench.driver import Bytes
+
+PACKAGE: Final = "lmcache"
+MODEL: Final = "kvstore/bench"
+TOKENS: Final = 256
+"""Of a chunk: LMCache's default."""
+LAYERS: Final = 4
+BATCHES_IN_MEMORY: Final = 4
+"""LMCache's memory in chunks of a batch: those to put, those got last, those being got, and one."""
+MEMORY_BYTES_MIN: Final = 64 << 20
+TIMEOUT_SECONDS: Final = 60
+
+
+def missing() -> str | None:
+    """Why LMCache cannot be used here, and what to do; None: it can."""
+    if importlib.util.find_spec(PACKAGE) is not None:
+        return None
+    return "LMCache is not installed here; make bench-lmcache uses an environment that has it."
+
+
+class LMCacheDriver:
+    """A client of one system, behind LMCache. A backend of LMCache has chunks of one size, so there
+    is one for each size."""
+
+    def __init__(self, system: Any, mode: str, address: str, memory_bytes: int) -> None:
+        """
+        Args:
+            system: ``worker.OURS`` or ``worker.MOONCAKE``.
+            mode: transport of this store; Mooncake's is TCP.
+        """
+        os.environ |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
+        self.source, self._target = memory(memory_bytes)
+        self._is_mooncake = system == "mooncake"
+        self._settings = _mooncake(address) if self._is_mooncake else _ours(address, mode)
+        # Knows when the memory of removed objects is free.
+        self._beside = None if self._is_mooncake else OurDriver(address, mode, WARM_PIECE)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._backends: dict[int, _Backend] = {}
+        self._sizes: dict[str, int] = {}
+        """Bytes of each object that was put."""
+        self._got: list[Any] = []
+        """The chunks of the last get, in LMCache's memory."""
+
+    @property
+    def target(self) -> Bytes:
+        """Receives what the last get has returned when it is looked at: that copy is not timed."""
+        at = 0
+        for chunk in self._got:
+            data = chunk.raw_tensor.numpy()
+            self._target[at : at + len(data)] = data
+            at += len(data)
+        self._keep([])
+        return self._target
+
+    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+        backend = self._backend(size or CHAIN_BLOCK_BYTES)
+        keys = [[backend.key(name) for name in batch] for batch in batches]
+        count, length = len(keys), len(keys[0])
+        if op == EXIST:
+            return Work(
+                lambda i: backend.contains(keys[i % count]),
+                lambda found: require(found == length, "was not there"),
+            )
+        if op == PUT:
+            self._sizes |= {name: size for batch in batches for name in batch}
+            chunks = backend.chunks(length)
+            # LMCache does not say whether they are stored: ``remove`` finds those that are not.
+            return Work(lambda i: backend.put(keys[i % count], chunks), lambda _: None)
+        return Work(lambda i: backend.get(keys[i % count]), self._keep)
+
+    def put_chain(self, keys: Sequence[str], size: int) -> None:
+        raise NotImplementedError("no row behind LMCache matches prefixes")
+
+    def remove(self, keys: Sequence[str]) -> None:
+        by_size: dict[int, list[str]] = {}
+        for name in keys:
+            by_size.setdefault(self._sizes.pop(name), []).append(name)
+        for size, names in by_size.items():
+            require(self._backends[size].remove(names), "was not stored")
+
+    def settle(self) -> None:
+        if self._beside is not None:
+            self._beside.settle()
+
+    def close(self) -> None:
+        self._keep([])
+        for backend in self._backends.values():
+            backend.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        if self._beside is not None:
+            self._beside.close()
+
+    def _backend(self, size: int) -> _Backend:
+        if size not in self._backends:
+            self._backends[size] = _Backend(
+                self._settings, size, self.source, self._loop, is_mooncake=self._is_mooncake
+            )
+        return self._backends[size]
+
+    def _keep(self, got: list[Any]) -> None:
+        require(None not in got, "was not there")
+        for chunk in self._got:
+            chunk.ref_count_down()
+        self._got = got
+
+
+class _Backend:
+    """LMCache for one model, whose chunks have ``size`` bytes."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        size: int,
+        source: Bytes,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        is_mooncake: bool,
+    ) -> None:
+        import torch
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.metadata import LMCacheMetadata
+        from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+        from lmcache.v1.storage_backend.remote_backend import RemoteBackend
+
+        self._size = size
+        self._source = source
+        self._dtype = torch.bfloat16
+        self._is_mooncake = is_mooncake
+        plugin = "mooncakestore" if is_mooncake else "kvstore"
+        memory_bytes = max(BATCHES_IN_MEMORY * BATCH * size, MEMORY_BYTES_MIN)
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=TOKENS,
+            local_cpu=False,  # no cache of its own
+            max_local_cpu_size=memory_bytes / (1 << 30),
+            remote_storage_plugins=[plugin],
+            blocking_timeout_secs=TIMEOUT_SECONDS,
+            extra_config=settings,
+        )
+        elements = size // TOKENS // 2 // LAYERS // self._dtype.itemsize
+        self._metadata = LMCacheMetadata(
+            model_name=f"{MODEL}-{size}",
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=self._dtype,
+            kv_shape=(LAYERS, 2, TOKENS, 1, elements),
+            chunk_size=TOKENS,
+        )
+        self._memory = LocalCPUBackend(config, self._metadata, dst_device="cpu")
+        self._remote = RemoteBackend(
+            config, self._metadata, loop, self._memory, "cpu", plugin_name=plugin
+        )
+        if self._remote.connection is None:
+            raise StartupError(f"LMCache has made no connector for {plugin}")
+        self._chunks: list[Any] = []
+
+    def key(self, name: str) -> Any:
+        from lmcache.utils import CacheEngineKey
+
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
+        return CacheEngineKey(self._metadata.model_name, 1, 0, number, self._dtype)
+
+    def chunks(self, count: int) -> list[Any]:
+        """Chunks of LMCache's memory that hold the first pieces of the source."""
+        for number in range(len(self._chunks), count):
+            metadata = self._metadata
+            chunk = self._memory.allocate(metadata.get_shapes(), metadata.get_dtypes())
+            data = chunk.raw_tensor.numpy()
+            data[:] = self._source[number * self._size : (number + 1) * self._size]
+            self._chunks.append(chunk)
+        return self._chunks[:count]
+
+    def put(self, keys: list[Any], chunks: list[Any]) -> None:
+        done = threading.Semaphore(0)
+        self._remote.batched_submit_put_task(
+            keys, chunks, on_complete_callback=lambda _: done.release()
+        )
+        for _ in keys:
+            require(done.acquire(timeout=TIMEOUT_SECONDS), "was not stored in time")
+
+    def contains(self, keys: list[Any]) -> int:
+        return int(self._remote.batched_contains(keys))
+
+    def get(self, keys: list[Any]) -> list[Any]:
+        found: list[Any] = self._remote.batched_get_blocking(keys)
+        return found
+
+    def remove(self, names: Sequence[str]) -> bool:
+        """Whether all of them were there."""
+        connector = self._remote.connection.getWrappedConnector()
+        keys = [self.key(name) for name in names]
+        if self._is_mooncake:
+            codes = connector.store.batch_remove([key.to_string() for key in keys], True)
+            return all(code == 0 for code in codes)
+        were_there = [connector.remove_sync(key) for key in keys]
+        return all(were_there)
+
+    def close(self) -> None:
+        for chunk in self._chunks:
+            chunk.ref_count_down()
+        self._remote.close()
+        self._memory.close()
+
+
+def _ours(address: str, mode: str) -> dict[str, Any]:
+    settings = {
+        "module_path": "kvstore.connectors.lmcache",
+        "class_name": "KVStoreConnectorAdapter",
+        "master": address,
+        "transports": mode,
+    }
+    return {f"remote_storage_plugin.kvstore.{name}": value for name, value in settings.items()}
+
+
+def _mooncake(address: str) -> dict[str, Any]:
+    return {
+        "metadata_server": mooncake.METADATA,
+        "master_server_address": address,
+        "mooncake_master_server_addr": address,  # what Mooncake 0.3.13 calls it
+        "local_hostname": mooncake.HOST,
+        "protocol": "tcp",
+        "global_segment_size": 0,
+        "local_buffer_size": mooncake.BUFFER_BYTES,
+        "transfer_timeout": TIMEOUT_SECONDS,
+        "save_chunk_meta": False,
+    }

@@ -1,0 +1,512 @@
+"""vLLM's offloading with this store as its secondary tier: vLLM's scheduler, connector, tiering
+manager, factory and pool; only the worker with a GPU is replaced (``offloading``)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from kvstore.connectors.guard import BYTES_PER_MS, DEADLINE_MS
+from kvstore.connectors.vllm_plugin import register
+from kvstore.connectors.vllm_tier import KVStoreTier
+from kvstore.connectors.vllm_tier.identity import ENGINE
+from kvstore.errors import ConfigError
+from kvstore.limits import FLEET_NAMESPACE
+from tests.e2e.engines.conftest import prompt
+from tests.e2e.engines.offloading import BLOCK_TOKENS, TIER, Engine, weights
+from tests.integration.cluster import Cluster, until
+
+BREAKER_S = 12.0
+"""The longest that a breaker stays open, and a little more."""
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(store: Cluster, llama: Path) -> Iterator[Start]:
+    """Starts engines of one model on the store; they end with the test."""
+    started: list[Engine] = []
+
+    def begin(*, more: dict[str, object] | None = None, **given: Any) -> Engine:
+        settings = {"master": store.address} | (more or {})
+        started.append(Engine(llama, settings, **given))
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.close()
+
+
+def stored(store: Cluster) -> list[str]:
+    """Namespaces with chunks."""
+    return [each.name for each in store.status().namespaces if each.name.startswith(ENGINE)]
+
+
+class Direct:
+    """The tier of an engine, called as vLLM's manager calls it, with jobs of our choice."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.tier: Any = engine.tier
+        self.rows = engine.rows
+        self.request = ReqContext("direct")
+        self._numbers = 1_000
+
+    def key(self, index: int, group: int = 0) -> Any:
+        key = make_offload_key(b"%032d" % index, group)
+        self.request.set_offload_key_position(key, (index + 1) * BLOCK_TOKENS)
+        return key
+
+    def submit(self, keys: list[Any], rows: list[int], *, load: bool) -> int:
+        self._numbers += 1
+        job = TransferJob(self._numbers, keys, np.array(rows), load, self.request)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return self._numbers
+
+    def result(self, number: int, *, within_s: float = 30.0) -> JobResult:
+        found: dict[int, JobResult] = {}
+
+        def finished() -> JobResult | None:
+            found.update((each.job_id, each) for each in self.tier.get_finished_jobs())
+            return found.get(number)
+
+        answer = until(finished, within_s=within_s, every_s=0.005)
+        assert answer is not None
+        return answer
+
+    def store(self, keys: list[Any], rows: list[int], **more: float) -> JobResult:
+        return self.result(self.submit(keys, rows, load=False), **more)
+
+    def load(self, keys: list[Any], rows: list[int], **more: float) -> JobResult:
+        return self.result(self.submit(keys, rows, load=True), **more)
+
+    def lookup(self, *keys: Any, within_s: float = 30.0) -> list[LookupResult]:
+        """Of all keys, after as many steps as it takes."""
+
+        def answers() -> list[LookupResult]:
+            found = [self.tier.lookup(key, self.request) for key in keys]
+            self.tier.on_schedule_end(ScheduleEndContext([], []))
+            return [] if LookupResult.RETRY in found else found
+
+        return until(answers, within_s=within_s, every_s=0.005)
+
+    def forget(self) -> None:
+        """The request ends, and with it what vLLM remembers of its lookups."""
+        self.tier.on_request_finished(self.request)
+
+
+# --- whole engines -------------------------------------------------------------------------------
+
+
+def test_a_second_engine_loads_what_the_first_has_computed(start: Start, store: Cluster) -> None:
+    tokens = prompt(1)
+    full = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+    first = start()
+    assert first.run(tokens) == 0
+    assert start().run(tokens) == full  # and checks every byte
+    assert first.run(tokens) == 0, "vLLM has the blocks itself"
+    assert len(stored(store)) == 1
+
+
+def test_chunks_outlive_their_engine(start: Start) -> None:
+    tokens = prompt(2)
+    start().run(tokens)
+    engine = start(more={"transports": ["tcp"]})
+    assert engine.run(tokens[:320] + prompt(3, 100)) == 320
+
+
+def test_more_than_the_pool_of_an_engine_can_hold(start: Start) -> None:
+    prompts = [prompt(seed, 20 * BLOCK_TOKENS) for seed in range(10, 16)]
+    small = start(pool=32)
+    for tokens in prompts:
+        small.run(tokens)
+    other = start(pool=32)
+    assert [other.run(tokens) for tokens in prompts] == [20 * BLOCK_TOKENS] * 6
+
+
+def test_a_chain_has_parents(start: Start, store: Cluster) -> None:
+    tokens = prompt(4)
+    engine = start()
+    request = engine.request(tokens)
+    keys = [make_offload_key(each, 0) for each in request.block_hashes]
+    engine.run(tokens[: 20 * BLOCK_TOKENS])  # in two parts, of which the second knows the first
+    engine.run(tokens)
+    (name,) = stored(store)
+    client = store.client()
+    assert client.match_prefix(keys, namespace=name) == len(keys)
+    for above, below in itertools.pairwise(keys):
+        found = client.stat(below, namespace=name)
+        assert found is not None
+        assert found.detail.parent == above
+
+
+def test_groups_with_a_window_have_no_parents(start: Start, store: Cluster) -> None:
+    tokens = prompt(5)
+    start(window=64).run(tokens)
+    (name,) = stored(store)
+    rows = list(store.client().list_objects(namespace=name))
+    groups = {group: [row for row in rows if row.key.endswith(bytes([group]))] for group in (0, 1)}
+    assert groups[0]
+    assert groups[1]
+    client = store.client()
+    parents = [client.stat(row.key, namespace=name) for row in groups[1]]
+    assert all(each is not None and each.detail.parent == b"" for each in parents)
+    assert start(window=64).run(tokens) > 0
+
+
+def test_chunks_of_several_blocks(start: Start) -> None:
+    tokens = prompt(6)
+    engine = start(blocks_per_chunk=1)
+    engine.run(tokens)
+    assert start(blocks_per_chunk=4).run(tokens) == 0, "other chunks are other bytes"
+    chunk = 4 * BLOCK_TOKENS
+    assert start(blocks_per_chunk=4).run(tokens) == len(tokens) // chunk * chunk
+
+
+def test_the_store_is_named_in_vllms_figures(start: Start) -> None:
+    tokens = prompt(7)
+    start().run(tokens)
+    engine = start()
+    engine.run(tokens)
+    text = "".join(engine.figures)
+    assert "KVStoreTier" in text, text
+    assert "tiering_read_bytes" in text, text
+
+
+# --- which engines share -------------------------------------------------------------------------
+
+
+def test_other_weights_miss_and_both_are_told(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = prompt(20)
+    start().run(tokens)
+    with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+        assert start(seed=1).run(tokens) == 0
+        until(lambda: "FLEET: another engine" in caplog.text)
+    assert "weights" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["dtype", "hash"])
+def test_other_bytes_or_hashes_miss(
+    start: Start, change: str, monkeypatch: pytest.MonkeyPatch, store: Cluster
+) -> None:
+    tokens = prompt(21)
+    start().run(tokens)
+    if change == "hash":
+        monkeypatch.setenv("PYTHONHASHSEED", "7")
+        assert start().run(tokens) == 0
+    else:
+        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+        assert start().run(tokens) == 0
+    assert len(stored(store)) == 2
+
+
+def test_weights_replaced_after_a_reset(start: Start, store: Cluster) -> None:
+    tokens = prompt(22)
+    engine = start()
+    engine.run(tokens)
+    assert engine.reset()
+    engine.reload(seed=1)
+    assert engine.run(tokens) == 0
+    assert len(stored(store)) == 2
+    assert start(seed=1).run(tokens) == 600 // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_weights_replaced_without_a_reset_are_not_mixed(
+    start: Start, store: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    engine.run(prompt(23))
+    engine.reload(seed=1)
+    with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+        engine.run(prompt(24))
+    assert "weights have changed since the caches were reset" in caplog.text
+    engine.reload(seed=0)  # as before, but the caches hold blocks of both
+    engine.run(prompt(25))
+    assert len(stored(store)) == 1
+    other = start()
+    assert other.run(prompt(24)) == other.run(prompt(25)) == 0
+    assert engine.reset()
+    engine.run(prompt(26))
+    assert start().run(prompt(26)) > 0
+
+
+def test_a_call_to_the_workers_that_changes_nothing(start: Start, store: Cluster) -> None:
+    engine = start()
+    engine.run(prompt(27))
+    engine.reload(seed=0)
+    engine.run(prompt(28))
+    assert start().run(prompt(28)) > 0
+    assert len(stored(store)) == 1
+
+
+def test_without_an_engine_core_only_a_name_identifies_weights(
+    start: Start, store: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = start().connector.connector_scheduler.manager  # only for its pool's shape
+    engine = start()
+    tier_spec = engine.tier._offloading_spec
+    view = engine.manager.primary_tier.get_kv_memoryview()
+    del spec
+    settings: dict[str, Any] = {"master": store.address}
+    with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+        tier = SecondaryTierFactory.create_secondary_tier(TIER | settings, view, tier_spec)
+    try:
+        assert "cannot ask the workers" in caplog.text
+        assert tier.lookup(make_offload_key(b"k" * 32, 0), ReqContext("r")) is LookupResult.MISS
+        direct = Direct(engine)
+        direct.tier = tier
+        assert not direct.store([direct.key(0)], [0]).success
+    finally:
+        tier.shutdown()
+    named = TIER | settings | {"model_id": "llama-1"}
+    tier = SecondaryTierFactory.create_secondary_tier(named, view, tier_spec)
+    try:
+        direct.tier = tier
+        assert direct.store([direct.key(0)], [0]).success
+        assert direct.lookup(direct.key(0)) == [LookupResult.HIT]
+    finally:
+        tier.shutdown()
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def test_a_load_that_finds_some(start: Start, store: Cluster) -> None:
+    direct = Direct(start())
+    keys = [direct.key(index) for index in range(6)]
+    direct.rows[:6] = np.arange(6, dtype=np.uint8)[:, None]
+    assert direct.store(keys, list(range(6))).success
+    assert direct.lookup(*keys) == [LookupResult.HIT] * 6
+    (name,) = stored(store)
+    store.client().remove_many(keys[2:4], namespace=name)
+    direct.rows[:] = 99
+    result = direct.load(keys, [10, 11, 12, 13, 14, 15])
+    assert not result.success
+    assert list(result.successful_keys or ()) == [*keys[:2], *keys[4:]]
+    assert [int(direct.rows[row, 0]) for row in (10, 11, 14, 15)] == [0, 1, 4, 5]
+    assert (direct.rows[:10] == 99).all()
+    assert (direct.rows[16:] == 99).all()
+    # Not asked for again by the same request, so that it does not wait for ever.
+    assert direct.lookup(*keys[2:4]) == [LookupResult.MISS] * 2
+
+
+def test_what_another_engine_has_stored_is_found_and_not_written(start: Start) -> None:
+    first, second = Direct(start()), Direct(start())
+    keys = [first.key(index) for index in range(4)]
+    assert first.store(keys, [0, 1, 2, 3]).transfer_bytes
+    again = second.store([second.key(index) for index in range(4)], [0, 1, 2, 3])
+    assert again.success
+    assert again.transfer_bytes == 0
+
+
+def test_a_full_pool_keeps_what_there_is_room_for(start: Start, store: Cluster) -> None:
+    direct = Direct(start(pool=600, more={"put_wait_ms": 0}))
+    size = direct.tier.block_size_bytes
+    client = store.client()
+    room = 256 << 20
+    fill = [b"x" * (4 << 20)] * 63
+    client.put_many([(f"pinned{i}", each) for i, each in enumerate(fill)])
+    # Readers lease all but a little.
+    held = [client.get(f"pinned{index}", copy=False) for index in range(63)]
+    keys = [direct.key(index) for index in range(600)]
+    result = direct.store(keys, list(range(600)))
+    assert not result.success
+    kept = direct.lookup(*keys).count(LookupResult.HIT)
+    assert 0 < kept < 600
+    assert kept * size < room
+    del held
+    until(lambda: direct.store(keys, list(range(600))).success)
+
+
+def test_a_store_and_a_load_under_way_while_caches_are_reset(start: Start) -> None:
+    direct = Direct(start(pool=64))
+    keys = [direct.key(index) for index in range(40)]
+    assert direct.store(keys[:20], list(range(20))).success
+    numbers = [direct.submit(keys[:20], list(range(40, 60)), load=True)]
+    numbers += [direct.submit(keys[20 + i : 21 + i], [20 + i], load=False) for i in range(20)]
+    direct.tier.drain_jobs()
+    direct.rows[:] = 7
+    results = list(direct.tier.get_finished_jobs())
+    assert sorted(each.job_id for each in results) == sorted(numbers)
+    assert (direct.rows == 7).all(), "nothing is written after the jobs were drained"
+
+
+def test_events_tell_what_was_stored(start: Start) -> None:
+    engine = start(more={"enable_kv_events": True})
+    assert engine.tier._events is None, "vLLM publishes no events in this configuration"
+    engine.tier._events = []
+    direct = Direct(engine)
+    keys = [direct.key(index) for index in range(3)]
+    direct.store(keys, [0, 1, 2])
+    (event,) = engine.tier.take_events()
+    assert (event.keys, event.removed, event.medium.name) == (keys, False, "STORAGE")
+    assert list(engine.tier.take_events()) == []
+
+
+# --- a store that fails --------------------------------------------------------------------------
+
+
+def test_no_store_at_all(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(more={"master": "127.0.0.1:1"})
+    began = time.monotonic()
+    assert engine.run(prompt(40)) == 0
+    assert time.monotonic() - began < 3 * DEADLINE_MS / 1000
+
+
+def test_the_store_is_killed_in_the_middle_and_comes_back(start: Start, store: Cluster) -> None:
+    tokens = prompt(41)
+    engine = start()
+    engine.run(tokens)
+    other = start()
+    assert other.run(tokens[:160]) == 160
+    assert store.master_server is not None
+    store.master_server.kill()
+    store.nodes[0].kill()
+    for seed in (42, 43, 44, 45):
+        began = time.monotonic()
+        assert other.run(tokens[:80] + prompt(seed)) == 0
+        assert time.monotonic() - began < 3 * DEADLINE_MS / 1000
+    store.master()
+    store.node(memory="256MiB")
+
+    def again() -> int:
+        fresh = prompt(random.randrange(1 << 30))
+        engine.run(fresh)
+        other = start()
+        return other.run(fresh)
+
+    assert until(again, within_s=60.0) > 0
+
+
+@pytest.mark.parametrize("who", ["master", "node"])
+def test_a_store_that_hangs(start: Start, store: Cluster, who: str) -> None:
+    engine = start(more={"transports": ["tcp"]})
+    direct = Direct(engine)
+    keys = [direct.key(index) for index in range(8)]
+    assert direct.store(keys, list(range(8))).success
+    assert direct.lookup(*keys) == [LookupResult.HIT] * 8
+    server = store.master_server if who == "master" else store.nodes[0]
+    assert server is not None
+    server.freeze()
+    try:
+        slowest = {"store": 0.0, "call": 0.0}
+        limit_s = (DEADLINE_MS + 8 * direct.tier.block_size_bytes / BYTES_PER_MS) / 1000 + 1
+        fresh = [direct.key(index) for index in range(100, 104)]
+        began = time.monotonic()
+        number = direct.submit(fresh, [10, 11, 12, 13], load=False)
+        slowest["call"] = time.monotonic() - began
+        result = direct.result(number, within_s=limit_s)
+        assert not result.success
+        began = time.monotonic()
+        loading = direct.submit(keys, list(range(20, 28)), load=True)
+        slowest["call"] = max(slowest["call"], time.monotonic() - began)
+        loaded = direct.result(loading, within_s=limit_s)
+        assert who == "master" or not loaded.success
+        assert slowest["call"] < 0.1, "the scheduler waits for nobody"
+        direct.forget()
+        if who == "master":
+            assert direct.lookup(direct.key(200), within_s=limit_s) == [LookupResult.MISS]
+        assert engine.run(prompt(50)) == 0
+    finally:
+        server.resume()
+    until(lambda: direct.store(fresh, [10, 11, 12, 13]).success, within_s=BREAKER_S + 5)
+
+    def found() -> bool:
+        direct.forget()
+        return direct.lookup(*fresh) == [LookupResult.HIT] * 4
+
+    until(found)
+
+
+def test_reset_and_end_while_the_store_hangs(start: Start, store: Cluster) -> None:
+    engine = start(more={"transports": ["tcp"]})
+    direct = Direct(engine)
+    store.nodes[0].freeze()
+    try:
+        numbers = [direct.submit([direct.key(index)], [index], load=False) for index in range(12)]
+        began = time.monotonic()
+        direct.tier.drain_jobs()
+        assert time.monotonic() - began < 3 * DEADLINE_MS / 1000
+        assert {each.job_id for each in direct.tier.get_finished_jobs()} == set(numbers)
+        direct.tier.on_schedule_end(ScheduleEndContext([], []))
+        for index in range(12):
+            direct.submit([direct.key(index)], [index], load=False)
+        began = time.monotonic()
+        ending = threading.Thread(target=direct.tier.shutdown)
+        ending.start()
+        ending.join(2 * DEADLINE_MS / 1000)
+        assert not ending.is_alive(), f"still there after {time.monotonic() - began:.1f} s"
+    finally:
+        store.nodes[0].resume()
+
+
+# --- names, settings, and what a CPU cannot do ----------------------------------------------------
+
+
+def test_the_plug_in_makes_the_module_path_unnecessary(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SecondaryTierFactory, "_registry", dict(SecondaryTierFactory._registry))
+    register()
+    register()
+    monkeypatch.delitem(TIER, "module_path")
+    assert SecondaryTierFactory.get_tier_class({"type": "KVStoreTier"}) is KVStoreTier
+    engine = start()
+    assert engine.tier.tier_type == "KVStoreTier"
+    engine.run(prompt(60))
+    assert start().run(prompt(60)) > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [({"mastre": "x"}, "mastre"), ({"locality": "NEAR"}, "LOCAL"), ({"replicas": 0}, "replicas")],
+)
+def test_wrong_settings_are_refused_by_name(
+    start: Start, wrong: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        start(more=wrong)
+
+
+def test_the_fleet_has_a_record(start: Start, store: Cluster) -> None:
+    engine = start()
+    engine.run(prompt(61))
+
+    def records() -> list[Any]:
+        return list(store.client().list_objects(namespace=FLEET_NAMESPACE))
+
+    (row,) = until(records)
+    record = store.client().get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
+    assert isinstance(record, bytes)
+    assert b'"engine": "vllm-offloading"' in record
+    assert engine.tier._identity.namespace.encode() in record
+
+
+def test_the_worker_side_of_vllms_offloading_refuses_a_cpu(start: Start) -> None:
+    """Why ``Engine`` has a worker of its own. If vLLM ever supports it, use vLLM's."""
+    spec = start().tier._offloading_spec
+    with pytest.raises(Exception, match="only supported on CUDA-alike"):
+        spec.get_worker(None)
+
+
+def test_weights_follow_from_their_seed() -> None:
+    assert weights(1).state_dict()["weight"].equal(weights(1).state_dict()["weight"])
+    assert not weights(1).state_dict()["weight"].equal(weights(2).state_dict()["weight"])

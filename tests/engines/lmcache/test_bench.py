@@ -1,0 +1,64 @@
+"""The benchmark behind LMCache, on real stores: that it works, not how fast they are."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore import Client
+from kvstore.bench import mooncake
+from kvstore.bench.driver import EXIST
+from kvstore.bench.ours import own_store
+from kvstore.bench.rows import LMCACHE, LMCACHE_ROWS, SHM, TCP, Row
+from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.demo.processes import ChildError, Children
+
+POOL = 256 << 20
+SMALL = [row for row in LMCACHE_ROWS if row.size <= 64 << 10]
+
+roomy = pytest.mark.skipif(
+    shutil.disk_usage("/dev/shm").free < 4 * POOL, reason="/dev/shm is small"
+)
+
+
+@contextlib.contextmanager
+def measured(children: Children, system: str, address: str, rows: list[Row]) -> Iterator[Worker]:
+    """Measures each row; the client compares the bytes."""
+    mode = rows[0].mode
+    settings = Settings(
+        system=system, behind=LMCACHE, mode=mode, address=address, pool_bytes=POOL // 2,
+        memory_bytes=64 << 16, warm=True, processes={},
+    )  # fmt: skip
+    with contextlib.closing(Worker(children, f"{system}-{mode}", settings)) as worker:
+        worker.ready()
+        for row in rows:
+            assert len(worker.measure(row.op, row.size, row.batch, 0.01)) >= 3, row.id
+        yield worker
+
+
+@roomy
+def test_every_row_on_both_systems() -> None:
+    with own_store(POOL) as store, Children(environment()) as children:
+        theirs = mooncake.start(children, POOL)
+        for system, address, mode in (
+            (OURS, store.address, SHM),
+            (OURS, store.address, TCP),
+            (MOONCAKE, theirs.master, TCP),
+        ):
+            with measured(children, system, address, [row for row in SMALL if row.mode == mode]):
+                pass
+
+
+@roomy
+def test_objects_that_are_gone_are_told() -> None:
+    with own_store(POOL) as store, Children(environment()) as children:
+        rows = [row for row in SMALL if row.op == EXIST]
+        with measured(children, OURS, store.address, rows) as worker:
+            with Client(store.address) as client:
+                for namespace in client.status().namespaces:
+                    client.clear(namespace.name)
+            with pytest.raises(ChildError, match="was not there"):
+                worker.measure(EXIST, 0, 64, 0.01)

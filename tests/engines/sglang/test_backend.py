@@ -1,0 +1,565 @@
+"""``KVStoreHiCache`` through SGLang's factory and its host pools."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+from kvstore.connectors.sglang import KVStoreHiCache, identity
+from kvstore.connectors.sglang.pools import bytes_of
+from kvstore.errors import ConfigError
+from kvstore.limits import FLEET_NAMESPACE
+from tests.engines.sglang.conftest import MakeBackend, make_model
+from tests.engines.sglang.hicache import (
+    PAGE_TOKENS,
+    after,
+    attach,
+    bytes_at,
+    host_pool,
+    indices,
+    mamba_pool,
+)
+from tests.integration.cluster import ROOT, Cluster, Server, until
+
+KEYS = [f"{number:064x}" for number in range(8)]
+LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
+DEADLINE_S = 2.0
+"""Of a call that moves a few pages."""
+BUSY_S = 1.5
+"""That a busy machine may add."""
+
+
+def saved(backend: Any, pool: Any, keys: list[str] = KEYS) -> None:
+    assert backend.batch_set_v1(keys, indices(*range(len(keys)))) == [True] * len(keys)
+
+
+def read_back(backend: Any, pool: Any, keys: list[str] = KEYS) -> list[bytes]:
+    """What the pages of ``keys`` are after they were read into other pages of the pool."""
+    at = range(16, 16 + len(keys))
+    assert backend.batch_get_v1(keys, indices(*at)) == [True] * len(keys)
+    return [bytes_at(pool, page) for page in at]
+
+
+def namespaces(store: Cluster) -> list[str]:
+    return sorted(
+        each.name for each in store.status().namespaces if each.name.startswith("sglang/")
+    )
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "page_head"])
+def test_another_engine_reads_what_one_has_written(
+    store: Cluster, backend: MakeBackend, layout: str
+) -> None:
+    pool, other_pool = host_pool(layout=layout, filled=1), host_pool(layout=layout)
+    one, other = backend(pool), backend(other_pool)
+
+    assert other.batch_exists(KEYS) == 0
+    saved(one, pool)
+    assert other.batch_exists([*KEYS, "f" * 64]) == len(KEYS)
+    assert read_back(other, other_pool) == [bytes_at(pool, page) for page in range(len(KEYS))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_latent_pages_are_of_all_ranks(store: Cluster, backend: MakeBackend, layout: str) -> None:
+    pool, other_pool = host_pool("mla", layout, filled=1), host_pool("mla", layout)
+    writer = backend(pool, is_mla=True, rank=0, ranks=2)
+    reader = backend(other_pool, is_mla=True, rank=1, ranks=2)
+
+    saved(writer, pool)
+    assert reader.batch_exists(KEYS) == len(KEYS)
+    assert read_back(reader, other_pool) == [bytes_at(pool, page) for page in range(len(KEYS))]
+    assert len(namespaces(store)) == 1
+
+
+def test_ranks_have_pages_of_their_own(store: Cluster, backend: MakeBackend) -> None:
+    pools = [host_pool(filled=rank) for rank in range(2)]
+    ranks = [backend(pool, rank=rank, ranks=2) for rank, pool in enumerate(pools)]
+
+    saved(ranks[0], pools[0])
+    assert ranks[1].batch_exists(KEYS) == 0
+    saved(ranks[1], pools[1])
+    for rank, pool in zip(ranks, pools):
+        assert read_back(rank, pool) == [bytes_at(pool, page) for page in range(len(KEYS))]
+    assert len(namespaces(store)) == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_as_tensors(store: Cluster, backend: MakeBackend, layout: str) -> None:
+    """SGLang's generic interface, without ``interface_v1``."""
+    pool = host_pool(layout=layout, filled=1)
+    one = backend(pool, zero_copy=False)
+    pages = [pool.get_data_page(page * PAGE_TOKENS) for page in range(len(KEYS))]
+
+    assert one.batch_set(KEYS, pages)
+    assert one.batch_exists(KEYS) == len(KEYS)
+    assert one.exists(KEYS[0])
+    assert not one.exists("f" * 64)
+    targets = [pool.get_dummy_flat_data_page() for _ in KEYS]
+    found = one.batch_get([*KEYS[:-1], "f" * 64], targets)
+    assert found[-1] is None
+    assert [bytes(bytes_of(page)) for page in found[:-1]] == [
+        bytes(bytes_of(page.contiguous())) for page in pages[:-1]
+    ]
+    assert one.get(KEYS[0], targets[0]) is targets[0]
+    assert one.set("e" * 64, pages[0])
+
+
+class TestSideCaches:
+    """Pools of hybrid models."""
+
+    def test_states_of_mamba_layers(self, store: Cluster, backend: MakeBackend) -> None:
+        for side_states in (False, True):  # with zero-copy, and as copies of whole pages
+            store.clear()
+            pool, states = host_pool(filled=1), mamba_pool(side_states=side_states, filled=2)
+            one = backend(pool, sides={PoolName.MAMBA: states})
+            saved(one, pool)
+            kept = PoolTransfer(
+                PoolName.MAMBA, torch.tensor([0, 1]), keys=[KEYS[3], KEYS[5]],
+                hit_policy=PoolHitPolicy.TRAILING_PAGES,
+            )  # fmt: skip
+            assert one.batch_set_v2([kept], after()) == {"mamba": [True, True]}
+
+            asked = PoolTransfer(
+                PoolName.MAMBA, keys=KEYS[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES
+            )
+            found = one.batch_exists_v2(KEYS, [asked])
+            assert found.kv_hit_pages == 6
+            assert found.restorable_prefix_pages == [4, 6]
+            assert found.extra_pool_hit_pages == {"kv": len(KEYS), "mamba": 6}
+
+            wanted = PoolTransfer(PoolName.MAMBA, torch.tensor([7, 6]), keys=[KEYS[3], KEYS[4]])
+            assert one.batch_get_v2([wanted]) == {"mamba": [True, False]}
+            assert bytes_at(states, 7, tokens=1) == bytes_at(states, 0, tokens=1)
+
+    def test_a_window(self, store: Cluster, backend: MakeBackend) -> None:
+        pool, window = host_pool(filled=1), host_pool(filled=2)
+        one = backend(pool, sides={PoolName.SWA: window})
+        saved(one, pool)
+
+        def of(pages: list[int], keys: list[str]) -> PoolTransfer:
+            return PoolTransfer(
+                PoolName.SWA, indices(*pages), keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES
+            )
+
+        assert one.batch_set_v2([of([0, 1], KEYS[2:4])])["swa"] == [True, True]
+        found = one.batch_exists_v2(KEYS, [of([0, 1], KEYS[-2:])])
+        assert found.restorable_prefix_pages == [4]
+        assert one.batch_get_v2([of([20, 21], KEYS[2:4])])["swa"] == [True, True]
+        assert [bytes_at(window, 20), bytes_at(window, 21)] == [
+            bytes_at(window, 0), bytes_at(window, 1)
+        ]  # fmt: skip
+
+    def test_what_every_page_needs(self, store: Cluster, backend: MakeBackend) -> None:
+        pool, index = host_pool("mla", filled=1), host_pool("mla", filled=2)
+        one = backend(pool, is_mla=True, sides={PoolName.INDEXER: index})
+        saved(one, pool)
+        some = PoolTransfer(PoolName.INDEXER, indices(0, 1, 2), keys=KEYS[:3])
+        assert one.batch_set_v2([some], after())["indexer"] == [True] * 3
+        found = one.batch_exists_v2(KEYS, [some])
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (3, [1, 2, 3])
+
+    def test_states_are_of_one_rank_also_beside_latent_pages(
+        self, store: Cluster, backend: MakeBackend
+    ) -> None:
+        pool, states = host_pool("mla", filled=1), [mamba_pool(filled=rank) for rank in range(2)]
+        ranks = [
+            backend(pool, is_mla=True, rank=rank, ranks=2, sides={PoolName.MAMBA: states[rank]})
+            for rank in range(2)
+        ]
+        state = PoolTransfer(
+            PoolName.MAMBA, torch.tensor([0]), keys=KEYS[:1],
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        )  # fmt: skip
+        saved(ranks[0], pool)
+        assert ranks[0].batch_set_v2([state])["mamba"] == [True]
+        assert ranks[1].batch_exists_v2(KEYS, [state]).kv_hit_pages == 0
+        assert ranks[1].batch_get_v2([state])["mamba"] == [False]
+
+    def test_an_anchor_without_bytes(self, store: Cluster, backend: MakeBackend) -> None:
+        from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+
+        anchor, side = LogicalHostPool(512, PAGE_TOKENS), host_pool("mla", filled=2)
+        one = backend(anchor, is_mla=True, sides={PoolName.DEEPSEEK_V4_C4: side})
+        some = PoolTransfer(PoolName.DEEPSEEK_V4_C4, indices(0, 1), keys=KEYS[:2])
+        assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
+        assert one.batch_set_v2([some], after())["deepseek_v4_c4"] == [True, True]
+        assert one.batch_exists_v2(KEYS, [some]).kv_hit_pages == 2
+        assert one.batch_get_v1(KEYS, indices(*range(8))) == [True] * 8
+
+
+def test_pages_are_chains(store: Cluster, backend: MakeBackend) -> None:
+    """Also over several calls, and with side caches: the forest has one root, and no loose end."""
+    pool, states = host_pool(filled=1), mamba_pool(filled=2)
+    one = backend(pool, sides={PoolName.MAMBA: states})
+    state = PoolTransfer(
+        PoolName.MAMBA, torch.tensor([0]), keys=KEYS[7:], hit_policy=PoolHitPolicy.TRAILING_PAGES
+    )
+    assert all(one.batch_set_v2([state], after(*KEYS[:7]))["mamba"])
+    assert all(one.batch_set_v1(KEYS[:3], indices(0, 1, 2), after()))
+    assert all(one.batch_set_v1(KEYS[3:], indices(3, 4, 5, 6, 7), after(*KEYS[:3])))
+
+    [namespace] = namespaces(store)
+    client = store.client(namespace=namespace)
+    assert client.match_prefix(KEYS) == len(KEYS)
+    rows = client.list_objects(namespace=namespace, prefix=KEYS[7].encode())
+    [beside] = [row.key for row in rows if row.key != KEYS[7].encode()]
+    assert client.match_prefix([*KEYS, beside]) == len(KEYS) + 1
+
+
+def test_what_exists_is_leased(cluster: Cluster, backend: MakeBackend) -> None:
+    """A pool so full that the next pages evict: not what exists has just named."""
+    cluster.start(memory="1MiB")
+    pool = host_pool(filled=1)
+    one, other = backend(pool), backend(host_pool(filled=3))
+    saved(one, pool)
+    assert one.batch_exists(KEYS) == len(KEYS)
+    more = [f"{number:064x}" for number in range(1_000, 1_400)]
+    for at in range(0, len(more), 8):
+        other.batch_set_v1(more[at : at + 8], indices(*range(8)))
+    assert other.batch_exists(more[:8]) == 0  # they were evicted, or found no room
+    assert read_back(one, pool) == [bytes_at(pool, page) for page in range(len(KEYS))]
+
+
+class TestIdentity:
+    @pytest.fixture
+    def pool(self) -> Any:
+        return host_pool(filled=1)
+
+    def test_another_model_misses(
+        self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path
+    ) -> None:
+        saved(backend(pool), pool)
+        other = backend(pool, model=make_model(tmp_path / "other", 2))
+        assert other.batch_exists(KEYS) == 0
+        assert other.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
+
+    def test_other_weights_at_the_same_path_miss(
+        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
+    ) -> None:
+        saved(backend(pool), pool)
+        make_model(model, 2)
+        assert backend(pool).batch_exists(KEYS) == 0
+        make_model(model, 1)
+        assert backend(pool).batch_exists(KEYS) == len(KEYS)
+
+    def test_the_same_weights_at_another_path_hit(
+        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
+    ) -> None:
+        saved(backend(pool), pool)
+        copied = shutil.copytree(model, model.with_name("copied"))
+        assert backend(pool, model=copied).batch_exists(KEYS) == len(KEYS)
+
+    def test_another_configuration_of_the_same_weights_misses(
+        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
+    ) -> None:
+        saved(backend(pool), pool)
+        (model / "config.json").write_text('{"rope_theta": 500000.0}')
+        assert backend(pool).batch_exists(KEYS) == 0
+
+    @pytest.mark.parametrize(
+        "other",
+        [{"layout": "page_first_direct"}, {"layout": "layer_first"}, {"dtype": torch.float16}],
+    )
+    def test_another_order_of_bytes_misses(
+        self, store: Cluster, backend: MakeBackend, pool: Any, other: dict[str, Any]
+    ) -> None:
+        from tests.engines.sglang.hicache import device_pool
+
+        saved(backend(pool), pool)
+        dtype = other.pop("dtype", torch.bfloat16)
+        assert backend(host_pool(of=device_pool(dtype=dtype), **other)).batch_exists(KEYS) == 0
+
+    def test_other_sizes_of_the_cluster_miss(
+        self, store: Cluster, backend: MakeBackend, pool: Any
+    ) -> None:
+        saved(backend(pool), pool)
+        assert backend(pool, rank=0, ranks=2).batch_exists(KEYS) == 0
+
+    def test_a_name_for_the_weights(
+        self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path
+    ) -> None:
+        saved(backend(pool, model_id="ours"), pool)
+        other = make_model(tmp_path / "other", 2)
+        assert backend(pool, model=other, model_id="ours").batch_exists(KEYS) == len(KEYS)
+
+    def test_weights_that_are_replaced_while_it_runs(
+        self,
+        store: Cluster,
+        backend: MakeBackend,
+        pool: Any,
+        model: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """The controller's threads of before have pages of before: they get misses."""
+        one = backend(pool)
+        saved(one, pool)
+        live = identity.live
+        monkeypatch.setattr(
+            identity, "live", lambda model: live(model)._replace(version="of today")
+        )
+        assert one.batch_exists(KEYS) == 0
+        assert one.batch_set_v1(KEYS, indices(*range(8))) == [False] * 8
+
+        seen: list[int] = []
+
+        def flushed() -> None:
+            seen.append(one.batch_exists(KEYS))
+            saved(one, pool)
+            seen.append(one.batch_exists(KEYS))
+
+        thread = threading.Thread(target=flushed)  # as the controller after a flush
+        thread.start()
+        thread.join()
+        assert seen == [0, len(KEYS)]
+        one.clear()
+        assert namespaces(store) == []
+
+    def test_the_fleet_knows(
+        self, store: Cluster, backend: MakeBackend, pool: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        backend(pool)
+        backend(pool, rank=1, ranks=2)  # only the first rank tells
+        client = store.client()
+
+        def records() -> list[Any]:
+            return list(client.list_objects(namespace=FLEET_NAMESPACE))
+
+        until(records)
+        backend(host_pool(layout="layer_first"))
+        until(lambda: len(records()) == 2)
+        until(lambda: "page_first" in caplog.text and "shares no block" in caplog.text)
+
+
+class TestFailures:
+    def test_a_store_that_is_not_there(
+        self, backend: MakeBackend, cluster: Cluster, tmp_path: Path
+    ) -> None:
+        """The engine starts, and has hits once the store is there."""
+        cluster.start()
+        master = cluster.master_server
+        assert master is not None
+        master.kill()
+        pool = host_pool(filled=1)
+        one = backend(pool)
+        self._are_misses(one)
+        cluster.master()
+        until(lambda: one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8, within_s=60)
+        assert one.batch_exists(KEYS) == len(KEYS)
+
+    def test_master_and_node_are_killed(self, store: Cluster, backend: MakeBackend) -> None:
+        pool = host_pool(filled=1)
+        one = backend(pool)
+        saved(one, pool)
+        before = [bytes_at(pool, page) for page in range(len(KEYS))]
+        assert store.master_server is not None
+        store.master_server.kill()
+        store.nodes[0].kill()
+        self._are_misses(one)
+        store.master()
+        store.node()
+        until(lambda: one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8, within_s=60)
+        assert read_back(one, pool) == before
+
+    @pytest.mark.parametrize("transport", ["shm", "tcp"])
+    def test_the_store_is_killed_during_reads(
+        self, store: Cluster, backend: MakeBackend, transport: str
+    ) -> None:
+        """A page that was read has its own bytes, whatever becomes of the call."""
+        pool = host_pool(filled=1)
+        one = backend(pool, transports=[transport])
+        saved(one, pool)
+        before = [bytes_at(pool, page) for page in range(len(KEYS))]
+        assert store.master_server is not None
+        servers = [store.master_server, store.nodes[0]]
+
+        def kill() -> None:
+            for server in servers:
+                server.kill()
+
+        killing = threading.Timer(0.3, kill)
+        killing.start()
+        reads, missed_at = 0, 0.0
+        while not missed_at or time.monotonic() < missed_at + 1:
+            pool.kv_buffer[:, indices(*range(16, 24))] = 0
+            start = time.monotonic()
+            one.batch_exists(KEYS)
+            there = one.batch_get_v1(KEYS, indices(*range(16, 24)))
+            assert time.monotonic() < start + 2 * DEADLINE_S + BUSY_S
+            for page, is_there in enumerate(there):
+                assert not is_there or bytes_at(pool, 16 + page) == before[page]
+            reads += all(there)
+            missed_at = missed_at or (0.0 if all(there) else time.monotonic())
+        killing.join()
+        assert reads
+        store.master()
+        store.node()
+        until(lambda: one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8, within_s=60)
+        assert read_back(one, pool) == before
+
+    @pytest.mark.parametrize("which", ["master", "node", "both"])
+    def test_processes_that_hang(self, store: Cluster, backend: MakeBackend, which: str) -> None:
+        pool = host_pool(filled=1)
+        one = backend(pool, transports=["tcp"])
+        saved(one, pool)
+        before = [bytes_at(pool, page) for page in range(len(KEYS))]
+        assert store.master_server is not None
+        hanging: list[Server] = []
+        if which != "node":
+            hanging.append(store.master_server)
+        if which != "master":
+            hanging.append(store.nodes[0])
+        for server in hanging:
+            server.freeze()
+        other = [f"{number:064x}" for number in range(100, 108)]
+        self._are_misses(one, other)
+        for server in hanging:
+            server.resume()
+        # Puts that the frozen master had not read yet may hold the keys for a while.
+        until(
+            lambda: (
+                one.batch_set_v1(other, indices(*range(8))) == [True] * 8
+                and one.batch_exists(other) == 8
+            ),
+            within_s=60,
+        )
+        assert read_back(one, pool, other) == before
+
+    def _are_misses(self, one: Any, keys: list[str] = KEYS) -> None:
+        calls: list[tuple[Callable[[], Any], Any]] = [
+            (lambda: one.batch_set_v1(keys, indices(*range(8))), [False] * 8),
+            (lambda: one.batch_exists(keys), 0),
+            (lambda: one.batch_get_v1(keys, indices(*range(8, 16))), [False] * 8),
+            (lambda: one.batch_exists_v2(keys, []).kv_hit_pages, 0),
+            (lambda: one.batch_get_v2([PoolTransfer(PoolName.KV, indices(0), keys=keys[:1])]),
+             {"kv": [False]}),
+        ]  # fmt: skip
+        for call, miss in calls:
+            start = time.monotonic()
+            assert call() == miss
+            assert time.monotonic() - start < DEADLINE_S + BUSY_S
+
+    def test_a_full_pool_takes_the_first_pages(
+        self, cluster: Cluster, backend: MakeBackend
+    ) -> None:
+        cluster.start(memory="1MiB")
+        pool = host_pool(filled=1)
+        one = backend(pool, put_wait_ms=0)
+        keys = [f"{number:064x}" for number in range(512)]
+        stored: list[bool] = []
+        for at in range(0, len(keys), 32):
+            some = keys[at : at + 32]
+            stored += one.batch_set_v1(some, indices(*range(32)), after(*keys[:at]))
+            one.batch_exists(keys[: at + 32])  # leased: nothing can be evicted
+        there = one.batch_exists(keys)
+        assert 0 < there < len(keys)
+        assert stored[:there] == [True] * there
+        assert stored[there] is False
+
+    def test_bad_arguments_are_misses(self, store: Cluster, backend: MakeBackend) -> None:
+        one = backend(host_pool())
+        none: Any = None
+        assert one.batch_set_v1(KEYS, indices(0)) == [False] * 8
+        assert one.batch_get_v1(KEYS, none) == [False] * 8
+        assert one.batch_get_v1(KEYS[:1], torch.tensor([10**9] * PAGE_TOKENS)) == [False]
+        assert one.batch_set_v1([KEYS[0], KEYS[0]], indices(0, 1)) == [False, False]
+        assert one.batch_set_v1(["", "k" * 300], indices(0, 1)) == [False, False]
+        assert one.batch_exists([none]) == 0
+        assert one.batch_exists([]) == 0
+        assert one.batch_get_v2([PoolTransfer(PoolName.SWA, indices(0), keys=KEYS[:1])]) == {
+            "swa": [False]
+        }
+        assert one.batch_set_v2([PoolTransfer(PoolName.KV, None, keys=KEYS[:1])]) == {"kv": [False]}
+        assert one.batch_get(KEYS, [none] * 8) == [None] * 8
+        assert one.set(KEYS[0]) is False
+
+    def test_after_close(self, store: Cluster, backend: MakeBackend) -> None:
+        pool = host_pool(filled=1)
+        one = backend(pool)
+        saved(one, pool)
+        one.close()
+        one.close()
+        assert one.batch_exists(KEYS) == 0
+        assert one.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
+        assert one.batch_set_v1(KEYS, indices(*range(8))) == [False] * 8
+
+    def test_the_child_of_a_fork(self, store: Cluster, backend: MakeBackend) -> None:
+        pool = host_pool(filled=1)
+        one = backend(pool)
+        saved(one, pool)
+        before = [bytes_at(pool, page) for page in range(len(KEYS))]
+        child = os.fork()
+        if not child:
+            try:
+                os._exit(0 if read_back(one, pool) == before else 3)
+            finally:
+                os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert read_back(one, pool) == before
+
+
+def test_clear_is_of_this_model(store: Cluster, backend: MakeBackend, tmp_path: Path) -> None:
+    pool = host_pool(filled=1)
+    one, other = backend(pool), backend(pool, model=make_model(tmp_path / "other", 2))
+    saved(one, pool)
+    saved(other, pool)
+    one.clear()
+    assert one.batch_exists(KEYS) == 0
+    assert other.batch_exists(KEYS) == len(KEYS)
+
+
+def test_metrics(store: Cluster, backend: MakeBackend) -> None:
+    pool = host_pool(filled=1)
+    one = backend(pool, metrics=True)
+    saved(one, pool)
+    saved(one, pool)  # is there: nothing is written
+    read_back(one, pool)
+    stats = one.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([8], [8])
+    assert all(0 < each < 1000 for each in stats.backup_bandwidth + stats.prefetch_bandwidth)
+    assert one.get_stats().backup_pgs == []
+
+
+class TestSettings:
+    def test_the_line_of_the_manual(self, store: Cluster, backend: MakeBackend) -> None:
+        """SGLang reads its own settings in it, and hands over the others."""
+        page = (ROOT / "docs/engines/sglang.md").read_text()
+        line = page.partition("extra-config '")[2].partition("'")[0]
+        extra, *_, passes_prefix_keys = HybridCacheController.parse_storage_backend_extra_config(
+            line
+        )
+        assert passes_prefix_keys is True
+        pool = host_pool(filled=1)
+        saved(backend(pool, **extra | {"master": store.address}), pool)
+
+    def test_an_unknown_one_is_refused(self, cluster: Cluster, model: Path) -> None:
+        with pytest.raises(ConfigError, match="replica"):
+            attach(host_pool(), "127.0.0.1:1", model=model, replica=2)
+
+    def test_those_of_a_client(self, store: Cluster, backend: MakeBackend) -> None:
+        one: KVStoreHiCache = backend(host_pool(), replicas=2, transports=["tcp"])
+        settings = one._guard.client.config
+        assert (settings.replicas, settings.transports) == (2, ("tcp",))
+        assert settings.timeout_ms == 2_000
+
+    def test_a_layout_that_cannot_be_stored_is_refused(self, store: Cluster, model: Path) -> None:
+        pool = host_pool()
+        pool.layout = "page_unified"
+        with pytest.raises(ConfigError, match="page_unified"):
+            attach(pool, store.address, model=model)
+
+
+def test_signals_are_not_touched(store: Cluster, backend: MakeBackend) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    backend(host_pool())
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,28 @@
+"""The benchmark of HiCache on this store: that it works, not how fast it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.bench.driver import EXIST, GET, PUT
+from kvstore.bench.hicache import DROP_IN, NATIVE, PAGES
+from kvstore.bench.ours import own_store
+from kvstore.bench.worker import OURS, Settings, Worker, environment
+from kvstore.demo.processes import Children
+
+POOL = 256 << 20
+SIZE = 64 << 10
+
+
+@pytest.mark.parametrize("mode", [DROP_IN, NATIVE])
+def test_pages_are_set_got_and_found(mode: str) -> None:
+    with own_store(POOL) as store, Children(environment()) as children:
+        settings = Settings(
+            system=OURS, behind="", mode=mode, address=store.address, pool_bytes=POOL,
+            memory_bytes=SIZE * PAGES, warm=True, processes={},
+        )  # fmt: skip
+        worker = Worker(children, mode, settings)
+        worker.ready()
+        for op in (PUT, GET, EXIST):  # compares what it got with what it has put
+            assert len(worker.measure(op, 0 if op == EXIST else SIZE, PAGES, 0.01)) >= 3, op
+        worker.close()
