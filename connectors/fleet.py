@@ -8,6 +8,7 @@ theirs; ``kvstore why`` shows all of them; the proxy reads those of vLLM.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 
 from kvstore.client.sync import Client
@@ -16,10 +17,13 @@ from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
 
 
 class Fleet:
-    """The fleet records of one store, seen by one engine. Threads: those of the client."""
+    """The fleet records of one store, seen by one engine. Threads: one at a time."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, log: logging.Logger) -> None:
+        """``log``: is told of each fingerprint that was announced, and of each warning, once."""
         self._client = client
+        self._log = log
+        self._told: set[str] = set()
 
     def announce(
         self,
@@ -61,6 +65,12 @@ class Fleet:
                 warnings += _warnings(models[0], record, other)
         data = json.dumps(record, default=str).encode()
         self._client.put(prefix + mark.encode(), data, namespace=FLEET_NAMESPACE)
+        if mark not in self._told:
+            self._log.info("fleet_joined fingerprint=%s", mark)
+        for warning in warnings:
+            if warning not in self._told:
+                self._log.warning("FLEET: %s", warning)
+        self._told.update((mark, *warnings))
         return warnings
 
     def leave(self, models: Sequence[str], mark: str) -> None:

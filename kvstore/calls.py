@@ -455,6 +455,13 @@ class SegmentStatus(NamedTuple):
     """Bytes in extents that are not free, including quarantined ones and those pending free."""
     largest_free: int
     shm_name: str
+    pending: int = 0
+    """Of the used bytes: those granted to puts under way."""
+    quarantined: int = 0
+    """Of the used bytes: those of abandoned puts, which their writers may still write to."""
+    reclaim: int = 0
+    """Of the used bytes: those of removed and evicted objects, which readers may still read or
+    whose headers are not wiped yet."""
 
 
 class NodeStatus(NamedTuple):

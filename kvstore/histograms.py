@@ -8,7 +8,7 @@ from typing import Final
 
 BUCKETS: Final = 28
 """Bucket ``i`` counts the values from ``2**(i-1)`` to below ``2**i``, bucket 0 those below 1, and
-the last one all that are larger: of microseconds, those above 67 s."""
+the last one all that are larger: of microseconds, those above 67 s; of milliseconds, above 18 h."""
 
 
 class Histogram:
@@ -21,10 +21,10 @@ class Histogram:
         self.total = 0.0
         """The sum of all values."""
 
-    def add(self, value: float) -> None:
-        self.total += value
+    def add(self, value: float, times: int = 1) -> None:
+        self.total += value * times
         bucket = int(value).bit_length()
-        self.counts[bucket if bucket < BUCKETS else -1] += 1
+        self.counts[bucket if bucket < BUCKETS else -1] += times
 
 
 def cumulative(counts: Sequence[int], unit: float = 1.0) -> list[tuple[str, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import logging
 import math
 import re
@@ -34,6 +35,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.web.feed import Feed
 from kvstore.web.serving import bind
 
 log = logging.getLogger("kvstore.master")
@@ -109,6 +111,10 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         loop.add_signal_handler(number, stopped.set)
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
+    if config.events_at and not all(map(importlib.util.find_spec, ("zmq", "msgpack"))):
+        raise StartupError(
+            "events by ZeroMQ need pyzmq and msgpack", advice="pip install pyzmq msgpack"
+        )
     place = config.etcd_place
     etcd = None if place is None else Etcd(place)
     broken = background.End()
@@ -142,7 +148,10 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
             listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
             answers = {"role": master.role, "measures": master.measures}
             at = join_address(_reached(config.host), endpoints.port)
-            serving = web.keep_serving(listener, answers, master=at, cluster=config.cluster)
+            serving = web.keep_serving(
+                listener, answers, master=at, cluster=config.cluster,
+                feed=master.feed, events_at=config.events_at,
+            )  # fmt: skip
             tasks.append(start_task("http", serving, died=broken))
         _greet(config, endpoints, listener)
         if config.memory and election is not None:
@@ -222,6 +231,7 @@ class _Master:
         self._stopping: set[asyncio.Task[None]] = set()
         self._address = ""
         self._election: Election | None = None
+        self.feed = Feed() if config.events else None
 
     async def bind(self) -> None:
         config = self._config
@@ -240,6 +250,7 @@ class _Master:
             cluster=self._election.cluster if self._election else self._config.cluster,
             rules=self._rules,
             started_ms=clock_ms(),
+            events=self.feed is not None,
         )
         service = self._service = MasterService(state, died=self._died)
         service.leads_until = until
@@ -247,6 +258,9 @@ class _Master:
             service.role, service.address = "leader", self._address
         service.counters_elsewhere = self._counters
         service.outrun = self._outrun
+        if self.feed is not None:
+            self.feed.begin(state)
+            service.has_events = self.feed.changed
         self.endpoints = service.endpoints = self.carriers.serve(service, self.endpoints)
         service.start()
 
@@ -262,6 +276,8 @@ class _Master:
         service, self._service = self._service, None
         if service is not None:
             service.cease()
+            if self.feed is not None:
+                self.feed.end()
             self.endpoints = self.carriers.serve(self._standby, self.endpoints)
             task = start_task("end of term", service.stop(), died=self._died)
             self._stopping.add(task)
@@ -320,9 +336,11 @@ class _Master:
         """What ``kvstore.web.metrics`` shows of this process."""
         carriers, service = self.carriers, self._service
         nothing = Histogram()
-        step_us, late_us = (
-            (nothing, nothing) if service is None else (service.step_us, service.late_us)
-        )
+        step_us = late_us = age_ms = reuse_ms = nothing
+        if service is not None:
+            step_us, late_us = service.step_us, service.late_us
+            age_ms = service.state.pool.eviction_ages_ms
+            reuse_ms = service.state.asking.reuses_ms
         return {
             "version": __version__,
             "cluster": self._config.cluster,
@@ -335,11 +353,14 @@ class _Master:
             },
             "step_us": (step_us.counts, step_us.total),
             "late_us": (late_us.counts, late_us.total),
+            "eviction_age_ms": (age_ms.counts, age_ms.total),
+            "reuse_ms": (reuse_ms.counts, reuse_ms.total),
             "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,
                 "connections_stalled": carriers.lane_stats.stalled,
                 **({} if self._election is None else self._election.counters()),
+                **({} if self.feed is None else self.feed.counters()),
             },
         }
 

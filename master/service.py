@@ -115,6 +115,8 @@ class MasterService:
         self.outrun: Callable[[int], None] = lambda epoch: None
         """Called with the epoch of a later master that a client or node has joined: the next term
         must begin above it."""
+        self.has_events: Callable[[], None] | None = None
+        """Called after each step that made events (``MasterState.take_events``)."""
         self.step_us = Histogram()
         """For how long the loop served one call or slice of work and nothing else."""
         self.late_us = Histogram()
@@ -360,6 +362,8 @@ class MasterService:
 
     def _carry_out(self) -> None:
         state = self.state
+        if self.has_events is not None and state.waiting_events:
+            self.has_events()
         while state.effects:
             if uptime() >= self.leads_until:
                 self.cease()

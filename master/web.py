@@ -11,6 +11,7 @@ from typing import Final
 from kvstore.background import start_task
 from kvstore.children import Child
 from kvstore.errors import KVStoreError
+from kvstore.web.feed import Feed
 from kvstore.web.link import Answers, answer_forever
 
 log = logging.getLogger("kvstore.master")
@@ -24,27 +25,48 @@ LIVED_S: Final = 60.0
 
 
 async def keep_serving(
-    listener: socket.socket, answers: Answers, *, master: str, cluster: str
+    listener: socket.socket,
+    answers: Answers,
+    *,
+    master: str,
+    cluster: str,
+    feed: Feed | None = None,
+    events_at: str = "",
 ) -> None:
-    """Keeps a child that serves HTTP running until this is cancelled; then the child has ended."""
+    """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
+
+    ``feed``: whose events the child serves; ``events_at``: where it publishes them, too.
+    """
+    flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     pause = RESTART_S
     while True:
         began = time.monotonic()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        events, their_events = socket.socketpair()
+        given = {"listener": listener, "link": theirs}
+        if feed is not None:
+            given["events"] = their_events
         try:
-            with theirs:
-                child = await asyncio.to_thread(_start, listener, theirs, master, cluster)
+            with theirs, their_events:
+                child = await asyncio.to_thread(_start, given, flags)
         except KVStoreError as error:
             ours.close()
+            events.close()
             log.warning("http_not_served reason=%s", error)
         else:
             answering = start_task("http answers", answer_forever(ours, answers))
+            if feed is not None:
+                feed.attach(events)
+            else:
+                events.close()
             try:
                 status = await asyncio.to_thread(child.wait)
                 log.warning("http_child_ended status=%d: it is started again", status)
             finally:
                 answering.cancel()
+                if feed is not None:
+                    feed.detach()
                 await asyncio.to_thread(child.stop)
         if time.monotonic() - began > LIVED_S:
             pause = RESTART_S
@@ -52,10 +74,8 @@ async def keep_serving(
         pause = min(2 * pause, RESTART_MAX_S)
 
 
-def _start(listener: socket.socket, link: socket.socket, master: str, cluster: str) -> Child:
-    return Child.start(
-        "kvstore.cli.web",
-        *("--listener", str(listener.fileno()), "--link", str(link.fileno())),
-        *("--master", master, "--cluster", cluster),
-        pass_fds=[listener.fileno(), link.fileno()],
-    )
+def _start(given: dict[str, socket.socket], flags: list[str]) -> Child:
+    for name, each in given.items():
+        flags = [*flags, f"--{name}", str(each.fileno())]
+    fds = [each.fileno() for each in given.values()]
+    return Child.start("kvstore.cli.web", *flags, pass_fds=fds)

@@ -153,7 +153,7 @@ SEGMENT_INFO = st.builds(
     ENGINE,
     PROTOCOL,
 )
-SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME)
+SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64)
 NODE_STATUS = st.builds(
     calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3)
 )

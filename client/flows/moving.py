@@ -1,11 +1,12 @@
 """Copying objects from node to node: the flows of ``move_some`` and ``repair_some``.
 
     start_moves ──► read header and payload ──► right header, right checksum? ──► write ──► put_end
-                                                     │ no: left where it is, given back
+                                                     │ no: given back; corrupt if it is still there
 
 An object of a draining node gets a new version at its new place; an additional replica keeps the
 version. ``put_end`` refuses both if the object was removed or replaced during the copy. So it is
-enough to verify the bytes that were read, and the copy needs no lease.
+enough to verify the bytes that were read, and the copy needs no lease. Without one, the object can
+be evicted while it is read: wrong bytes are bad memory only under a header that is still there.
 """
 
 from __future__ import annotations
@@ -184,20 +185,53 @@ def _read(
         if copy.size:
             transfer.moves.append(Move(offset + HEADER_BYTES, memoryview(copy.data), copy.hasher))
     failed = yield from carry_out(context, transfers)
-    corrupt = 0
+    wrong: list[_Copy] = []
     for copy in copies:
-        segment_id, offset = copy.source
+        segment_id = copy.source[0]
         if segment_id in failed or segment_id not in transfers:
             continue
-        header = unpack(copy.head, transfers[segment_id].segment.seed, offset)
-        if header is None or (header.epoch, header.counter) != copy.version:
-            continue  # removed meanwhile
-        if header.payload_checksum != copy.hasher.intdigest():
+        header = _present_header(copy, segments)
+        if header is None:
+            continue  # removed before
+        if header.payload_checksum == copy.hasher.intdigest():
+            copy.header = header
+        else:
+            wrong.append(copy)
+    return (yield from _count_corrupt(context, wrong, segments, deadline)) if wrong else 0
+
+
+def _present_header(copy: _Copy, segments: Mapping[int, SegmentInfo]) -> Header | None:
+    """The header that was read, if it is that of the version to copy."""
+    segment_id, offset = copy.source
+    header = unpack(copy.head, segments[segment_id].seed, offset)
+    if header is None or (header.epoch, header.counter) != copy.version:
+        return None
+    return header
+
+
+def _count_corrupt(
+    context: Context,
+    wrong: Sequence[_Copy],
+    segments: Mapping[int, SegmentInfo],
+    deadline: float,
+) -> Flow[int]:
+    """How many of these are still there, so that their memory is bad. The others were removed
+    between their header and their payload: without a lease their memory may be given to another
+    object, but not before their header is wiped."""
+    transfers: dict[int, Transfer] = {}
+    for copy in wrong:
+        segment_id, offset = copy.source
+        transfer = transfers.setdefault(
+            segment_id, Transfer(segments[segment_id], [], False, deadline)
+        )
+        transfer.moves.append(Move(offset, memoryview(copy.head)))
+    failed = yield from carry_out(context, transfers)
+    corrupt = 0
+    for copy in wrong:
+        if copy.source[0] not in failed and _present_header(copy, segments) is not None:
             corrupt += 1
             log.warning("corrupt_object namespace=%s key=%s", copy.namespace, copy.key.hex())
             context.count("corrupt_objects")
-            continue
-        copy.header = header
     return corrupt
 
 

@@ -71,7 +71,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         model_id = settings.pop("model_id", None)
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._client = self._guard.client
-        self._namespaces = Namespaces(self._guard, log, model_id=model_id, more={"door": "daemon"})
+        self._namespaces = Namespaces(self._client, log, model_id=model_id, more={"door": "daemon"})
         self._layouts: dict[tuple[str, int], Layout] = {}
         """Of each model and object group, as it was stored last."""
         self._sizes: dict[str, int] = {}
@@ -217,9 +217,10 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         if self._is_closed:
             return
         self._is_closed = True
+        self._namespaces.stop()
         self._client.close()
         self._locks.close()
-        self._namespaces.close()
+        self._namespaces.join()
         self._writers.shutdown()
         self._readers.shutdown()
         for finished in (self._stores, self._lookups, self._loads):

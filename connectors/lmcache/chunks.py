@@ -60,7 +60,7 @@ class Chunks:
         self._full = full
         self._layout = layout_of(tuple(full.shapes), tuple(full.dtypes))
         self._description_bytes = int(get_remote_metadata_bytes())
-        self._namespaces = Namespaces(guard, log, model_id=model_id, more=more)
+        self._namespaces = Namespaces(guard.client, log, model_id=model_id, more=more)
         self._namespace()  # begins to read the weights
 
     def sizes(self, keys: Sequence[CacheEngineKey]) -> list[int | None]:
@@ -132,8 +132,9 @@ class Chunks:
 
     def close(self) -> None:
         """Calls under way in other threads fail."""
+        self._namespaces.stop()
         self._client.close()
-        self._namespaces.close()
+        self._namespaces.join()
 
     # --- steps --------------------------------------------------------------------------------
 

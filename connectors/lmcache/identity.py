@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvstore.background import start_thread
-from kvstore.connectors.fleet import Fleet
-from kvstore.connectors.guard import Guard
+from kvstore.client.sync import Client
+from kvstore.connectors.announcing import Announcer, Record
 from kvstore.connectors.lmcache.memory import Layout
-from kvstore.errors import KVStoreError
 from kvstore.fingerprint import config_of, fingerprint, weights_of
 
 ENGINE: Final = "lmcache"
@@ -29,9 +28,6 @@ FORMAT: Final = 1
 PATIENCE_S: Final = 1.0
 """How long a call waits until the weights are read; later calls find the result."""
 
-ANNOUNCE_AGAIN_S: Final = 30.0
-"""After a store did not take this daemon's fleet record."""
-
 
 class Namespaces:
     """Those of one process of LMCache. Threads: any; files of weights are read, and fleet records
@@ -39,7 +35,7 @@ class Namespaces:
 
     def __init__(
         self,
-        guard: Guard,
+        client: Client,
         log: logging.Logger,
         *,
         model_id: str | None = None,
@@ -51,14 +47,14 @@ class Namespaces:
                 its weights, and its name is where there are none.
             more: what else the bytes depend on.
         """
-        self._guard = guard
         self._log = log
         self._model_id = model_id
         self._more = more
         self._changing = threading.Lock()
         self._known: dict[tuple[str, Layout], concurrent.futures.Future[str | None]] = {}
         self._threads: list[threading.Thread] = []
-        self._closed = threading.Event()
+        self._is_stopped = False
+        self._announcer = Announcer(client, log)
 
     def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
         """The namespace; None: it is not known yet, or the weights cannot be read.
@@ -68,7 +64,7 @@ class Namespaces:
         """
         with self._changing:
             known = self._known.get((model, layout))
-            if known is None and not self._closed.is_set():
+            if known is None and not self._is_stopped:
                 known = self._known[model, layout] = concurrent.futures.Future()
                 self._threads.append(
                     start_thread(
@@ -83,11 +79,17 @@ class Namespaces:
         except concurrent.futures.TimeoutError:
             return None
 
-    def close(self) -> None:
-        """Ends the threads, unless one reads a file."""
-        self._closed.set()
+    def stop(self) -> None:
+        """Begins no thread any more; closing the client ends the call of one under way."""
+        with self._changing:
+            self._is_stopped = True
+        self._announcer.stop()
+
+    def join(self) -> None:
+        """Returns when the threads have ended; does not wait for one that reads a file."""
         for thread in self._threads:
             thread.join(PATIENCE_S)
+        self._announcer.join()
 
     def _find(
         self,
@@ -115,20 +117,5 @@ class Namespaces:
         namespace = f"{ENGINE}/{mark}/objects"
         found.set_result(namespace)
         self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
-        while announce and not self._announced(model, mark, description, namespace):
-            if self._closed.wait(ANNOUNCE_AGAIN_S):
-                return
-
-    def _announced(
-        self, model: str, mark: str, description: Mapping[str, object], namespace: str
-    ) -> bool:
-        fleet = Fleet(self._guard.client)
-        try:
-            for warning in self._guard.run(
-                lambda _: fleet.announce(ENGINE, [model], mark, description, [namespace])
-            ):
-                self._log.warning("%s", warning)
-        except KVStoreError as error:
-            self._log.debug("not announced yet: %s", error)
-            return self._closed.is_set()
-        return True
+        if announce:
+            self._announcer.announce(Record(ENGINE, [model], mark, description, [namespace]))

@@ -8,7 +8,6 @@
 * ``backend.py``: ``KVStoreHiCache``, which SGLang calls
 * ``pools.py``: the pages of a host pool as memory
 * ``identity.py``: whose pages mean the same
-* ``announcing.py``: the fleet record, in the background
 """
 
 from kvstore.connectors.sglang.backend import KVStoreHiCache

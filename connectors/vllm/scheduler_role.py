@@ -92,6 +92,7 @@ class SchedulerRole:
             config=client_config(config, max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms))
         )
         self._patient = Client(config=client_config(config, 5_000))
+        self._fleet = Fleet(self._patient, log)
         events = vllm_config.kv_events_config
         self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = Lookups(
@@ -107,7 +108,6 @@ class SchedulerRole:
         )  # fmt: skip
         self.side.salt = self._salt
         self._auditing: Future[list[tuple[int, bytes]]] | None = None
-        self._told: set[str] = set()
         self._closed = False
         for warning in fingerprint.hash_warnings(self._description):
             log.warning("FLEET: %s", warning)
@@ -295,11 +295,10 @@ class SchedulerRole:
         models = fingerprint.models_of(self._vllm_config)
         names = [name for names in self._namespaces.values() for name in names]
         try:
-            fleet = Fleet(self._patient)
             while self._left:
-                fleet.leave(models, self._left[0])
+                self._fleet.leave(models, self._left[0])
                 self._left.pop(0)
-            warnings = fleet.announce(
+            self._fleet.announce(
                 "vllm",
                 models,
                 mark,
@@ -314,12 +313,6 @@ class SchedulerRole:
         except KVStoreError as error:
             log.warning("fleet_not_announced reason=%s", error)
             return ANNOUNCE_PAUSE_S
-        if mark not in self._told:
-            log.info("fleet_joined fingerprint=%s", mark)
-        for warning in warnings:
-            if warning not in self._told:
-                log.warning("FLEET: %s", warning)
-        self._told.update((mark, *warnings))
         return ANNOUNCE_EVERY_S
 
     def audit_events(self) -> None:

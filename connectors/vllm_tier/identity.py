@@ -90,7 +90,6 @@ class Identity:
         self._mark = ""
         self._left: list[str] = []
         """Former fingerprints of this engine that are still announced."""
-        self._told: set[str] = set()
         self._models = [config.model.name]
         self._description: dict[str, Any] = _chunks(spec, chunk_bytes)
         groups = {group.group_id for group in config.groups}
@@ -194,13 +193,7 @@ class Identity:
         while self._left:
             fleet.leave(self._models, self._left[0])
             self._left.pop(0)
-        warnings = fleet.announce(ENGINE, self._models, mark, self._identified, [name])
-        if mark not in self._told:
-            log.info("fleet_joined fingerprint=%s", mark)
-        for warning in warnings:
-            if warning not in self._told:
-                log.warning("FLEET: %s", warning)
-        self._told.update((mark, *warnings))
+        fleet.announce(ENGINE, self._models, mark, self._identified, [name])
 
 
 def _chunks(spec: OffloadingSpec, chunk_bytes: int) -> dict[str, Any]:

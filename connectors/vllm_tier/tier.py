@@ -96,6 +96,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._events: list[OffloadingEvent] | None = [] if wanted else None
         self._pieces_chunks = max(1, PIECE_BYTES // self.block_size_bytes)
         self._guard = Guard(client_of_an_engine(**settings), log)
+        self._fleet = Fleet(self._guard.client, log)
         self._pool = primary_kv_view.cast("B")
         self._identity = Identity(offloading_spec, self.block_size_bytes, model_id=model_id)
         self._lookups = Lookups(tier_type, self._found)
@@ -297,8 +298,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def _announce(self) -> float:
         """Returns when to do so again, on the monotonic clock."""
         try:
-            fleet = Fleet(self._guard.client)
-            self._guard.run(lambda timeout_ms: self._identity.announce(fleet))
+            self._guard.run(lambda timeout_ms: self._identity.announce(self._fleet))
         except KVStoreError as error:
             log.debug("fleet_not_announced reason=%s", error)
             return time.monotonic() + ANNOUNCE_PAUSE_S

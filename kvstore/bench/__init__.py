@@ -2,6 +2,7 @@
 
 * ``python -m kvstore.bench`` (``make bench``): every row of ``rows`` on both systems, in turn
 * ``python -m kvstore.bench --behind lmcache`` (``make bench-lmcache``): both as storage of LMCache
+* ``python -m kvstore.bench --behind hicache`` (``make bench-hicache``): of SGLang's HiCache
 * ``python -m kvstore.bench.growth`` (``make bench-growth``): more clients, objects, blocks
 * ``kvstore bench``: this store alone, one row per kind of work
 

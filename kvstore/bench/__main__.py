@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from kvstore.bench import lmcache, mooncake, report
+from kvstore.bench import hicache, lmcache, mooncake, report
 from kvstore.bench.machine import machine, today
 from kvstore.bench.results import Measured
-from kvstore.bench.rows import LMCACHE, TABLES, Row, chosen
+from kvstore.bench.rows import HICACHE, LMCACHE, TABLES, Row, chosen
 from kvstore.bench.show import (
     bar,
     ended_by_signals,
@@ -22,7 +22,10 @@ from kvstore.bench.show import (
 )
 from kvstore.bench.side_by_side import Plan, compare, steps
 
-PACKAGES = (mooncake.PACKAGE, lmcache.PACKAGE, "numpy", "grpcio", "xxhash")
+PACKAGES = (
+    mooncake.PACKAGE, lmcache.PACKAGE, hicache.PACKAGE, "torch", "numpy", "grpcio", "xxhash",
+)  # fmt: skip
+MISSING = {LMCACHE: lmcache.missing, HICACHE: hicache.missing}
 POOL_BYTES = 2 << 30
 QUICK_SECONDS = 0.1
 NAME = "mooncake"
@@ -50,8 +53,9 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=0.5, show_default=True,
               help="Seconds per row, round and system.")  # fmt: skip
 @click.option(
-    "--behind", type=click.Choice([LMCACHE]), is_eager=True,
-    help="Measure both systems as remote storage of LMCache, which must be installed.",
+    "--behind", type=click.Choice(list(MISSING)), is_eager=True,
+    help="Measure both systems as storage of LMCache, or of SGLang's HiCache, which must be"
+    " installed.",
 )  # fmt: skip
 @click.option(
     "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
@@ -79,7 +83,7 @@ def main(
     if redraw is not None:
         measured = Measured.from_json(json.loads(redraw.read_text()))
     else:
-        if reason := mooncake.missing() or (lmcache.missing() if behind else None):
+        if reason := mooncake.missing() or (MISSING[behind]() if behind else None):
             raise click.ClickException(reason)
         plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
         if quick:

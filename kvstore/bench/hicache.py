@@ -1,67 +1,43 @@
-"""SGLang's HiCache on this store and on Mooncake Store: ``python -m kvstore.bench.hicache``.
+"""SGLang's HiCache between the benchmark and a system.
 
-Set, get and exists of 64 pages, as SGLang's cache controller calls them. SGLang's own class,
+Set, get and exists of pages, as SGLang's cache controller calls them. SGLang's own class,
 ``MooncakeStore``, runs on Mooncake's client, and on kvstore's ``mooncake.store`` in its place; this
 project's class, ``KVStoreHiCache``, is compared with the former, too. The pages are those of one
 host pool of latent attention (MLA, ``page_first``): one object of the page's size each.
-
-Needs SGLang, whose environment ``make test-engines`` makes:
-``.venv-sglang/bin/python -m kvstore.bench.hicache``.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import click
-
-from kvstore.bench import mooncake, report
+from kvstore.bench import mooncake
 from kvstore.bench.driver import EXIST, GET, PUT, Work
-from kvstore.bench.machine import machine, today
 from kvstore.bench.ours import OurDriver
-from kvstore.bench.rows import KIB, MIB, Row
+from kvstore.bench.rows import DROP_IN, KIB, NATIVE_SHM
 from kvstore.bench.session import require
-from kvstore.bench.show import bar, ended_by_signals, exit_with, out_option, output, write_page
-from kvstore.bench.side_by_side import Plan, compare, steps
 from kvstore.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvstore.bench.driver import Bytes
 
-NAME: Final = "hicache"
-TITLE: Final = "SGLang's HiCache on kvstore and on Mooncake Store"
-COMMAND: Final = "python -m kvstore.bench.hicache"
-PAGES: Final = 64
-POOL_BYTES: Final = 2 << 30
-DROP_IN: Final = "drop-in"
-NATIVE: Final = "native"
-NATIVE_SHM: Final = "native, shm"
-MODES: Final = (DROP_IN, NATIVE, NATIVE_SHM)
-"""What runs on kvstore, and its transport; Mooncake always runs SGLang's class over TCP."""
-NOTES: Final = {
-    DROP_IN: "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and on"
-    " Mooncake's.",
-    NATIVE: "KVStoreHiCache, over TCP, beside SGLang's MooncakeStore on Mooncake.",
-    NATIVE_SHM: "KVStoreHiCache as it runs by default on the node's host: shared memory."
-    " Not the same path: SGLang's MooncakeStore, over TCP here, shares memory only with a pool of"
-    " Mooncake's own allocator.",
-}  # fmt: skip
-
-ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=PAGES, goal=1, notes=(NOTES[mode],))
-    for mode in MODES
-    for op, size in ((PUT, 64 * KIB), (GET, 64 * KIB), (PUT, MIB), (GET, MIB), (EXIST, 0))
-)
+PACKAGE: Final = "sglang"
 
 TOKEN_BYTES: Final = 4 * KIB
 """Of the pool: 16 layers of 128 bfloat16 values."""
 LAYERS: Final = 16
 LATENT: Final = 64
+
+
+def missing() -> str | None:
+    """Why SGLang cannot be used here, and what to do; None: it can."""
+    if importlib.util.find_spec(PACKAGE) is not None:
+        return None
+    return "SGLang is not installed here; make bench-hicache uses an environment that has it."
 
 
 class HiCacheDriver:
@@ -71,7 +47,7 @@ class HiCacheDriver:
         """
         Args:
             address: of the master.
-            mode: one of ``MODES``.
+            mode: ``DROP_IN``, ``NATIVE`` or ``NATIVE_SHM``.
             memory_bytes: size of the pages to put from, and of those to get into.
         """
         import numpy as np
@@ -201,30 +177,3 @@ def _all_well(result: Sequence[bool]) -> None:
 
 def _found(pages: int) -> Callable[[int], None]:
     return lambda found: require(found == pages, "was not there")
-
-
-@click.command()
-@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True,
-              help="Rounds, each with new processes on both sides.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=1.0, show_default=True,
-              help="Seconds per row, round and system.")  # fmt: skip
-@out_option
-def main(rounds: int, seconds: float, out: Path | None) -> None:
-    """Measure SGLang's HiCache on this store and on Mooncake Store, row by row, in turn.
-
-    Writes hicache.md and hicache.json.
-    """
-    if reason := mooncake.missing():
-        raise click.ClickException(reason)
-    plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
-    with ended_by_signals(), exit_with("bench"), bar(steps(ROWS, plan)) as progress:
-        measured = compare(ROWS, plan, progress)
-    measured.machine = machine((mooncake.PACKAGE, "sglang", "torch")) | {"date": today()}
-    report.show(measured, output())
-    if out is not None:
-        page = report.as_markdown(measured, title=TITLE, command=COMMAND)
-        write_page(out, NAME, page, measured.as_json())
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from rich.table import Table
 from kvstore.bench.machine import in_words
 from kvstore.bench.processor import Shares
 from kvstore.bench.results import Comparison, Measured, Spread
-from kvstore.bench.rows import LMCACHE
+from kvstore.bench.rows import HICACHE, LMCACHE
 from kvstore.bench.worker import MOONCAKE, OURS
 
 COLUMNS = ("work", "path", "ours", "Mooncake", "ratio", "rounds", "goal", "")
@@ -19,8 +19,12 @@ PROCESSOR = (
     "Processor time of one call, in the mean: client, master and storage process; polling for an"
     " answer counts, sleeping does not. Ratio as above, of the sums."
 )
-TITLES = {"": "Side by side with Mooncake Store", LMCACHE: "Behind LMCache, beside Mooncake Store"}
-COMMANDS = {"": "make bench", LMCACHE: "make bench-lmcache"}
+TITLES = {
+    "": "Side by side with Mooncake Store",
+    LMCACHE: "Behind LMCache, beside Mooncake Store",
+    HICACHE: "Behind SGLang's HiCache, beside Mooncake Store",
+}
+COMMANDS = {"": "make bench", LMCACHE: "make bench-lmcache", HICACHE: "make bench-hicache"}
 
 
 def show(measured: Measured, console: Console) -> None:
@@ -45,21 +49,17 @@ def show(measured: Measured, console: Console) -> None:
         console.print(table)
 
 
-def as_markdown(
-    measured: Measured, *, picture: str = "", title: str = "", command: str = ""
-) -> str:
+def as_markdown(measured: Measured, *, picture: str = "") -> str:
     """The results as a page.
 
     Args:
         picture: the file name of the picture beside it.
-        command: what measures again.
     """
     notes = notes_of(measured)
     lines = [
-        f"# {title or TITLES[measured.behind]}",
+        f"# {TITLES[measured.behind]}",
         "",
-        f"Written by `{command or COMMANDS[measured.behind]}`; do not edit."
-        f" {in_words(measured.machine)}",
+        f"Written by `{COMMANDS[measured.behind]}`; do not edit. {in_words(measured.machine)}",
         f"Load of the machine {measured.load[0]:.2f} before and {measured.load[1]:.2f} after,"
         f" {measured.rounds} rounds, {measured.seconds:g} s per row, round and system,"
         f" pools of {measured.pool_bytes / (1 << 30):g} GiB.",

@@ -20,6 +20,13 @@ MODES: Final = (SHM, TCP)
 LMCACHE: Final = "lmcache"
 """Both systems behind LMCache, instead of their own clients."""
 
+HICACHE: Final = "hicache"
+"""Both systems behind SGLang's HiCache."""
+
+DROP_IN: Final = "drop-in"
+NATIVE: Final = "native"
+NATIVE_SHM: Final = "native, shm"
+
 VERIFIED = (
     "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
     " both with each copying get; Mooncake writes and verifies neither."
@@ -58,7 +65,8 @@ class Row:
     op: str
     """The operation of kvstore's client."""
     mode: str
-    """Transport on both sides: ``shm`` within the host, or ``tcp``."""
+    """Transport on both sides: ``shm`` within the host, or ``tcp``. Behind HiCache: what runs on
+    kvstore; Mooncake's side is always SGLang's class over TCP."""
     goal: float
     """The peer's time divided by kvstore's, at least."""
     batch: int = 1
@@ -70,7 +78,7 @@ class Row:
     """The time of a memcpy of the same bytes divided by kvstore's, at least; 0: no such goal."""
     notes: tuple[str, ...] = ()
     behind: str = ""
-    """What is between the benchmark and the systems: ``LMCACHE``, or nothing."""
+    """What is between the benchmark and the systems: ``LMCACHE``, ``HICACHE``, or nothing."""
 
     @property
     def id(self) -> str:
@@ -159,7 +167,20 @@ LMCACHE_ROWS: Final = tuple(
     )
 )
 
-TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS}
+HICACHE_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=64, goal=1, behind=HICACHE, notes=(note,))
+    for mode, note in (
+        (DROP_IN, "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and"
+                  " on Mooncake's."),
+        (NATIVE, "KVStoreHiCache, over TCP, beside SGLang's MooncakeStore on Mooncake."),
+        (NATIVE_SHM, "KVStoreHiCache as it runs by default on the node's host: shared memory."
+                     " Not the same path: SGLang's MooncakeStore, over TCP here, shares memory only"
+                     " with a pool of Mooncake's own allocator."),
+    )
+    for op, size in ((PUT, 64 * KIB), (GET, 64 * KIB), (PUT, MIB), (GET, MIB), (EXIST, 0))
+)  # fmt: skip
+
+TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS}
 """By what is between the benchmark and the systems."""
 
 

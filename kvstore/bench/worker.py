@@ -14,7 +14,7 @@ import sys
 from typing import Any, Final, TypedDict
 
 from kvstore.bench.processor import Shares
-from kvstore.bench.rows import LMCACHE, MODES
+from kvstore.bench.rows import HICACHE, LMCACHE
 from kvstore.bench.session import Session
 from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
@@ -167,7 +167,7 @@ def session(settings: Settings) -> Session:
         driver = LMCacheDriver(
             settings["system"], settings["mode"], settings["address"], settings["memory_bytes"]
         )
-    elif settings["mode"] not in MODES:
+    elif settings["behind"] == HICACHE:
         from kvstore.bench.hicache import HiCacheDriver
 
         driver = HiCacheDriver(

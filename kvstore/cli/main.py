@@ -81,6 +81,7 @@ LATE: Final = {
     "clean": "Remove memory that dead nodes left on this host.",
     "doctor": "Check this host, its programs and the connection to the cluster.",
     "why": "Say who writes and who asks, and why nothing is found.",
+    "events": "Follow what becomes visible in the store and what is gone.",
 }
 
 

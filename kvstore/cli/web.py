@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 
 import click
 
 from kvstore import logs
 from kvstore.children import ParentLink
+from kvstore.errors import KVStoreError
 
 
 @click.command()
@@ -17,11 +19,21 @@ from kvstore.children import ParentLink
 @click.option("--listener", type=int, required=True, help="The bound socket.")
 @click.option("--link", type=int, required=True, help="The socket for questions to the parent.")
 @click.option("--master", required=True)
+@click.option("--events", type=int, help="The socket for events of the parent.")
+@click.option("--events-at", default="")
 @click.option("--cluster", default="")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
 def command(
-    parent_fd: int, listener: int, link: int, master: str, cluster: str, config: str, log_level: str
+    parent_fd: int,
+    listener: int,
+    link: int,
+    master: str,
+    events: int | None,
+    events_at: str,
+    cluster: str,
+    config: str,
+    log_level: str,
 ) -> None:
     del config  # every child of ours is given one
     logs.configure(log_level)
@@ -38,9 +50,14 @@ def command(
                     pid=os.getppid(),
                     master=master,
                     cluster=cluster,
+                    events=None if events is None else socket.socket(fileno=events),
+                    events_at=events_at,
                 )
             )
         )
+    except KVStoreError as error:
+        parent.tell_error(error)
+        sys.exit(1)
     finally:
         parent.close()
 

@@ -53,6 +53,12 @@ class MasterConfig(Config):
         description="TCP port for HTTP: health and metrics (Prometheus). If it is taken and not "
         f"asked for, the next free one up to {HTTP_PORT + 15}; 0 serves none.",
     )
+    events: Text = Field(
+        default="",
+        description="Tell what becomes visible in the store and what is gone: 'on': over HTTP; "
+        "'tcp://*:5557': published by ZeroMQ, too, in vLLM's format; 'tcp://*:5557,tcp://*:5558': "
+        "with replay at the second address. Empty: no events.",
+    )
     memory: Bytes = Field(
         default=0,
         description="Memory that this process also pools (2GiB), so that one command is a whole "
@@ -227,6 +233,11 @@ class MasterConfig(Config):
         return self.lane_port or (self.port + 1 if self.port else 0)
 
     @property
+    def events_at(self) -> str:
+        """Where events are published by ZeroMQ, and replayed; empty: only HTTP serves them."""
+        return "" if self.events == "on" else self.events
+
+    @property
     def etcd_place(self) -> EtcdPlace | None:
         """Where the masters meet; None for a single one."""
         if not self.etcd:
@@ -260,6 +271,15 @@ class MasterConfig(Config):
             "bytes on their way to a stopped node land before it counts as dead, "
             "and must not land in memory that has been given to someone else",
         )
+        if self.events and not self.http_port:
+            raise RefusedError("needs a port for HTTP", "Drop --http-port 0.", key="events")
+        addresses = self.events_at.split(",") if self.events_at else []
+        if len(addresses) > 2 or not all("://" in each for each in addresses):
+            raise RefusedError(
+                f"is {self.events!r}",
+                "Give 'on', or one or two addresses of ZeroMQ such as tcp://*:5557.",
+                key="events",
+            )
         if self.port and self.lane_port == self.port:
             raise RefusedError(
                 f"is {self.port}, the same as port",

@@ -16,6 +16,7 @@ DEFAULT_PORT = 50001
 
 DATA_PORT = 50003
 """A node's port: the one after the master's two."""
+
 HTTP_PORT = 50080
 """A master's port for HTTP."""
 

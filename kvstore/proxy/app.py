@@ -35,12 +35,9 @@ from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.reading import BodyReader
 from kvstore.proxy.serving import serve
-from kvstore.web.doors import RETRY_AFTER_S, Doors, connections_max, listen
+from kvstore.web.doors import RETRY_AFTER_S, Doors, answering, connections_max, listen
 
 log = logging.getLogger("kvstore.proxy")
-
-CUT_S: Final = 1.0
-"""Time that cancelled handlers get to end."""
 
 LINE_BYTES_MAX: Final = 1 << 14
 """Limit of the request line, and of each header."""
@@ -88,21 +85,16 @@ async def _serve(config: ProxyConfig) -> int:
         checking = start_task("health checks", health.run(), died=broken)
         stack.push_async_callback(_cancel, checking)
         doors = Doors(clients_max)
-        runner = web.AppRunner(
-            _application(parts, health, doors),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=CUT_S,
-            lingering_time=CUT_S,
-            keepalive_timeout=IDLE_CONNECTION_S,
-            max_line_size=LINE_BYTES_MAX,
-            max_field_size=LINE_BYTES_MAX,
-            logger=http_log,
+        application = _application(parts, health, doors)
+        await stack.enter_async_context(
+            answering(
+                application,
+                doors,
+                idle_s=IDLE_CONNECTION_S,
+                line_bytes_max=LINE_BYTES_MAX,
+                log=http_log,
+            )
         )
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        assert runner.server is not None
-        doors.open(runner.server)
         server = await _listen(doors, config)
         stack.callback(server.close)
         _greet(config, server)

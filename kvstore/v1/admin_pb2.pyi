@@ -191,12 +191,21 @@ class SegmentStatus(_message.Message):
     USED_FIELD_NUMBER: _builtins.int
     LARGEST_FREE_FIELD_NUMBER: _builtins.int
     SHM_NAME_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    RECLAIM_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     size: _builtins.int
     used: _builtins.int
     """Bytes in extents that are not free, including quarantined and retired ones."""
     largest_free: _builtins.int
     shm_name: _builtins.str
+    pending: _builtins.int
+    """Of the used bytes: granted to puts under way, of abandoned puts that may still be written to,
+    and of removed and evicted objects that are not free yet.
+    """
+    quarantined: _builtins.int
+    reclaim: _builtins.int
     def __init__(
         self,
         *,
@@ -205,10 +214,13 @@ class SegmentStatus(_message.Message):
         used: _builtins.int = ...,
         largest_free: _builtins.int = ...,
         shm_name: _builtins.str = ...,
+        pending: _builtins.int = ...,
+        quarantined: _builtins.int = ...,
+        reclaim: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["largest_free", b"largest_free", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["largest_free", b"largest_free", "pending", b"pending", "quarantined", b"quarantined", "reclaim", b"reclaim", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

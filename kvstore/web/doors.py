@@ -7,11 +7,12 @@ requests, and while the headers of a request arrive.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 from aiohttp import web
@@ -20,6 +21,9 @@ log = logging.getLogger("kvstore.web")
 
 CLIENT_LEFT: Final = 499
 """The status of a request whose client left before the answer, in logs and metrics, as in nginx."""
+
+CUT_S: Final = 1.0
+"""Time that cancelled handlers get to end."""
 
 RETRY_AFTER_S: Final = 1
 """Sent with a 503: connections come free within a second."""
@@ -56,6 +60,42 @@ def connections_max(inflight_max: int) -> int:
         soft = wanted
     files = FILES_WANTED if soft == resource.RLIM_INFINITY else soft
     return max(1, min(4 * inflight_max, (files - FILES_OTHERWISE) // FILES_PER_CONNECTION))
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    application: web.Application,
+    doors: Doors,
+    *,
+    idle_s: float,
+    line_bytes_max: int,
+    log: logging.Logger,
+) -> AsyncIterator[None]:
+    """Inside the block, connections through ``doors`` are served; at its end, handlers are
+    cancelled.
+
+    Args:
+        idle_s: a connection without a request is closed after this time.
+        line_bytes_max: limit of the request line, and of each header.
+    """
+    runner = web.AppRunner(
+        application,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=CUT_S,
+        lingering_time=CUT_S,
+        keepalive_timeout=idle_s,
+        max_line_size=line_bytes_max,
+        max_field_size=line_bytes_max,
+        logger=log,
+    )
+    await runner.setup()
+    try:
+        assert runner.server is not None
+        doors.open(runner.server)
+        yield
+    finally:
+        await runner.cleanup()
 
 
 async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:

@@ -1,8 +1,8 @@
-"""Every metric of masters and nodes: name, kind, labels, meaning; docs/metrics.md is this table.
+"""Every metric of masters, nodes and clients: name, kind, labels, meaning; docs/metrics.md is this table.
 
 Names follow Prometheus: base units, ``_total`` for what only grows. What concerns the store as a
 whole begins with ``kvstore_`` and is served by the master that leads; what concerns one process
-begins with ``kvstore_master_`` or ``kvstore_node_``.
+begins with ``kvstore_master_``, ``kvstore_node_`` or ``kvstore_client_``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ class Family(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     text: str
+    unit_s: float = 1e-6
+    """Of a histogram: the unit in which its values are measured, in seconds."""
 
 
 MASTER: Final = (
@@ -28,16 +30,23 @@ MASTER: Final = (
     Family("kvstore_master_connections", "gauge", ("carrier",), "Open connections of clients and nodes: lane, grpc."),
     Family("kvstore_master_connections_refused_total", "counter", (), "Connections to the lane that were refused: no token, too many, broken protocol."),
     Family("kvstore_master_connections_stalled_total", "counter", (), "Connections to the lane that were cut because the client did not read."),
+    Family("kvstore_master_events_total", "counter", (), "Events of this term, if asked for: objects that became visible, or are gone."),
+    Family("kvstore_master_events_dropped_total", "counter", (), "Of those, the ones that the child for HTTP was too slow for."),
     Family("kvstore_master_elections_won_total", "counter", (), "Terms that this master began as one of several."),
     Family("kvstore_master_leads_lost_total", "counter", (), "Terms that ended because its lease in etcd was lost."),
     Family("kvstore_master_etcd_failures_total", "counter", (), "Calls to etcd that failed."),
 )  # fmt: skip
 
 STORE: Final = (
-    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining."),
+    Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. A dead node disappears at once, a suspect one is alive or dead within seconds."),
+    Family("kvstore_dead_nodes_total", "counter", (), "Nodes that were declared dead."),
+    Family("kvstore_left_nodes_total", "counter", (), "Nodes that left: stopped, or drained."),
     Family("kvstore_segment_bytes", "gauge", ("node", "segment"), "Size of a node's segment."),
     Family("kvstore_segment_used_bytes", "gauge", ("node", "segment"), "Bytes of a segment that are not free: objects, grants, quarantine, pending frees."),
     Family("kvstore_segment_largest_free_bytes", "gauge", ("node", "segment"), "The largest free extent of a segment: no larger object fits."),
+    Family("kvstore_segment_pending_bytes", "gauge", ("node", "segment"), "Of the used bytes: those granted to puts under way."),
+    Family("kvstore_segment_quarantined_bytes", "gauge", ("node", "segment"), "Of the used bytes: those of abandoned puts, which their writers may still write to."),
+    Family("kvstore_segment_reclaim_bytes", "gauge", ("node", "segment"), "Of the used bytes: those of removed and evicted objects that are not free yet, because readers may still have leases or their headers are not wiped."),
     Family("kvstore_namespaces", "gauge", (), "Namespaces that hold objects."),
     Family("kvstore_namespace_objects", "gauge", ("namespace",), "Complete objects of a namespace; the largest 50 namespaces have a row."),
     Family("kvstore_namespace_bytes", "gauge", ("namespace",), "Bytes of a namespace's objects, one replica each; the largest 50 namespaces have a row."),
@@ -52,6 +61,8 @@ STORE: Final = (
     Family("kvstore_missed_objects_total", "counter", (), "Blocks that a match did not find."),
     Family("kvstore_evicted_objects_total", "counter", (), "Objects that made room for others."),
     Family("kvstore_evicted_bytes_total", "counter", (), "Bytes of these objects."),
+    Family("kvstore_eviction_age_seconds", "histogram", (), "How long evicted objects had not been used: what is used again later than that is not found.", 1e-3),
+    Family("kvstore_reuse_seconds", "histogram", (), "How long objects had not been used when a call found and leased them. Of a matched chain the last block counts.", 1e-3),
     Family("kvstore_expired_objects_total", "counter", (), "Objects whose time to live ended."),
     Family("kvstore_expired_bytes_total", "counter", (), "Bytes of these objects."),
     Family("kvstore_removed_objects_total", "counter", (), "Objects that were removed by a call."),
@@ -59,6 +70,8 @@ STORE: Final = (
     Family("kvstore_corrupt_objects_total", "counter", (), "Objects removed because no replica had good bytes."),
     Family("kvstore_corrupt_replicas_total", "counter", (), "Replicas that clients reported as bad."),
     Family("kvstore_reported_failures_total", "counter", (), "Failed transfers that clients reported."),
+    Family("kvstore_found_puts_total", "counter", (), "Objects of puts that were there already."),
+    Family("kvstore_overlapping_puts_total", "counter", (), "Objects of puts that another put was writing."),
     Family("kvstore_revoked_puts_total", "counter", (), "Objects that their writers gave up."),
     Family("kvstore_expired_puts_total", "counter", (), "Objects whose writers did not end the put before its deadline."),
     Family("kvstore_waited_puts_total", "counter", (), "Puts that had to wait for room."),
@@ -83,6 +96,14 @@ NODE: Final = (
     Family("kvstore_node_stalls_total", "counter", (), "Connections that were cut because the peer stalled within a request."),
     Family("kvstore_node_requests_total", "counter", ("direction",), "Requests over tcp: read, write. What clients of this host move through shared memory passes no process of the node."),
     Family("kvstore_node_moved_bytes_total", "counter", ("direction",), "Bytes of these requests."),
+)  # fmt: skip
+
+CLIENT: Final = (
+    Family("kvstore_client_events_total", "counter", ("client", "event"), "Events that a client counted: stale_reads, late_reads, avoided_reads, checksum_mismatches, corrupt_objects, failed_transfers, put_deadlines_passed, changed_epochs. The first one makes the row."),
+    Family("kvstore_client_transfers_total", "counter", ("client", "transport"), "Transfers of a batch of objects, from or to one segment: shm, tcp, mooncake."),
+    Family("kvstore_client_placements", "gauge", ("client",), "Leased objects whose place is remembered."),
+    Family("kvstore_client_views", "gauge", ("client",), "Views and allocations alive."),
+    Family("kvstore_client_epoch", "gauge", ("client",), "The epoch of the master that was last joined; 0 before."),
 )  # fmt: skip
 
 OF_COUNTERS: Final = {

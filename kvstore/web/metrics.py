@@ -22,10 +22,18 @@ from kvstore.web.families import MASTER, OF_COUNTERS, STORE, Family
 
 NAMESPACES_SHOWN: Final = 50
 NODE_STATES: Final = ("alive", "suspect", "dead", "draining")
+SEGMENT_FIELDS: Final = {
+    "bytes": "size",
+    "used_bytes": "used",
+    "largest_free_bytes": "largest_free",
+    "pending_bytes": "pending",
+    "quarantined_bytes": "quarantined",
+    "reclaim_bytes": "reclaim",
+}
 
 Labels = tuple[str, ...]
 Rows = dict[Labels, Any]
-"""Values by labels; of a histogram its counts, in microseconds, and their sum."""
+"""Values by labels; of a histogram its counts and the sum of its values, in its unit."""
 
 
 class _Shown(Collector):
@@ -37,7 +45,7 @@ class _Shown(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self._families:
-            yield _metric(family, self._values.get(family.name, {}))
+            yield metric(family, self._values.get(family.name, {}))
 
 
 def of_master(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int) -> bytes:
@@ -50,7 +58,7 @@ def of_master(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid:
     """
     if status is None:
         return page(MASTER, _of_master(measured), pid=pid)
-    return page((*MASTER, *STORE), {**_of_master(measured), **_of_store(status)}, pid=pid)
+    return page((*MASTER, *STORE), {**_of_master(measured), **_of_store(measured, status)}, pid=pid)
 
 
 def page(families: Sequence[Family], values: Mapping[str, Rows], *, pid: int) -> bytes:
@@ -84,7 +92,7 @@ def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
     return of
 
 
-def _of_store(status: ClusterStatus) -> dict[str, Rows]:
+def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, Rows]:
     counted: dict[str, Rows] = {
         OF_COUNTERS.get(name, f"kvstore_{name}_total"): {(): value}
         for name, value in status.counters
@@ -92,22 +100,23 @@ def _of_store(status: ClusterStatus) -> dict[str, Rows]:
     largest = heapq.nlargest(NAMESPACES_SHOWN, status.namespaces, key=lambda row: row.size)
     objects = sum(row.objects for row in status.namespaces)
     size = sum(row.size for row in status.namespaces)
-    segments = [(node.name, segment) for node in status.nodes for segment in node.segments]
-    places = [(name, str(segment.segment_id)) for name, segment in segments]
+    segments = {
+        (node.name, str(segment.segment_id)): segment
+        for node in status.nodes
+        for segment in node.segments
+    }
     of: dict[str, Rows] = {
         "kvstore_nodes": {
             (state,): sum(node.state == state for node in status.nodes) for state in NODE_STATES
         },
-        "kvstore_segment_bytes": {
-            place: segment.size for place, (_, segment) in zip(places, segments, strict=True)
+        **{
+            f"kvstore_segment_{what}": {
+                place: getattr(segment, field) for place, segment in segments.items()
+            }
+            for what, field in SEGMENT_FIELDS.items()
         },
-        "kvstore_segment_used_bytes": {
-            place: segment.used for place, (_, segment) in zip(places, segments, strict=True)
-        },
-        "kvstore_segment_largest_free_bytes": {
-            place: segment.largest_free
-            for place, (_, segment) in zip(places, segments, strict=True)
-        },
+        "kvstore_eviction_age_seconds": {(): measured["eviction_age_ms"]},
+        "kvstore_reuse_seconds": {(): measured["reuse_ms"]},
         "kvstore_namespaces": {(): len(status.namespaces)},
         "kvstore_namespace_objects": {(row.name,): row.objects for row in largest},
         "kvstore_namespace_bytes": {(row.name,): row.size for row in largest},
@@ -118,7 +127,8 @@ def _of_store(status: ClusterStatus) -> dict[str, Rows]:
     return {**never, **counted, **of}
 
 
-def _metric(family: Family, rows: Rows) -> Metric:
+def metric(family: Family, rows: Rows) -> Metric:
+    """One family with its values."""
     name, text_, labels = family.name, family.text, family.labels
     if family.kind == "counter":
         counter = CounterMetricFamily(name, text_, labels=labels)
@@ -132,5 +142,5 @@ def _metric(family: Family, rows: Rows) -> Metric:
         return gauge
     histogram = HistogramMetricFamily(name, text_, labels=labels)
     for values, (counts, total) in rows.items():
-        histogram.add_metric(values, cumulative(counts, 1e-6), total * 1e-6)
+        histogram.add_metric(values, cumulative(counts, family.unit_s), total * family.unit_s)
     return histogram

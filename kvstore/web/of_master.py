@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import signal
 import socket
 import time
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore import background
 from kvstore.calls import ClusterStatus
 from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web import metrics
+from kvstore.web.events import Events, not_asked_for
 from kvstore.web.link import Link
 from kvstore.web.serving import Answers, Readiness, serving
+
+if TYPE_CHECKING:
+    from kvstore.web.publisher import Publisher
 
 log = logging.getLogger("kvstore.web")
 
@@ -42,6 +49,10 @@ class Served(NamedTuple):
     master: str
     """Its own ``host:port``."""
     cluster: str
+    events: socket.socket | None = None
+    """Where it sends its events, if they were asked for."""
+    events_at: str = ""
+    """Where to publish them, too; see ``MasterConfig.events``."""
 
 
 async def serve(served: Served) -> None:
@@ -55,13 +66,31 @@ async def serve(served: Served) -> None:
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
     master = _Master(served)
+    answers = Answers(master.readiness, master.metrics)
+    events = Events(served.events, master.readiness) if served.events else None
+    publisher: Publisher | None = None
     try:
-        async with serving(served.listener, Answers(master.readiness, master.metrics)):
+        if events is not None and served.events_at:
+            publisher = _publisher(served, events, master)
+        async with serving(
+            served.listener, answers, events.routes() if events else not_asked_for()
+        ):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:
         loop.remove_reader(served.parent.fd)
+        if publisher is not None:
+            await publisher.close()
+        if events is not None:
+            await events.close()
         await master.close()
+
+
+def _publisher(served: Served, events: Events, master: _Master) -> Publisher:
+    from kvstore.web.publisher import Publisher  # needs packages that are installed if asked for
+
+    pool = served.cluster or "kvstore"
+    return Publisher(served.events_at, pool, events.journal, events.streams, master.fleet)
 
 
 class _Master:
@@ -94,6 +123,22 @@ class _Master:
         measured = await self._ask("measures")
         status = await self._store_status() if measured["leads"] else None
         return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
+
+    async def fleet(self) -> dict[str, tuple[str, int]]:
+        """The model of each namespace that is in a record of the fleet, and tokens per block."""
+        found: dict[str, tuple[str, int]] = {}
+        try:
+            async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
+                raw = await self._client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
+                if not isinstance(raw, bytes):
+                    continue
+                with contextlib.suppress(ValueError, LookupError, TypeError):
+                    record = json.loads(raw)
+                    model = str(record["models"][0]), int(record.get("block_size", 0))
+                    found.update((str(name), model) for name in record["namespaces"])
+        except KVStoreError as error:
+            log.warning("fleet_unknown reason=%s", error)
+        return found
 
     async def _ask(self, question: str) -> dict[str, Any]:
         try:

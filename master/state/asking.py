@@ -12,6 +12,7 @@ from typing import Final
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Presence
+from kvstore.histograms import Histogram
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
@@ -44,6 +45,9 @@ class Asking:
         self._granting = granting
         self._lifetimes = common.pool.lifetimes
         self._traffic = common.traffic
+        self.reuses_ms = Histogram()
+        """For how long each object that a call leased had not been used. Of a matched chain, its
+        last object counts."""
         self._returning = returning
         self._gathering = common.rules.gather_ms > 0
         """Whether misses may have to wait for inventories."""
@@ -113,6 +117,7 @@ class Asking:
             if self._forest.unfinished:
                 break
             for record in holding:
+                self.reuses_ms.add(max(0, now_ms - record.last_used_ms))
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
             being_written = 0
@@ -149,6 +154,7 @@ class Asking:
         lease_until_ms = now_ms + common.rules.lease_ms
         some_ended = now_ms >= self._lifetimes.next_ms
         found = 0
+        used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for index, record in enumerate(records):
             if record is None:
                 continue
@@ -157,6 +163,11 @@ class Asking:
                 continue
             segment = record.segment
             if segment is not None and (segment.alive or record.complete):
+                if record.last_used_ms != used_ms:
+                    if uses:
+                        self.reuses_ms.add(max(0, now_ms - used_ms), uses)
+                    used_ms, uses = record.last_used_ms, 0
+                uses += 1
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
                 found += 1
@@ -165,6 +176,8 @@ class Asking:
         count = len(records)
         first = -1 if found == count else records.index(None)
         self._note(now_ms, request.namespace, keys, count, found, first)
+        if uses:
+            self.reuses_ms.add(max(0, now_ms - used_ms), uses)
         placements = common.placements(records, now_ms)
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 

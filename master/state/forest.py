@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kvstore.errors import BusyError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
+from kvstore.master.state.events import Event, Survey, removed, stored
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
 
 WALK_STEPS = 65_536
@@ -83,6 +84,8 @@ class Forest:
         self._last: NamespaceTable | None = None
         """The table of the last record that got or lost its bytes: the next is often there too."""
         self._counters: Counter[str] = Counter() if counters is None else counters
+        self.events: list[Event] | None = None
+        """What became visible and what is gone, until the shell takes it; None: not asked for."""
 
     def begin_step(self) -> None:
         """Begins a step of the loop, with a new budget for walks."""
@@ -237,6 +240,13 @@ class Forest:
         for table in self.namespaces.values():
             yield from table
 
+    def survey(self, namespace: str) -> Survey:
+        """Lists a namespace, or all for ``""``."""
+        if not namespace:
+            return Survey(self.namespaces.values())
+        table = self.namespaces.get(namespace)
+        return Survey([] if table is None else [table])
+
     # --- changing -----------------------------------------------------------------------------
 
     def ensure(self, namespace: Namespace, key: Key) -> ObjectRecord:
@@ -322,6 +332,9 @@ class Forest:
         table.size += size
         if record.children:
             self.mends += 1
+        events = self.events
+        if events is not None:
+            events.append(stored(record))
 
     def empty(self, record: ObjectRecord) -> None:
         """Takes a record's bytes away: its descendants are detached."""
@@ -336,6 +349,9 @@ class Forest:
         table.objects -= 1
         self.objects -= 1
         table.size -= record.size
+        events = self.events
+        if events is not None:
+            events.append(removed(record))
 
     def forget(self, record: ObjectRecord) -> ObjectRecord | None:
         """Drops a record without bytes, writer and children; returns its parent, if it has one."""

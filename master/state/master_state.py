@@ -30,6 +30,7 @@ What it promises, and where:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -38,12 +39,14 @@ from kvstore.master.state.asking import Asking
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Effect
+from kvstore.master.state.events import Event, Survey
 from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.putting import Putting
+from kvstore.master.state.records import Segment
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.report import Report
@@ -65,7 +68,9 @@ class MasterState:
         rules: MasterRules | None = None,
         policy: Callable[[], EvictionPolicy] = LRU,
         started_ms: int = 0,
+        events: bool = False,
     ) -> None:
+        """``events``: collect what becomes visible and what is gone, for ``take_events``."""
         self.epoch = epoch
         self.version = version
         self.cluster = cluster
@@ -80,6 +85,8 @@ class MasterState:
         )
         self.pool = common.pool
         self.forest = common.forest
+        if events:
+            self.forest.events = []
         self.counters = common.counters
         self.traffic = common.traffic
         self.membership = common.membership
@@ -154,6 +161,25 @@ class MasterState:
         return effects
 
     @property
+    def waiting_events(self) -> int:
+        """How many ``take_events`` could give."""
+        events = self.forest.events
+        return 0 if events is None else len(events)
+
+    def take_events(self, count: int) -> list[Event]:
+        """The first ``count`` events that have not been taken."""
+        events = self.forest.events
+        if events is None:
+            return []
+        taken = events[:count]
+        del events[:count]
+        return taken
+
+    def survey(self, namespace: str) -> Survey:
+        """A listing for readers of events; ``""``: of all namespaces."""
+        return self.forest.survey(namespace)
+
+    @property
     def changing(self) -> bool:
         """Set by a step before its first change. An exception that is no ``KVStoreError`` leaves
         the state half changed then; the caller clears it before a step."""
@@ -218,6 +244,13 @@ class MasterState:
         self.reclaim.check_invariants()
         ranges = [*self.pending.ranges(), *self.reclaim.ranges(), *self.returning.gaps()]
         self.pool.check_invariants(ranges)
+        held: Counter[Segment] = Counter()
+        for segment, _, length in (*self.pending.ranges(), *self.reclaim.ranges()):
+            held[segment] += length
+        for segment in self.pool.segments.values():
+            counted = segment.pending_bytes, segment.quarantined_bytes, segment.reclaim_bytes
+            assert min(counted) >= 0
+            assert sum(counted) == held[segment]
         assert not self.pool.evicted, "evicted, and not to be wiped"
         self.granting.check_invariants()
         self.repairs.check_invariants()

@@ -51,6 +51,9 @@ class Membership:
         self.nodes: dict[str, Node] = {}
         self.segments: dict[str, list[Segment]] = {}
         """The segments of each node, by its name."""
+        self.dead_nodes = 0
+        """Nodes that were declared dead, and did not leave by themselves."""
+        self.left_nodes = 0
         self.lost: list[Segment] = []
         self.mounted: list[Segment] = []
         self.effects: list[Effect] = []
@@ -265,6 +268,10 @@ class Membership:
             error = SegmentGoneError(f"node {node.name} counts as dead ({why})", node=node.name)
             self.effects.append(Hangup(node.session, error))
             node.session = None
+        if why == "left":
+            self.left_nodes += 1
+        else:
+            self.dead_nodes += 1
         self._notice("node_left" if why == "left" else "node_dead", node, why=why)
         del self.nodes[node.name]
         gone = self.segments.pop(node.name)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from kvstore.histograms import Histogram
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repairing
 from kvstore.master.state.ends import Ends
@@ -60,6 +61,8 @@ class Pool:
         self.capacity_max = 0
         """Capacity of the largest of them."""
         self.counters: Counter[str] = Counter()
+        self.eviction_ages_ms = Histogram()
+        """For how long each evicted object had not been used."""
         self.forest = Forest(self.counters)
         self.traffic = Traffic()
         self.pins = Pins()
@@ -292,6 +295,7 @@ class Pool:
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
         self.traffic.evicts(now_ms, record.namespace, now_ms - record.last_used_ms)
+        self.eviction_ages_ms.add(max(0, now_ms - record.last_used_ms))
         return self.settle(record, detached=detached)
 
     def let_evict(self, record: ObjectRecord) -> None:

@@ -127,13 +127,18 @@ class Pending:
     def add(self, put: PendingPut) -> None:
         """Its deadline must not be earlier than that of any other, here and in ``renew``."""
         self._by_token[put.token] = put
+        for segment, _ in put.extents:
+            segment.pending_bytes += put.length
 
     def renew(self, put: PendingPut, deadline_ms: int) -> None:
         put.deadline_ms = deadline_ms
         self._by_token.move_to_end(put.token)
 
     def pop(self, token: int) -> PendingPut | None:
-        return self._by_token.pop(token, None)
+        put = self._by_token.pop(token, None)
+        if put is not None:
+            _ended(put)
+        return put
 
     def pop_expired(self, now_ms: int) -> Iterator[PendingPut]:
         """Removes and yields the puts whose deadline has passed."""
@@ -142,6 +147,7 @@ class Pending:
             if put.deadline_ms >= now_ms:
                 return
             del self._by_token[put.token]
+            _ended(put)
             yield put
 
     def first_token(self) -> int | None:
@@ -155,6 +161,8 @@ class Pending:
 
     def quarantine(self, token: int, remains: Remains, until_ms: int) -> None:
         self._quarantine[token] = until_ms, remains
+        for segment, _ in remains.extents:
+            segment.quarantined_bytes += extent_bytes(remains.size)
 
     def quarantined(self, token: int) -> Remains | None:
         held = self._quarantine.get(token)
@@ -171,6 +179,8 @@ class Pending:
             if until_ms > now_ms:
                 return
             del self._quarantine[token]
+            for segment, _ in remains.extents:
+                segment.quarantined_bytes -= extent_bytes(remains.size)
             yield remains
 
     def next_release_ms(self) -> int | None:
@@ -189,3 +199,8 @@ class Pending:
     def check_invariants(self) -> None:
         deadlines = [put.deadline_ms for put in self]
         assert deadlines == sorted(deadlines)
+
+
+def _ended(put: PendingPut) -> None:
+    for segment, _ in put.extents:
+        segment.pending_bytes -= put.length

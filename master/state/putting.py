@@ -150,6 +150,7 @@ class Putting:
                 found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
         self._found = there
         if not granted:
+            self._count_not_written(outcomes)
             return self._granting.reply(bytes(outcomes), [])
         near = None
         first = granted[0]
@@ -169,6 +170,8 @@ class Putting:
         puts = self._place(now_ms, request, keys, granted, sizes, taken)
         if isinstance(puts, Shortage):
             return puts
+        if len(puts) < len(outcomes):
+            self._count_not_written(outcomes)
         return self._granting.reply(bytes(outcomes), puts)
 
     def _place(
@@ -421,6 +424,11 @@ class Putting:
             if put.ttl_ms:
                 self._pool.lifetimes.set(record, now_ms + put.ttl_ms)
         return replaced
+
+    def _count_not_written(self, outcomes: bytearray) -> None:
+        counters = self._common.counters
+        counters["found_puts"] += outcomes.count(PutOutcome.FOUND)
+        counters["overlapping_puts"] += outcomes.count(PutOutcome.BEING_WRITTEN)
 
     def _count_stored(self, objects: int, size: int) -> None:
         self._common.counters["stored_objects"] += objects

@@ -56,7 +56,20 @@ class Wiping:
     released: bool = False
     """Whether the extents have been handed back, to the allocator or to quarantine."""
 
+    def count(self) -> None:
+        """Called when the extents have yet to be handed back."""
+        self.segment.reclaim_bytes += sum(self.lengths)
+
+    def add(self, removals: Iterable[Removal]) -> None:
+        """These wait for this order, too, unless they do already."""
+        known = set(self.removals)
+        new = [removal for removal in removals if removal not in known]
+        self.removals += new
+        for removal in new:
+            removal.orders += 1
+
     def free(self) -> None:
+        self.segment.reclaim_bytes -= sum(self.lengths)
         if self.segment.alive:
             for offset, length in zip(self.offsets, self.lengths, strict=True):
                 self.segment.allocator.free(offset, length)
@@ -134,6 +147,8 @@ class Reclaim:
         removal = Removal(ticket, reply)
         wipings = self._new_wipings(gone, free_at_ms)
         self._by_end.extend(wipings)
+        for wiping in wipings:
+            wiping.count()
         for wiping in dict.fromkeys((*wipings, *earlier)):
             wiping.removals.append(removal)
             removal.orders += 1
@@ -194,6 +209,7 @@ class Reclaim:
         wipings = self._new_wipings(gone, 0)
         for wiping in wipings:
             wiping.ended = wiping.ahead = True
+            wiping.count()
         return [effect for wiping in wipings for effect in _send(wiping)]
 
     def unclean(self, segments: Iterable[Segment]) -> list[Wiping]:
@@ -244,12 +260,10 @@ class Reclaim:
     def let_go(self, segment: Segment) -> list[Effect]:
         """Removals that waited for this segment now wait for its wipings, if any."""
         held = self._held.pop(segment)
-        wipings = self.unclean((segment,))
+        for wiping in self.unclean((segment,)):
+            wiping.add(held.removals)
         for removal in held.removals:
-            further = [wiping for wiping in wipings if removal not in wiping.removals]
-            removal.orders += len(further) - 1
-            for wiping in further:
-                wiping.removals.append(removal)
+            removal.orders -= 1
         return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
 
     def wiped(self, order: int) -> list[Effect]:
@@ -286,12 +300,8 @@ class Reclaim:
     def wait_for_others(self, removals: Sequence[Removal], lost: Segment) -> None:
         """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
         for wiping in (*self.held(), *self.unmarked()):
-            if wiping.segment is lost:
-                continue
-            for removal in removals:
-                if removal not in wiping.removals:
-                    wiping.removals.append(removal)
-                    removal.orders += 1
+            if wiping.segment is not lost:
+                wiping.add(removals)
 
     def fail(self, removals: Sequence[Removal], error: KVStoreError) -> list[Effect]:
         """Answers these removals with an error; they wait for nothing any more."""

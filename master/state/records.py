@@ -58,7 +58,10 @@ class Segment:
         "died_ms",
         "node",
         "offer",
+        "pending_bytes",
         "pressed",
+        "quarantined_bytes",
+        "reclaim_bytes",
         "segment_id",
         "usable_at_ms",
         "whole",
@@ -94,6 +97,12 @@ class Segment:
         """Whether something was evicted here: the segment is full, so a reserve is kept free."""
         self.wiping_bytes = 0
         """Bytes evicted ahead of need, which are free once the node has wiped their headers."""
+        self.pending_bytes = 0
+        """Bytes granted to puts under way (kept by ``Pending``)."""
+        self.quarantined_bytes = 0
+        """Bytes of abandoned puts whose writers may still write (kept by ``Pending``)."""
+        self.reclaim_bytes = 0
+        """Bytes of removed and evicted objects that are not free yet (kept by ``Reclaim``)."""
 
     @property
     def reserve_bytes(self) -> int:

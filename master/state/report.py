@@ -140,6 +140,8 @@ def _counters(common: Common) -> list[calls.Counter]:
         "under_replicated_objects": pool.short_objects,
         "pinned_objects": pool.pins.objects,
         "pinned_bytes": pool.pins.size,
+        "dead_nodes": common.membership.dead_nodes,
+        "left_nodes": common.membership.left_nodes,
     }
     return [calls.Counter(name, value) for name, value in counters.items()]
 
@@ -247,4 +249,7 @@ def _segment(segment: Segment) -> calls.SegmentStatus:
         used=segment.capacity - allocator.free_bytes,
         largest_free=allocator.largest_free,
         shm_name=segment.offer.shm_name,
+        pending=segment.pending_bytes,
+        quarantined=segment.quarantined_bytes,
+        reclaim=segment.reclaim_bytes,
     )

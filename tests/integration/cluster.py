@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import pytest
 
@@ -214,6 +214,17 @@ class Cluster:
         self._clients: list[Client] = []
         self._asker: Client | None = None
         self.lane_port = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends all, and checks after a block that did not fail that nothing is left."""
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self.close()
 
     # --- the processes ------------------------------------------------------------------------
 

@@ -60,24 +60,16 @@ def logs_hold_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Of this test alone, with promises that end within seconds. Nothing is started yet."""
-    cluster = Cluster(tmp_path, settings=SHORT)
-    try:
+    with Cluster(tmp_path, settings=SHORT) as cluster:
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A master and a node as they are by default, for tests that leave them as they were."""
-    cluster = Cluster(tmp_path_factory.mktemp("store"))
-    try:
+    with Cluster(tmp_path_factory.mktemp("store")) as cluster:
         cluster.start(memory="256MiB")
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 @pytest.fixture

@@ -111,12 +111,8 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    try:
+    with Cluster(tmp_path) as cluster:
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def lead(cluster: Cluster, place: EtcdPlace, prefix: str) -> tuple[Server, str]:

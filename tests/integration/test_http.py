@@ -57,6 +57,8 @@ def test_a_master_says_how_it_is_and_what_it_counted(served: tuple[Cluster, int]
     until(counted)
     assert metric(port, "kvstore_matched_objects_total") == 2
     assert metric(port, "kvstore_missed_objects_total") == 1
+    assert metric(port, "kvstore_reuse_seconds_count") == 1
+    assert metric(port, "kvstore_eviction_age_seconds_count") == 0
     assert metric(port, "kvstore_namespace_bytes", namespace="of\n\x1b a } test") == 2000
     assert metric(port, "kvstore_nodes", state="alive") == 1
     assert metric(port, "kvstore_master_calls_total", call="PutStart", outcome="ok") == 1

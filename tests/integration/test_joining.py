@@ -152,6 +152,7 @@ def test_a_name_is_checked_when_nodes_and_clients_join(clusters: list[Cluster]) 
 
 
 def test_a_cluster_that_gets_a_name_keeps_its_memory_also_where_it_moves(cluster: Cluster) -> None:
+    cluster.settings["port"] = free_port()  # the next one, of its lane, stays free, too
     cluster.master()
     node = cluster.node(keep=True)
     cluster.client().put("key", b"value")

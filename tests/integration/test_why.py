@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from tests.integration.cluster import SHORT, Cluster, until
 
 MODEL = "/models/Llama-3.1-8B"
 BLOCKS = [bytes([number]) * 32 for number in range(16)]
+LOG = logging.getLogger(__name__)
 VALUES = [b"v" * 1_000] * len(BLOCKS)
 
 
@@ -48,7 +50,9 @@ class Engine:
         self.announce()
 
     def announce(self) -> None:
-        Fleet(self.client).announce("vllm", [MODEL], self.mark, self.description, [self.namespace])
+        Fleet(self.client, LOG).announce(
+            "vllm", [MODEL], self.mark, self.description, [self.namespace]
+        )
 
     def put(self) -> None:
         self.client.put_chain(BLOCKS, VALUES, namespace=self.namespace)

@@ -40,6 +40,7 @@ from kvstore.master.state.records import Extent, ObjectRecord
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
+from tests.simulation.follower import Follower
 
 EPOCH = 7
 RULES = MasterRules(
@@ -159,7 +160,8 @@ def _rounded(end_ms: int) -> int:
 class MasterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.state = MasterState(epoch=EPOCH, rules=RULES)
+        self.state = MasterState(epoch=EPOCH, rules=RULES, events=True)
+        self.follower = Follower(self.state)
         self.now_ms = 0
         self.objects: dict[Name, Stored] = {}
         self.granted: dict[int, Granted] = {}
@@ -1399,6 +1401,7 @@ class MasterMachine(RuleBasedStateMachine):
     def state_is_sound(self) -> None:
         self.state.check_invariants()
         assert not self.state.effects
+        self.follower.follow()
         recorded = {r.namespace + r.key.decode() for r in self.state.forest.records() if r.complete}
         assert recorded == {name[0] + name[1].decode() for name in self.objects}
 

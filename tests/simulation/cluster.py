@@ -328,8 +328,9 @@ class Cluster:
 
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
-                epoch=epoch, rules=self.rules, policy=self.options.policy, started_ms=started_ms
-            )
+                epoch=epoch, rules=self.rules, policy=self.options.policy, started_ms=started_ms,
+                events=True,
+            )  # fmt: skip
 
         return Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
 

@@ -31,7 +31,7 @@ from typing import NamedTuple, Protocol
 from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
-from kvstore.calls import MasterWipe, Presence, PutOutcome, Version
+from kvstore.calls import NO_MARK, MasterWipe, Presence, PutOutcome, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.ends import STEP_MS
@@ -39,6 +39,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import Segment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
 from tests.simulation import inside
+from tests.simulation.follower import Follower
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
 from tests.simulation.scheduler import MS, Scheduler
@@ -118,7 +119,12 @@ class Oracle:
         self._gone: dict[Version, tuple[int, str]] = {}
         """When it was acknowledged that this version is no more, and the rule."""
         self._marked: dict[Version, tuple[int, set[bytes]]] = {}
-        """The master that acknowledged that end, and the memory that it had then."""
+        """The master that acknowledged that end, and the memory that knew so: what it had then, or
+        that kept its newest mark."""
+        self._kept: dict[bytes, tuple[Version, set[bytes]]] = {}
+        """The newest mark of each memory, and the memory that its master has had until then."""
+        self._had: dict[int, set[bytes]] = {}
+        """The memory that the master of this epoch has had when it ordered marks."""
         self._calls: dict[int, _Call] = {}
         self._now_complete: dict[Name, Version] = {}
         self._places: dict[Version, list[tuple[Segment, int]]] = {}
@@ -175,6 +181,7 @@ class Oracle:
         self._epochs.add(state.epoch)
         self._earlier_leases_end_us = self._scheduler.now_us + state.rules.lease_ms * MS
         self._state = state
+        self._follower = Follower(state)
         self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
@@ -263,6 +270,7 @@ class Oracle:
             self.broken("two_leaders", f"epoch {state.epoch} acts after {self._epoch} has begun")
         try:
             state.check_invariants()
+            self._follower.follow()
         except AssertionError as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.broken(
@@ -606,6 +614,10 @@ class Oracle:
         self.note(f"{memory.node} wiped {order.offsets} {order.epochs} {order.counters}")
         if max(order.epochs, default=0) > epoch:
             self.broken("later_wiped", f"{order} of a master of epoch {epoch}")
+        if order.mark != NO_MARK and epoch == self._epoch:
+            had = self._had.setdefault(epoch, set())
+            had |= {memory.uuid} | inside.mounted_uuids(self._state)
+            self._kept[memory.uuid] = order.mark, set(had)
         self.check_views(memory)
 
     def check_views(self, memory: Memory) -> None:
@@ -651,7 +663,12 @@ class Oracle:
                     gone_us = max(gone_us, self._earlier_leases_end_us)
                 if version not in self._gone:
                     self._gone[version] = gone_us, rule
-                    self._marked[version] = self._epoch, inside.mounted_uuids(self._state)
+                    self._marked[version] = self._epoch, self._memory_that_knows()
+
+    def _memory_that_knows(self) -> set[bytes]:
+        newest = inside.newest_mark(self._state)
+        kept = {uuid for uuid, (mark, _) in self._kept.items() if NO_MARK < newest <= mark}
+        return kept | inside.mounted_uuids(self._state)
 
     def _was_stored(self, version: Version) -> None:
         if version not in self._stored:
@@ -693,11 +710,15 @@ class Oracle:
 
     def _has_no_mark(self, version: Version) -> bool:
         """Whether the version is on memory that was away when its end was acknowledged, and joined
-        a later master before all memory that knew so: not guaranteed (ADR 11)."""
-        epoch, uuids = self._marked[version]
+        a later master before all memory that knew so: not guaranteed (ADR 11). For good, if that
+        master ordered a mark before it had any of that memory."""
+        epoch, knew = self._marked[version]
         places = {segment.offer.uuid for segment, _ in self._places.get(version, ())}
-        now = inside.mounted_uuids(self._state)
-        return epoch != self._epoch and bool(uuids) and not uuids & places and not uuids & now
+        if epoch == self._epoch or not knew or knew & places:
+            return False
+        marks = (self._kept.get(uuid, (NO_MARK, knew)) for uuid in places)
+        outranked = any(mark.epoch > epoch and not knew & had for mark, had in marks)
+        return outranked or not knew & inside.mounted_uuids(self._state)
 
 
 def _removes(request: calls.Request | None, name: Name) -> bool:

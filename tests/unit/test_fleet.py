@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvstore.fingerprint import fingerprint
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
 from kvstore.proxy.records import parse
 
+LOG = logging.getLogger("test")
 DESCRIPTION = {"dtype": "torch.float16", "quantization": "None", "tensor_parallel": 1}
 OF_VLLM = {
     "block_size": 16, "hash_block_size": 16, "hash_algorithm": "sha256_cbor", "none_hash": "00",
@@ -43,7 +45,7 @@ class Board:
 
 def announce(board: Board, model: str = "m", engine: str = "vllm", **changes: object) -> list[str]:
     description = {**DESCRIPTION, **changes}
-    fleet = Fleet(board)  # type: ignore[arg-type]
+    fleet = Fleet(board, LOG)  # type: ignore[arg-type]
     return fleet.announce(engine, [model], fingerprint(description), description, ["n"], **OF_VLLM)
 
 
@@ -90,14 +92,14 @@ def test_an_engine_that_was_another_one_takes_that_back() -> None:
     board = Board()
     announce(board, dtype="torch.bfloat16")
     ((key, _),) = board.objects.items()
-    Fleet(board).leave(["m"], key.rpartition(b"/")[2].decode())  # type: ignore[arg-type]
+    Fleet(board, LOG).leave(["m"], key.rpartition(b"/")[2].decode())  # type: ignore[arg-type]
     assert announce(board) == []
     assert key not in board.objects
 
 
 def test_engines_that_differ_only_in_layout_are_told() -> None:
     board = Board()
-    fleet = Fleet(board)  # type: ignore[arg-type]
+    fleet = Fleet(board, LOG)  # type: ignore[arg-type]
     fleet.announce("vllm", ["m"], "one", DESCRIPTION, [])
     (warning,) = fleet.announce("vllm", ["m"], "two", DESCRIPTION, [])
     assert "only the layout of the cache" in warning

@@ -89,13 +89,9 @@ def engine(preloaded: Preloaded) -> Iterator[StartEngine]:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
     """A master and a node, with the promises that they make by default."""
-    cluster = Cluster(tmp_path)
-    try:
+    with Cluster(tmp_path) as cluster:
         cluster.start(memory="256MiB")
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def prompt(seed: int, tokens: int = 600) -> list[int]:

@@ -24,13 +24,9 @@ StartInside = Callable[..., "Inside"]
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
     """A master with short promises, and a node of 64 MiB."""
-    cluster = Cluster(tmp_path, settings=SHORT)
-    try:
+    with Cluster(tmp_path, settings=SHORT) as cluster:
         cluster.start(memory="64MiB")
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 @pytest.fixture

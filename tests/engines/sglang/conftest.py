@@ -26,12 +26,8 @@ MakeBackend = Callable[..., Any]
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """No processes yet."""
-    cluster = Cluster(tmp_path)
-    try:
+    with Cluster(tmp_path) as cluster:
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvstore.bench.driver import EXIST, GET, PUT
-from kvstore.bench.hicache import DROP_IN, NATIVE, PAGES
 from kvstore.bench.ours import own_store
+from kvstore.bench.rows import DROP_IN, HICACHE, NATIVE
 from kvstore.bench.worker import OURS, Settings, Worker, environment
 from kvstore.demo.processes import Children
 
 POOL = 256 << 20
+PAGES = 64
 SIZE = 64 << 10
 
 
@@ -18,7 +19,7 @@ SIZE = 64 << 10
 def test_pages_are_set_got_and_found(mode: str) -> None:
     with own_store(POOL) as store, Children(environment()) as children:
         settings = Settings(
-            system=OURS, behind="", mode=mode, address=store.address, pool_bytes=POOL,
+            system=OURS, behind=HICACHE, mode=mode, address=store.address, pool_bytes=POOL,
             memory_bytes=SIZE * PAGES, warm=True, processes={},
         )  # fmt: skip
         worker = Worker(children, mode, settings)

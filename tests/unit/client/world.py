@@ -20,6 +20,7 @@ from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, pack_into
+from kvstore.transport.base import Move
 
 ResultT = TypeVar("ResultT")
 
@@ -85,6 +86,7 @@ class World:
         self.memory = {number: bytearray(SIZE) for number in self.segments}
         self.failing: dict[int, list[KVStoreError | None]] = {}
         """By segment: what its next transfers end with."""
+        self.before_piece: Callable[[Move], None] = lambda _: None
         self.after_moves: Callable[[], None] = lambda: None
         self.answers: dict[type, Any] = {
             calls.DescribeSegments: lambda request: calls.Segments(
@@ -175,6 +177,7 @@ class World:
             return error
         memory = self.memory[transfer.segment.segment_id]
         for move in transfer.moves:
+            self.before_piece(move)
             if move.prepare is not None:
                 move.prepare()
             stop = move.offset + len(move.buffer)

@@ -32,6 +32,19 @@ def test_the_least_recently_used_goes_first(new_cluster: NewCluster) -> None:
     assert cluster.present("abcx") == "acx"
 
 
+def test_the_age_of_what_is_evicted_is_counted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("ab")
+    ages = cluster.state.pool.eviction_ages_ms
+    cluster.after(3 * LEASE_MS)
+    cluster.put("x")
+    assert ages.total == 3 * LEASE_MS
+    cluster.after(2 * LEASE_MS)
+    cluster.put("y")
+    assert ages.total == (3 + 5) * LEASE_MS
+    assert sum(ages.counts) == 2 == cluster.state.counters["evicted_objects"]
+
+
 def test_a_chain_goes_from_its_tip(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=3)
     cluster.put("abc")

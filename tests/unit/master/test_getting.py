@@ -216,3 +216,18 @@ def test_one_replica_is_enough(new_cluster: NewCluster) -> None:
     cluster.kill("two")
     assert cluster.match("abc") == 0
     assert PutOutcome.WRITE not in cluster.answers
+
+
+def test_the_time_between_uses_is_counted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("ab")
+    cluster.after(500)
+    cluster.put(["x"])
+    reuses = cluster.state.asking.reuses_ms
+    cluster.after(1_000)
+    cluster.match("abc")
+    assert (sum(reuses.counts), reuses.total) == (1, 1_500), "a chain counts once"
+    cluster.after(100)
+    cluster.lookup("abx-")
+    assert sum(reuses.counts) == 4, "each object counts once, absent ones do not"
+    assert reuses.total == 1_500 + 1_600 + 100 + 1_100

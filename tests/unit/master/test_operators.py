@@ -158,3 +158,47 @@ def test_a_page_ends_when_it_has_looked_at_enough(
 
     assert len(pages) >= 10
     assert sorted(row.key for page in pages for row in page) == keys_of(names[90:])
+
+
+def test_used_memory_is_told_by_what_holds_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+
+    def held() -> tuple[int, int, int]:
+        [segment] = cluster.status().nodes[0].segments
+        return segment.pending // EXTENT, segment.quarantined // EXTENT, segment.reclaim // EXTENT
+
+    one, other = cluster.start("a"), cluster.start("b")
+    cluster.start("c")
+    assert held() == (3, 0, 0)
+    cluster.end(one)
+    cluster.revoke(other, settled=False)
+    assert held() == (1, 1, 0)
+    cluster.remove_later("a")
+    assert held() == (1, 1, 1)
+    cluster.wipe()
+    cluster.after(cluster.rules.lease_ms + 1)
+    assert held()[2] == 0
+    cluster.after(cluster.rules.put_deadline_ms + cluster.rules.quarantine_ms)
+    cluster.after(cluster.rules.quarantine_ms)
+    assert held() == (0, 0, 0)
+
+
+def test_objects_that_a_put_need_not_write_are_counted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("ab")
+    cluster.start("c")
+    cluster.start("abcd")
+    assert cluster.state.counters["found_puts"] == 2
+    assert cluster.state.counters["overlapping_puts"] == 1
+
+
+def test_nodes_that_died_and_nodes_that_left_are_counted_apart(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4, three=4)
+    cluster.kill("one")
+    cluster.after(cluster.rules.liveness.dead_ms + 1)
+    for step in (calls.DrainStep.BEGIN, calls.DrainStep.LEAVE):
+        cluster.state.nodes.drain(cluster.now_ms, calls.Drain("two", step))
+    cluster.after(1_000)
+    counters = dict(cluster.status().counters)
+    assert cluster.states().keys() == {"three"}
+    assert (counters["dead_nodes"], counters["left_nodes"]) == (1, 1)

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
 from kvstore.histograms import Histogram
-from kvstore.web.families import MASTER, NODE, STORE
+from kvstore.web.families import CLIENT, MASTER, NODE, STORE
 from kvstore.web.metrics import NAMESPACES_SHOWN, of_master
 
 TABLE = Path(__file__).parents[3] / "docs/metrics.md"
@@ -24,13 +24,14 @@ def measured(**changes: Any) -> dict[str, Any]:
     values = (step.counts, step.total)
     return {
         "version": "1", "cluster": "", "leads": True, "epoch": 7, "step_us": values,
-        "late_us": values, "calls": {"Lookup": (3, 1, values)},
+        "late_us": values, "eviction_age_ms": values, "reuse_ms": values,
+        "calls": {"Lookup": (3, 1, values)},
         "connections": {"lane": 2, "grpc": 0}, "counters": {"connections_refused": 5},
     } | changes  # fmt: skip
 
 
 def status(*namespaces: NamespaceStatus, counters: dict[str, int] | None = None) -> ClusterStatus:
-    segment = SegmentStatus(4, 1000, 300, 500, "x")
+    segment = SegmentStatus(4, 1000, 300, 500, "x", 30, 20, 10)
     nodes = [NodeStatus("a", "h", "alive", "1:2", 0, [segment])]
     counted = [Counter(*each) for each in (counters or {}).items()]
     return ClusterStatus(7, "1", 0, nodes, namespaces, counted)
@@ -64,6 +65,11 @@ def test_what_was_measured_is_there_with_its_labels() -> None:
     assert found["kvstore_nodes", (("state", "dead"),)] == 0
     place = (("node", "a"), ("segment", "4"))
     assert found["kvstore_segment_used_bytes", place] == 300
+    assert found["kvstore_segment_pending_bytes", place] == 30
+    assert found["kvstore_segment_quarantined_bytes", place] == 20
+    assert found["kvstore_segment_reclaim_bytes", place] == 10
+    assert found["kvstore_reuse_seconds_bucket", (("le", "0.004"),)] == 1
+    assert found["kvstore_reuse_seconds_bucket", (("le", "0.002"),)] == 0
 
 
 def test_the_memory_of_the_master_is_that_of_its_process() -> None:
@@ -115,7 +121,7 @@ def test_the_documented_table_is_what_is_served() -> None:
     }
     families = {
         family.name: (family.kind, ", ".join(family.labels), family.text)
-        for family in (*MASTER, *STORE, *NODE)
+        for family in (*MASTER, *STORE, *NODE, *CLIENT)
     }
     assert documented == families
     served = {

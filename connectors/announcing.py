@@ -28,11 +28,10 @@ class Record(NamedTuple):
 
 
 class Announcer:
-    """A thread that puts each record, again and again until the store has taken it, and logs the
-    fleet's warnings."""
+    """A thread that puts each record, again and again until the store has taken it."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
-        self._fleet = Fleet(client)
+        self._fleet = Fleet(client, log)
         self._log = log
         self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -58,14 +57,11 @@ class Announcer:
 
     def _put(self, record: Record) -> bool:
         try:
-            warnings = self._fleet.announce(*record)
+            self._fleet.announce(*record)
         except KVStoreError as error:
             self._log.log(
                 logging.DEBUG if self._stopping.is_set() else logging.WARNING,
                 "fleet_not_announced reason=%s", error,
             )  # fmt: skip
             return False
-        self._log.info("fleet_joined fingerprint=%s", record.mark)
-        for warning in warnings:
-            self._log.warning("FLEET: %s", warning)
         return True

@@ -1,0 +1,133 @@
+"""What events cost the master, and how many a reader gets: ``python -m kvstore.bench.events``.
+
+Two stores run at the same time, one with events and a reader of all of them, one without. Each gets
+the same puts and removals in turn; what counts is the processor time of the masters (their own
+process, without the child that serves HTTP).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import click
+
+from kvstore.children import Child
+from kvstore.client.sync import Client
+from kvstore.demo.processes import free_port
+
+OBJECTS: Final = 4_096
+"""Of one call."""
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class _Store:
+    def __init__(self, *, events: bool) -> None:
+        self.http = free_port()
+        more = ("--events", "on") if events else ()
+        self.master = Child.start(
+            "kvstore.cli.master",
+            *(
+                "--port",
+                "0",
+                "--memory",
+                "512MiB",
+                "--lease-ms",
+                "1000",
+                "--http-port",
+                str(self.http),
+                *more,
+            ),
+        )
+        self.client = Client(f"127.0.0.1:{self.master.said['port']}", namespace="bench/p0t0")
+        self.put_s = self.removed_s = 0.0
+        self.events = 0
+
+    def turn(self, number: int) -> None:
+        names = [b"%032d" % (number * OBJECTS + index) for index in range(OBJECTS)]
+        started = _processor_s(self.master.pid)
+        self.client.put_many([(name, b"") for name in names])
+        put = _processor_s(self.master.pid)
+        self.client.remove_many(names)
+        self.put_s += put - started
+        self.removed_s += _processor_s(self.master.pid) - put
+        self.events += 2 * OBJECTS
+
+    def close(self) -> None:
+        self.client.close()
+        self.master.stop()
+
+
+_READER: Final = """
+import sys, time
+from kvstore.web.following import follow
+count = 0
+for told in follow([sys.argv[1]]):
+    if told.name == "whole":
+        print("ready", flush=True)
+    elif told.name in ("stored", "removed"):
+        count += 1
+        if count == int(sys.argv[2]):
+            break
+    else:
+        assert count == 0, told
+print("done", flush=True)
+"""
+
+
+@click.command()
+@click.option("--rounds", default=60)
+def main(rounds: int) -> None:
+    """Measure what events cost."""
+    with contextlib.ExitStack() as stack:
+        stores = {}
+        for name in ("off", "on"):
+            stores[name] = _Store(events=name == "on")
+            stack.callback(stores[name].close)
+        time.sleep(2)  # the children start
+        off, on = stores["off"], stores["on"]
+        for number in range(4):  # connections, segments
+            off.turn(number)
+            on.turn(number)
+        off.put_s = on.put_s = off.removed_s = on.removed_s = 0.0
+        on.events = 0
+        reader = subprocess.Popen(
+            [sys.executable, "-c", _READER, f"127.0.0.1:{on.http}", str(rounds * 2 * OBJECTS)],
+            stdout=subprocess.PIPE,
+        )
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"ready\n"
+        took = 0.0
+        for number in range(4, 4 + rounds):
+            off.turn(number)
+            started = time.monotonic()
+            on.turn(number)
+            took += time.monotonic() - started
+        behind = time.monotonic()
+        assert reader.stdout.readline() == b"done\n"
+        reader.wait()
+        behind = time.monotonic() - behind
+        reader.stdout.close()
+    count = rounds * OBJECTS
+    for what, cost in (
+        ("put", (off.put_s, on.put_s)),
+        ("removal", (off.removed_s, on.removed_s)),
+    ):
+        without, with_ = (each / count * 1e6 for each in cost)
+        click.echo(f"{what}: {without:.2f} us of the master without events, {with_:.2f} us with")
+    click.echo(
+        f"{on.events} events at {on.events / took:,.0f} a second; all read {behind:.2f} s later"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""``kvstore events``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import click
+
+from kvstore.addresses import join_address, split_address
+from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.options import CONTEXT
+from kvstore.cli.show import key_text, print_json, size_text
+from kvstore.config.values import HTTP_PORT
+from kvstore.errors import KVStoreError
+from kvstore.web.following import Told, follow
+
+PAUSE_S = 1.0
+
+
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExamples:\n  kvstore events --namespace llama\n"
+    "  kvstore events --snapshot --json --http 10.0.0.7:50080 --http 10.0.0.8:50080",
+)
+@connects("namespace")
+@click.option(
+    "--http",
+    "at",
+    multiple=True,
+    metavar="HOST:PORT",
+    help=f"HTTP of each master; without: port {HTTP_PORT} of the one that leads.",
+)
+@click.option("--snapshot", is_flag=True, help="Begin with all that is there.")
+@click.option("--from", "since", default="", metavar="ID", help="Resume after this event.")
+def events(invocation: Invocation, at: tuple[str, ...], snapshot: bool, since: str) -> None:
+    """Follow what becomes visible in the store and what is gone."""
+    namespace = invocation.config.namespace if "namespace" in invocation.given else ""
+    places = at or _leaders(invocation)
+    for told in follow(places, namespace=namespace, whole=snapshot, since=since):
+        if invocation.as_json:
+            print_json({"event": told.name, "id": told.place, **told.data})
+        else:
+            click.echo("\t".join(_cells(told)))
+        sys.stdout.flush()
+
+
+def _leaders(invocation: Invocation) -> Iterator[str]:
+    """Where the present leader serves HTTP, each time anew."""
+    master, known = invocation.config.master, False
+    with invocation.client() as client:
+        while True:
+            try:
+                status = client.status()
+            except KVStoreError:
+                if not known:
+                    raise
+                time.sleep(PAUSE_S)
+                continue
+            known = True
+            leads = status.leader or master.split(",")[0]
+            yield join_address(split_address(leads)[0], HTTP_PORT)
+
+
+def _cells(told: Told) -> list[str]:
+    data = told.data
+    if "key" not in data:
+        return [told.name, *(str(value) for value in data.values())]
+    space: str = data["namespace"]
+    cells = [
+        told.name,
+        space if space.isprintable() else ascii(space),
+        key_text(bytes.fromhex(data["key"])),
+    ]
+    if told.name == "stored":
+        above = data["parent"]
+        cells += [size_text(data["size"]), key_text(bytes.fromhex(above)) if above else "-"]
+    return cells

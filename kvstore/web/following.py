@@ -1,0 +1,115 @@
+"""Follows the events of a store over HTTP: the other end of ``GET /api/v1/events``."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+from kvstore.addresses import split_address
+from kvstore.errors import InvalidArgumentError, UnavailableError
+
+SILENT_S: Final = 25.0
+"""A stream that is silent for so long is dead: heartbeats come every 10 s."""
+
+PAUSE_S: Final = 0.5
+"""Between two attempts to connect."""
+
+_UNAVAILABLE: Final = 503
+
+
+class Told(NamedTuple):
+    """One event of the stream."""
+
+    name: str
+    """``stored``, ``removed``, ``cleared``, ``whole``, ``gap`` or ``begin``."""
+    data: dict[str, Any]
+    """Of ``stored``: ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size``,
+    ``depth``; of ``removed``: ``namespace`` and ``key``."""
+    place: str
+    """``EPOCH-NUMBER``, to resume after; empty: none yet."""
+
+
+def follow(
+    addresses: Iterable[str],
+    *,
+    namespace: str = "",
+    whole: bool = True,
+    since: str = "",
+    patience_s: float | None = None,
+) -> Iterator[Told]:
+    """Yields events as they come, across restarts of masters and elections. Blocks.
+
+    Args:
+        addresses: ``host:port`` of each master's HTTP; the one that leads is found. Or an endless
+            iterator that says where to connect next.
+        namespace: only objects of it; empty: of all.
+        whole: begin with all that is visible, and again whenever events were missed (``cleared``,
+            ``stored`` ..., ``whole``); applied in order, the events give the exact set.
+        since: resume after this place.
+        patience_s: how long no master may answer; None: for ever.
+
+    Raises:
+        UnavailableError: ``patience_s`` is over, or a master has no events;
+        InvalidArgumentError: ``since`` or an address is wrong.
+    """
+    place = since
+    heard = time.monotonic()
+    why = "no master answers"
+    for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
+        try:
+            for told, after in _read(address, namespace, whole, place):
+                place = after
+                if told is not None:
+                    yield told
+                heard = time.monotonic()
+            why = f"{address} has ended its stream"
+        except (OSError, http.client.HTTPException) as error:
+            why = f"{address}: {error}"
+        if patience_s is not None and time.monotonic() - heard > patience_s:
+            raise UnavailableError(f"no events for {patience_s:.0f} s: {why}")
+        time.sleep(PAUSE_S)
+
+
+def _read(
+    address: str, namespace: str, whole: bool, since: str
+) -> Iterator[tuple[Told | None, str]]:
+    """One connection; yields what came, and the place after it."""
+    query = {"snapshot": int(whole), **({"namespace": namespace} if namespace else {})}
+    connection = http.client.HTTPConnection(*split_address(address), timeout=SILENT_S)
+    try:
+        headers = {"Last-Event-ID": since} if since else {}
+        connection.request("GET", f"/api/v1/events?{urlencode(query)}", headers=headers)
+        answer = connection.getresponse()
+        if answer.status != http.client.OK:
+            said = answer.read(1_000).decode(errors="replace").strip()
+            if answer.status == _UNAVAILABLE:
+                raise OSError(said)
+            kind = InvalidArgumentError if answer.status == 400 else UnavailableError
+            raise kind(f"{address}: {said}", advice="Start the master with --events on.")
+        buffer = b""
+        while data := answer.read1(1 << 16):
+            *blocks, buffer = (buffer + data).split(b"\n\n")
+            for block in blocks:
+                told, since = _parsed(block.decode(), since)
+                yield told, since
+    finally:
+        connection.close()
+
+
+def _parsed(block: str, place: str) -> tuple[Told | None, str]:
+    name, data = "", ""
+    for line in block.split("\n"):
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if field == "id":
+            place = value
+        elif field == "event":
+            name = value
+        elif field == "data":
+            data = value
+    return (Told(name, json.loads(data), place) if data else None), place

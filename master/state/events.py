@@ -1,0 +1,78 @@
+"""What became visible and what is gone, in order, and a listing that fits into that order.
+
+An object is *visible* from when its record gets bytes (``Forest.fill``) until they are taken
+(``Forest.empty``). Objects of a node that died are gone when the background work finds them.
+"""
+
+from __future__ import annotations
+
+from kvstore.master.state.records import NamespaceTable, ObjectRecord
+
+GONE_SIZE = -1
+
+Event = tuple[str, bytes, bytes, int, int]
+"""Namespace, key, key of the parent (empty: none), payload bytes, depth as far as known. Of an
+object that is gone: namespace, key, empty, ``GONE_SIZE``, 0. A plain tuple: thousands are made per
+call, and the shell hands them on as they are."""
+
+
+def stored(record: ObjectRecord) -> Event:
+    parent = record.parent
+    above = b"" if parent is None else parent.key
+    return record.namespace, record.key, above, record.size, record.depth
+
+
+def removed(record: ObjectRecord) -> Event:
+    return record.namespace, record.key, b"", GONE_SIZE, 0
+
+
+class Survey:
+    """Lists the visible objects in steps, while they change.
+
+    An object without an event since the survey began is listed if it is visible, and only then. Of
+    the others it may list any: applied in order with the events, the rows give the exact set. Pages
+    of ``ListObjects`` do not promise that: a cursor counts entries of a dictionary, and skips
+    objects when earlier entries are deleted.
+
+    It holds on to the records of one dictionary at a time. Those that are added to the dictionary
+    later, or moved because the table is divided, are listed with others or have an event.
+    """
+
+    def __init__(self, tables: list[NamespaceTable]) -> None:
+        self._tables = tables
+        self._table = 0
+        self._shard = 0
+        self._records: list[ObjectRecord] = []
+        self._at = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at >= len(self._records) and self._table >= len(self._tables)
+
+    def take(self, steps: int) -> list[Event]:
+        """Looks at up to ``steps`` records, and at up to as many dictionaries."""
+        rows: list[Event] = []
+        opened = 0
+        while steps > 0 and not self.done:
+            if self._at >= len(self._records):
+                if opened == steps:
+                    break
+                opened += 1
+                self._next_shard()
+                continue
+            until = min(len(self._records), self._at + steps)
+            seen = self._records[self._at : until]
+            rows += [stored(record) for record in seen if record.complete]
+            steps -= until - self._at
+            self._at = until
+        return rows
+
+    def _next_shard(self) -> None:
+        self._records, self._at = [], 0
+        shards = self._tables[self._table].shards
+        if self._shard < len(shards):
+            self._records = list(shards[self._shard].values())
+            self._shard += 1
+        else:
+            self._table += 1
+            self._shard = 0

@@ -1,0 +1,258 @@
+"""Alerts and dashboard: queries are valid and name what is served; alerts fire as they should.
+
+``promtool`` checks syntax and behaviour. It does not know which metrics there are: that is read
+out of the queries here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from kvstore.proxy.instances import Instances, Rules
+from kvstore.proxy.metrics import Metrics
+from kvstore.web.families import CLIENT, MASTER, NODE, STORE
+from tests.programs import need_program
+
+ROOT: Final = Path(__file__).parents[3]
+ALERTS: Final = ROOT / "deploy/prometheus/alerts.yml"
+CASES: Final = ROOT / "deploy/prometheus/alerts_test.yml"
+DASHBOARD: Final = ROOT / "deploy/grafana/kvstore.json"
+RUNBOOK: Final = ROOT / "docs/runbook.md"
+
+OF_PROMETHEUS: Final = {"job", "instance", "exported_instance", "le", "alertname", "alertstate"}
+"""Labels that Prometheus itself gives."""
+
+KEYWORDS: Final = {"and", "or", "unless", "bool", "offset", "by", "without", "on", "ignoring"}
+
+UNITS: Final = {"percentunit", "s", "bytes", "Bps", "ops", "reqps", "short"}
+
+
+def with_suffixes(name: str, kind: str, labels: tuple[str, ...]) -> Iterator[tuple[str, set[str]]]:
+    suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+    yield from ((name + suffix, set(labels)) for suffix in suffixes)
+
+
+@functools.cache
+def served() -> dict[str, set[str]]:
+    """The labels of every series that masters, nodes, clients, the proxy and vLLM serve."""
+    known: dict[str, set[str]] = {"ALERTS": set()}
+    for family in (*MASTER, *STORE, *NODE, *CLIENT):
+        known.update(with_suffixes(family.name, family.kind, family.labels))
+    process = CollectorRegistry()
+    ProcessCollector(registry=process)
+    for metrics in (process, Metrics(Instances(Rules())).registry):
+        for metric in metrics.collect():
+            name = metric.name + ("_total" if metric.type == "counter" else "")
+            known.update(with_suffixes(name, metric.type, ()))
+    for name, kind in of_vllm():
+        known.update(with_suffixes(name, kind, ("engine",)))
+    return known
+
+
+def of_vllm() -> Iterator[tuple[str, str]]:
+    """Read from the source, which cannot be imported without vLLM."""
+    tree = ast.parse((ROOT / "connectors/vllm/metrics.py").read_text())
+    kinds = {"COUNTERS": "counter", "GAUGES": "gauge", "TIMES": "histogram"}
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            kind = kinds.get(node.target.id)
+            if kind is not None and node.value is not None:
+                for name in ast.literal_eval(node.value):
+                    suffix = "_total" if kind == "counter" else ""
+                    yield f"vllm:kvstore_{name}{suffix}", kind
+
+
+def series_in(query: str) -> list[tuple[str, set[str]]]:
+    """Each series that a query names, and the labels that it is selected by."""
+    query = re.sub(r'"(?:\\.|[^"\\])*"', '""', query)
+    query = re.sub(r"\[[^\]]*\]", "", query)
+    query = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", " ", query)
+    found: list[tuple[str, set[str]]] = []
+    for name, call, selectors in re.findall(
+        r"(?<![\w:.])([A-Za-z_:][\w:]*)(\s*\()?(?:\{([^}]*)\})?", query
+    ):
+        if not call and name not in KEYWORDS:
+            found.append((name, set(re.findall(r"(\w+)\s*[=!]", selectors))))
+    return found
+
+
+def grouped_by(query: str) -> set[str]:
+    groups = re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", query)
+    return {label.strip() for group in groups for label in group.split(",")} - {""}
+
+
+def rules() -> list[dict[str, str]]:
+    """The rules of alerts.yml: name, expr and runbook_url of each."""
+    found: list[dict[str, str]] = []
+    for text in re.split(r"(?m)^      - (?=alert:|record:)", ALERTS.read_text())[1:]:
+        kind, name = re.match(r"(alert|record): (\S+)", text).groups()  # type: ignore[union-attr]
+        expr = re.search(r"(?m)^ {8}expr: (?:>-\n((?: {10}.*\n)+)|(.*))", text)
+        assert expr is not None, name
+        url = re.search(r"runbook_url: (\S+)", text)
+        found.append(
+            {
+                "kind": kind,
+                "name": name,
+                "expr": " ".join((expr[1] or expr[2]).split()),
+                "runbook_url": "" if url is None else url[1],
+            }
+        )
+    return found
+
+
+def dashboard() -> dict[str, Any]:
+    board: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return board
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def panel_queries() -> list[tuple[str, str]]:
+    queries = [
+        (panel["title"], target["expr"]) for panel in panels() for target in panel["targets"]
+    ]
+    return queries + [(each["name"], each["expr"]) for each in dashboard()["annotations"]["list"]]
+
+
+def recorded() -> set[str]:
+    return {rule["name"] for rule in rules() if rule["kind"] == "record"}
+
+
+def check(name: str, query: str) -> None:
+    known = served()
+    series = series_in(query)
+    assert series, f"{name}: no metric found in {query}"
+    labels = set(OF_PROMETHEUS)
+    for metric, selected_by in series:
+        if metric in recorded():
+            continue
+        assert metric in known, f"{name}: nothing serves {metric}"
+        allowed = known[metric] | OF_PROMETHEUS
+        assert selected_by <= allowed, f"{name}: {metric} has no label {selected_by - allowed}"
+        labels |= known[metric]
+    assert grouped_by(query) <= labels, f"{name}: nothing has {grouped_by(query) - labels}"
+
+
+def test_names_are_found_in_queries() -> None:
+    query = (
+        'histogram_quantile(0.9, sum by (job, le) (rate(a_bucket{x="b{c}", y!~"d"}[5m])))'
+        " / on (job) kv:e:f > 0.5 and max_over_time(g[6h]) or absent(h) unless i == bool 1e3"
+    )
+    assert series_in(query) == [
+        ("a_bucket", {"x", "y"}), ("kv:e:f", set()), ("g", set()), ("h", set()), ("i", set()),
+    ]  # fmt: skip
+    assert grouped_by(query) == {"job", "le"}
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["name"])
+def test_alerts_name_what_is_served(rule: dict[str, str]) -> None:
+    check(rule["name"], rule["expr"])
+
+
+def test_panels_name_what_is_served() -> None:
+    for title, query in panel_queries():
+        check(title, query)
+
+
+def test_a_name_that_nothing_serves_is_found() -> None:
+    with pytest.raises(AssertionError, match="nothing serves kvstore_nothing"):
+        check("x", "sum (rate(kvstore_nothing[5m]))")
+    with pytest.raises(AssertionError, match="no label"):
+        check("x", 'kvstore_nodes{node="a"}')
+    with pytest.raises(AssertionError, match="nothing has"):
+        check("x", "sum by (node) (kvstore_nodes)")
+
+
+def test_each_alert_links_to_its_section_of_the_runbook() -> None:
+    alerts = {rule["name"]: rule["runbook_url"] for rule in rules() if rule["kind"] == "alert"}
+    text = RUNBOOK.read_text()
+    sections = dict(re.findall(r"(?ms)^## (\S+)\n(.*?)(?=^## |\Z)", text))
+    assert alerts.keys() == sections.keys()
+    for name, url in alerts.items():
+        assert url == f"docs/runbook.md#{name.lower()}"
+        for part in ("**Means**", "**Look at**", "**Do**"):
+            assert part in sections[name], (name, part)
+
+
+def test_metrics_of_the_runbook_are_served() -> None:
+    named = set(re.findall(r"`(kvstore_\w+)`", RUNBOOK.read_text()))
+    known = {family.name for family in (*MASTER, *STORE, *NODE, *CLIENT)}
+    assert named <= known
+
+
+def test_each_alert_has_a_test_in_which_it_fires() -> None:
+    cases = CASES.read_text()
+    for rule in rules():
+        if rule["kind"] == "alert":
+            assert rule["name"] in cases, rule["name"]
+
+
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
+    promtool = need_program("promtool", "prometheus")
+    for command in (("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")):
+        done = subprocess.run(
+            [promtool, *command],
+            cwd=ALERTS.parent, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_queries_of_the_panels(tmp_path: Path) -> None:
+    promtool = need_program("promtool", "prometheus")
+    entries = []
+    for index, (_, query) in enumerate(panel_queries()):
+        plain = query.replace("$__rate_interval", "5m").replace("$job", ".*")
+        assert "$" not in plain, query
+        entries.append({"record": f"panel:{index}", "expr": plain})
+    file = tmp_path / "panels.yml"  # JSON is YAML
+    file.write_text(json.dumps({"groups": [{"name": "panels", "rules": entries}]}))
+    done = subprocess.run(
+        [promtool, "check", "rules", str(file)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_panels_have_titles_units_and_the_variable_data_source() -> None:
+    board = dashboard()
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["job"]["datasource"]["uid"] == "${datasource}"
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    titles = [panel["title"] for panel in panels()]
+    assert len(titles) >= 20
+    for panel in panels():
+        title = panel["title"]
+        assert panel["description"], title
+        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(source["uid"] == "${datasource}" for source in sources), title
+        if panel["type"] == "heatmap":
+            unit = panel["options"]["yAxis"]["unit"]
+        else:
+            unit = panel["fieldConfig"]["defaults"]["unit"]
+        assert unit in UNITS, title
+        assert all('job=~"$job' in target["expr"] for target in panel["targets"]), title
+
+
+def test_no_panel_covers_another() -> None:
+    taken: dict[tuple[int, int], str] = {}
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        for x in range(at["x"], at["x"] + at["w"]):
+            for y in range(at["y"], at["y"] + at["h"]):
+                other = taken.setdefault((x, y), panel["title"])
+                assert other == panel["title"], (x, y)
