@@ -81,28 +81,24 @@ def locate(
 ) -> Flow[list[Placed | None]]:
     """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``."""
     remembered = context.placements
-    placed: list[Placed | None]
-    if fresh or not len(remembered):
-        placed = [None] * len(keys)
-        missing: Sequence[int] = range(len(keys))
-        wanted = keys
-    else:
+    placed: list[Placed | None] = []
+    wanted = keys
+    if not fresh and len(remembered):
         placed = [remembered.get(namespace, key) for key in keys]
-        missing = [index for index, known in enumerate(placed) if known is None]
-        if not missing:
+        wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
+        if not wanted:
             return placed
-        wanted = [keys[index] for index in missing]
     asked = context.clock()
     found = yield Ask(calls.Lookup(namespace, wanted))
     assert isinstance(found, calls.Found)
     until = asked + found.lease_ms / 1000 - context.lease_margin_s
     known = yield from describe(context, found.epoch, found.placements.segments)
-    rows = context.segments.rows(known, found.placements, until)
-    for index, row in zip(missing, rows, strict=True):
-        if row is not None:
-            placed[index] = row
-            remembered.remember(namespace, keys[index], row)
-    return placed
+    rows = list(context.segments.rows(known, found.placements, until))
+    remembered.remember(namespace, wanted, rows)
+    if len(rows) == len(keys):
+        return rows
+    asked_for = iter(rows)
+    return [next(asked_for) if known is None else known for known in placed]
 
 
 def get(

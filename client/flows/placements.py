@@ -70,13 +70,18 @@ class PlacementCache:
             return None
         return placed
 
-    def remember(self, namespace: Namespace, key: Key, placed: Placed) -> None:
+    def remember(
+        self, namespace: Namespace, keys: Iterable[Key], placed: Iterable[Placed | None]
+    ) -> None:
+        """``placed``: of each key; None: it is not there."""
         if not self._capacity:
             return
         known = self._placed
-        # Out and in again, so that the order is that of lease ends.
-        known.pop((namespace, key), None)
-        known[namespace, key] = placed
+        for key, row in zip(keys, placed, strict=True):
+            if row is not None:
+                # Out and in again, so that the order is that of lease ends.
+                known.pop((namespace, key), None)
+                known[namespace, key] = row
         while len(known) > self._capacity:
             try:
                 known.popitem(last=False)

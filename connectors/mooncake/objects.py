@@ -222,7 +222,7 @@ class Objects:
             ]
 
         sizes = self.ask(lookup)
-        if isinstance(sizes, Code):
+        if isinstance(sizes, Code) or len(sizes) == len(names):
             return sizes
         found = dict(zip(there, sizes, strict=True))
         return [found.get(name) for name in names]

@@ -220,7 +220,7 @@ def test_what_is_not_a_chain_shares_its_parent_and_is_asked_for_together() -> No
 def test_a_put_forgets_where_the_object_was() -> None:
     world = World()
     place = Placed(1, EPOCH, 1, (Replica(world.segments[1], 0),), world.now + 5)
-    world.context.placements.remember(N, A, place)
+    world.context.placements.remember(N, [A], [place])
     world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
     world.answers[calls.PutEnd] = calls.PutEnded([STORED])
     put(world, A)

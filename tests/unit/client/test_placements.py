@@ -33,7 +33,7 @@ def placed(until: float) -> Placed:
 def test_a_placement_is_believed_until_its_promise_ends_and_not_at_that_moment() -> None:
     clock = Clock()
     cache = PlacementCache(10, clock)
-    cache.remember(NS, Key(b"a"), placed(101.0))
+    cache.remember(NS, [Key(b"a")], [placed(101.0)])
     assert cache.get(NS, Key(b"a")) is not None
     clock.now = 101.0
     assert cache.get(NS, Key(b"a")) is None
@@ -42,21 +42,21 @@ def test_a_placement_is_believed_until_its_promise_ends_and_not_at_that_moment()
 
 def test_namespaces_do_not_see_each_other() -> None:
     cache = PlacementCache(10, Clock())
-    cache.remember(NS, Key(b"a"), placed(200.0))
+    cache.remember(NS, [Key(b"a")], [placed(200.0)])
     assert cache.get(Namespace("other"), Key(b"a")) is None
 
 
 def test_the_cache_is_bounded_and_forgets_what_it_learned_first() -> None:
     cache = PlacementCache(2, Clock())
     for key in (b"a", b"b", b"a", b"c"):
-        cache.remember(NS, Key(key), placed(200.0))
+        cache.remember(NS, [Key(key)], [placed(200.0)])
     assert [cache.get(NS, Key(key)) is not None for key in (b"a", b"b", b"c")] == [
         True,
         False,
         True,
     ]
     nothing = PlacementCache(0, Clock())
-    nothing.remember(NS, Key(b"a"), placed(200.0))
+    nothing.remember(NS, [Key(b"a")], [placed(200.0)])
     assert len(nothing) == 0
 
 
