@@ -11,23 +11,31 @@ import hmac
 from typing import Final
 
 from kvstore.errors import ProtocolError
+from kvstore.master.state.traffic import Caller
+from kvstore.wire.frames import TOKEN_BYTES_MAX
 from kvstore.wire.packed import unpack_text
-
-UNKNOWN: Final = ""
-"""The caller of calls that need no token, and of those who show one without a name."""
 
 LOCAL: Final = "local"
 """The address of a client that calls through a Unix socket."""
 
+CUT: Final = "…"
+
 
 def token_for(secret: bytes, client: str) -> bytes:
-    """The token of one client, from the ``secret`` that all tokens of a master begin with."""
-    return secret + client.encode()
+    """The token of one client, from the ``secret`` that all tokens of a master begin with.
+
+    A long name loses its middle: names of hosts differ at the end, names of clients at both ends.
+    """
+    name, room = client.encode(), TOKEN_BYTES_MAX - len(secret)
+    if len(name) > room:
+        half = (room - len(CUT.encode())) // 2
+        begin, end = (part.decode(errors="ignore") for part in (name[:half], name[-half:]))
+        name = f"{begin}{CUT}{end}".encode()
+    return secret + name
 
 
-def caller_of(token: bytes, secret: bytes, address: str) -> str | None:
-    """``"NAME ADDRESS"`` of a client that shows this token; ``UNKNOWN`` without a name; None: the
-    token is not of this master.
+def caller_of(token: bytes, secret: bytes, address: str) -> Caller | None:
+    """Who shows this token; None: the token is not of this master.
 
     Raises:
         ProtocolError, InvalidArgumentError: no client could have joined with this name.
@@ -35,12 +43,12 @@ def caller_of(token: bytes, secret: bytes, address: str) -> str | None:
     if not hmac.compare_digest(token[: len(secret)], secret):
         return None
     if len(token) == len(secret):
-        return UNKNOWN
+        return Caller()
     try:
         name = unpack_text(token[len(secret) :].decode(), "the client's name in a token")
     except UnicodeDecodeError:
         raise ProtocolError("the client's name in a token is not text") from None
-    return f"{name} {address}"
+    return Caller(f"{name} {address}")
 
 
 def address_of(peer: str) -> str:

@@ -22,8 +22,9 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.master.callers import UNKNOWN, address_of, caller_of
+from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
@@ -130,8 +131,12 @@ class GrpcServer:
 
         return answer
 
-    def _caller(self, context: Context) -> str:
-        """Which client calls. Raises PermissionDeniedError: its token is not of this master."""
+    def _caller(self, context: Context) -> Caller | None:
+        """Which client calls; None: one without a token.
+
+        Raises:
+            PermissionDeniedError: its token is not of this master.
+        """
         for key, value in context.invocation_metadata() or ():
             if key == JOIN_METADATA:
                 known = None
@@ -144,7 +149,7 @@ class GrpcServer:
                         join=1,
                     )
                 return known
-        return UNKNOWN
+        return None
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. This is a coroutine, not a generator, so that the cancellation of a

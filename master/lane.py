@@ -23,14 +23,15 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.master.callers import LOCAL, UNKNOWN, caller_of
+from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.master.state.traffic import Caller
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME
 from kvstore.wire.status import encode_error
 
-HELLO_BYTES_MAX = 512
+HELLO_BYTES_MAX = 256
 """Bytes that the master buffers, at most, for a client without a valid token."""
 
 FRAMES_PER_TURN = 64
@@ -142,7 +143,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._greeted = False
         self._address = LOCAL
-        self._caller = UNKNOWN
+        self._caller: Caller | None = None
         self._congested = False
         self._held = False
         """Whether frames in the reader wait for their turn; no more bytes are read then."""
@@ -156,7 +157,7 @@ class _Connection(asyncio.BufferedProtocol):
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer = transport.get_extra_info("peername")
-            self._address = peer[0] if peer else UNKNOWN  # None: it has gone
+            self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server
         if len(server.connections) >= server.settings.connections_max:
             server.connections.add(self)

@@ -36,12 +36,13 @@ from kvstore.errors import (
 )
 from kvstore.histograms import Histogram
 from kvstore.limits import agreed_protocol, check_cluster
-from kvstore.master.callers import UNKNOWN, token_for
+from kvstore.master.callers import token_for
 from kvstore.master.carriers import Endpoints
 from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.nodes import outrun_by
+from kvstore.master.state.traffic import Caller
 
 log = logging.getLogger("kvstore.master")
 
@@ -79,7 +80,7 @@ class Standby:
         self.leader = leader
         """``host:port``; empty: not known."""
 
-    def call(self, request: calls.Request, caller: str = UNKNOWN) -> calls.Reply:
+    def call(self, request: calls.Request, caller: Caller | None = None) -> calls.Reply:
         raise not_leader(self.leader)
 
     def node_session(
@@ -100,6 +101,7 @@ class MasterService:
     ) -> None:
         """``died``: called once if this service cannot go on; see the module."""
         self.state = state
+        self._traffic = state.traffic
         self._died = died
         self._broken = False
         self.endpoints: Endpoints | None = None
@@ -186,7 +188,7 @@ class MasterService:
     # --- calls --------------------------------------------------------------------------------
 
     def call(
-        self, request: calls.Request, caller: str = UNKNOWN
+        self, request: calls.Request, caller: Caller | None = None
     ) -> calls.Reply | Awaitable[calls.Reply]:
         if isinstance(request, calls.Join):
             return self._joined(request)
@@ -201,7 +203,7 @@ class MasterService:
         if started >= self.leads_until:
             self._check_time(started)
         self.state.changing = False
-        self.state.traffic.caller = caller
+        self._traffic.caller = caller or self._traffic.unknown
         try:
             result: calls.Reply | Later = step(self._clock(), request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
@@ -220,7 +222,9 @@ class MasterService:
             return answer._replace(counters=counters, role=self.role, leader=self.address)
         return answer
 
-    async def _in_pieces(self, cut: Cut, request: calls.Request, caller: str) -> calls.Reply:
+    async def _in_pieces(
+        self, cut: Cut, request: calls.Request, caller: Caller | None
+    ) -> calls.Reply:
         """Runs one piece in each turn of the loop, however many large calls there are."""
         replies: list[calls.Reply | Awaitable[calls.Reply]] = []
         try:

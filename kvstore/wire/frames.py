@@ -26,7 +26,7 @@ from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION, agreed_protocol
 
 MAGIC = b"kvs-lane"
-TOKEN_BYTES_MAX = 320
+TOKEN_BYTES_MAX = 64
 """A secret of the master, and behind it the name of the client (``kvstore.master.callers``)."""
 
 _HEAD = struct.Struct("<IQBB")

@@ -19,6 +19,7 @@ from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.returning import Returning
+from kvstore.master.state.traffic import Caller
 
 ANSWERED_PER_STEP = 16_384
 """Keys of waiting questions that one step answers; at least one question."""
@@ -29,8 +30,8 @@ JOINING_MS = 600
 ASKING_MAX = 4_096
 """Questions that wait for inventories; further ones are answered at once."""
 
-_ABSENT: Final = bytes([Presence.ABSENT])
-_COMPLETE: Final = bytes([Presence.COMPLETE])
+_ABSENT: Final = 0
+"""``Presence.ABSENT``, without a search for it in every call."""
 
 Question = calls.MatchPrefix | calls.Lookup | calls.Exists
 Found = calls.Matched | calls.Found | calls.Existing
@@ -53,9 +54,9 @@ class Asking:
         """Whether misses may have to wait for inventories."""
         self._finished = 0
         """``Returning.finished`` when ``_gathers`` last looked."""
-        self._asking: deque[tuple[int, str, Question]] = deque()
-        """Questions that wait for inventories, with their tickets and clients."""
-        self._walking: deque[tuple[int, str, Question]] = deque()
+        self._asking: deque[tuple[int, Caller, Question]] = deque()
+        """Questions that wait for inventories, with their tickets and callers."""
+        self._walking: deque[tuple[int, Caller, Question]] = deque()
         """Questions about chains that are too long for one step."""
 
     # --- calls --------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ class Asking:
             return self._wait(self._asking, request)
         return reply
 
-    def _wait(self, questions: deque[tuple[int, str, Question]], request: Question) -> Later:
+    def _wait(self, questions: deque[tuple[int, Caller, Question]], request: Question) -> Later:
         ticket = self._common.ticket()
         questions.append((ticket, self._traffic.caller, request))
         return Later(ticket)
@@ -191,9 +192,11 @@ class Asking:
                 if record is not None and self._lifetimes.ended(record, now_ms):
                     known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
             presence = bytes(known)
-        count = len(presence)
-        first = presence.find(_ABSENT)
-        found = count if first < 0 else presence.count(_COMPLETE)
+        found = count = len(presence)
+        first = -1
+        if _ABSENT in presence:
+            first = presence.index(_ABSENT) if count > 1 else 0
+            found -= presence.count(_ABSENT) if count > 1 else 1
         self._note(now_ms, request.namespace, keys, count, found, first)
         return calls.Existing(presence)
 

@@ -11,7 +11,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import ObjectRecord, Segment, shards_from
-from kvstore.master.state.traffic import Caller, Space
+from kvstore.master.state.traffic import Row, Space
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
@@ -164,43 +164,50 @@ def _namespaces(common: Common, place: int, left: int, rows: list[calls.Namespac
 
 def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffic:
     table = common.forest.table(space.name)
+    askers = space.askers.all()
+    missed = sorted((row for row in askers if row.missed), key=lambda row: -row.missed_ms)
     misses: list[calls.MissedKey] = []
-    for miss in space.last_misses():
-        client, _, address = miss.name.rpartition(" ")
-        record = None if table is None else table.get(miss.key)
-        present = record is not None and _is_there(common, record, now_ms)
+    for row in missed:
+        client, _, address = row.name.rpartition(" ")
+        record = None if table is None else table.get(row.missed)
         misses.append(
             calls.MissedKey(
-                miss.key, client, address, now_ms - miss.last_ms, miss.found, miss.asked, present
+                key=row.missed,
+                client=client,
+                address=address,
+                idle_ms=now_ms - row.missed_ms,
+                found=row.missed_at,
+                asked=row.missed_of,
+                present=record is not None and _is_there(common, record, now_ms),
             )
         )
     return calls.NamespaceTraffic(
         name=space.name,
         objects=0 if table is None else table.objects,
         size=0 if table is None else table.size,
-        putters=[_caller(caller, now_ms) for caller in space.putters.rows()],
-        askers=[_caller(caller, now_ms) for caller in space.askers.rows()],
+        putters=[_client(row, now_ms) for row in space.putters.all()],
+        askers=[_client(row, now_ms) for row in askers],
         misses=misses,
-        questions=space.questions,
-        none=space.none,
-        partly=space.partly,
+        questions=sum(row.questions for row in askers),
+        none=sum(row.none for row in askers),
+        partly=sum(row.partly for row in askers),
         evicted=space.evicted,
         evicted_ms=now_ms - space.evicted_ms if space.evicted else 0,
         evicted_idle_ms=max(0, space.evicted_idle_ms),
     )
 
 
-def _caller(caller: Caller, now_ms: int) -> calls.ClientTraffic:
-    client, _, address = caller.name.rpartition(" ")
+def _client(row: Row, now_ms: int) -> calls.ClientTraffic:
+    client, _, address = row.name.rpartition(" ")
     return calls.ClientTraffic(
         client=client,
         address=address,
-        first_ms=now_ms - caller.first_ms,
-        idle_ms=now_ms - caller.last_ms,
-        keys=caller.keys,
-        found=caller.found,
-        stored=caller.stored,
-        key=caller.key,
+        first_ms=now_ms - row.first_ms,
+        idle_ms=now_ms - row.last_ms,
+        keys=row.keys,
+        found=row.found,
+        stored=row.stored,
+        key=row.key,
     )
 
 
