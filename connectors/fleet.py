@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvstore.client.sync import Client
-from kvstore.fleet import FORMAT, differences, parse, short_name
+from kvstore.fleet import FORMAT, as_read, differences, parse, short_name
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
 
 
@@ -89,7 +89,7 @@ def _warnings(model: str, record: Mapping[str, object], raw: bytes) -> list[str]
         return []  # blocks of different engines differ in any case
     differing = "; ".join(
         f"{each.field}: {each.ours!r} here, {each.theirs!r} there"
-        for each in differences(ours, other.description)
+        for each in differences(as_read(ours), other.description)
     )
     told = differing or "only the layout of the cache"
     return [f"another engine serves {model}, and shares no block with this one. {told}"]

@@ -85,8 +85,9 @@ def parse(data: bytes) -> Record | None:
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[Difference]:
     """The fields in which two descriptions differ; of one that both have as a mapping or as a list
-    of that length, the fields in it: ``groups.0.block_tokens``."""
-    return _differences(_as_read(ours), _as_read(theirs))[:FIELDS_MAX]
+    of that length, the fields in it: ``groups.0.block_tokens``. Both consist of plain values, as
+    they come out of the store (``as_read``)."""
+    return _differences(ours, theirs)[:FIELDS_MAX]
 
 
 def _differences(
@@ -106,7 +107,7 @@ def _differences(
     return found
 
 
-def _as_read(description: Mapping[str, object]) -> dict[str, Any]:
-    """As it comes out of the store: plain values of JSON."""
+def as_read(description: Mapping[str, object]) -> dict[str, Any]:
+    """It as it comes out of the store: plain values of JSON."""
     read: dict[str, Any] = json.loads(json.dumps(description, default=str))
     return read

@@ -22,6 +22,8 @@ NEARLY_NONE: Final = 0.02
 FIELDS_SHOWN: Final = 8
 """Differing fields of one pair; the rest is counted."""
 
+REMEDIES_SHOWN: Final = 3
+
 VALUE_CHARS: Final = 60
 HASH_BYTES: Final = frozenset({8, 16, 20, 32, 40, 64, 128})
 """Of 64 to 512 bits, as they are or in hexadecimal digits."""
@@ -198,46 +200,14 @@ Rule = Callable[[Evidence, Party, Sequence[Party]], Cause | None]
 def _other_fingerprint(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
     """It asks, others of the same model write."""
     del evidence
-    if party.record is None or not party.asked or party.share > NEARLY_NONE:
+    if not party.asked or party.share > NEARLY_NONE:
         return None
-    writers = [
-        each
-        for each in others
-        if each.record is not None and each.writes and party.record.serves(each.record.model)
-    ]
-    if not writers:
-        return None
-    writer = min(writers, key=lambda each: min((row.idle_ms for row in each.putters), default=1e15))
-    ours, theirs = writer.record, party.record
-    assert ours is not None
-    writing = f"{_names(writer.putters, 'another client')} writes {ours.model} under {writer.name}"
-    asking = f"{_names(party.askers)} asks under {party.name}"
-    spaces = writer.namespaces + party.namespaces
-    if ours.engine != theirs.engine:
-        return Cause(
-            "other_engine",
-            f"{writing}, {asking}: different engines keep different bytes",
-            "Blocks are shared between engines of one kind only; let one of this kind write.",
-            namespaces=spaces,
-        )
-    differing = differences(ours.description, theirs.description)
-    lines = [
-        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
-        for each in differing[:FIELDS_SHOWN]
-    ]
-    if len(differing) > FIELDS_SHOWN:
-        lines.append(f"and {len(differing) - FIELDS_SHOWN} more fields")
-    return Cause(
-        "other_fingerprint",
-        f"{writing}, {asking}: other fingerprints never share a block. They differ in "
-        + ("these fields" if lines else "nothing that was described: only the cache's layout does"),
-        "Start both engines with the same weights and settings.",
-        tuple(lines),
-        spaces,
-    )
+    writer = _nearest(party, [each for each in others if each.writes])
+    return None if writer is None else _differ(writer, party)
 
 
 def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    del evidence
     if party.asked:
         return None
     if not party.wanted:
@@ -248,11 +218,13 @@ def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cau
             "",
             is_problem=False,
         )
-    if _partner(party, others, lambda each: each.asked > 0) is not None:
-        return None  # its reader has the answer
+    asker = _nearest(party, [each for each in others if each.asked])
+    if asker is not None:
+        return _differ(party, asker)
+    what = "there" if party.record is None else f"for {party.record.model}"
     return Cause(
         "only_writers",
-        f"{_names(party.putters)} writes {party.name}, and no client asks there",
+        f"{_names(party.putters)} writes {party.name}, and no client asks {what}",
         "Is an engine of this model running that may read (vLLM: kv_role kv_consumer or kv_both), "
         "with this master?",
     )
@@ -263,26 +235,23 @@ def _not_written(evidence: Evidence, party: Party, others: Sequence[Party]) -> C
         return None
     if party.wanted:
         return _put_fails(party)
-    asking = f"{_names(party.askers)} asks in {party.name}, where nothing was put"
     elsewhere = _elsewhere(evidence, party)
     if elsewhere is not None:
         return elsewhere
-    partner = _partner(party, others, lambda each: each.wanted > 0 or each.objects > 0)
-    if partner is not None:
-        return Cause(
-            "other_namespace",
-            f"{asking}; {_names(partner.putters, 'another client')} writes {partner.name}",
-            "If both serve the same model, give both the same namespace: the same settings of the "
-            "engine and its connector.",
-            namespaces=party.namespaces + partner.namespaces,
+    remedy = (
+        "Is an engine running that may write (vLLM: kv_role kv_producer or kv_both), with this "
+        "master and cluster? Its log says whether its puts fail."
+    )
+    if any(each.writes for each in others):
+        remedy += (
+            " Clients write other namespaces (kvstore why lists them): if one of these is of the "
+            "same model, give both engines the same settings."
         )
+    writes = "this model" if party.record is not None else "there"
     return Cause(
         "only_readers",
-        f"{asking}, and no client writes this model"
-        if party.record
-        else f"{asking}, nor anywhere else",
-        "Is an engine running that may write (vLLM: kv_role kv_producer or kv_both), with this "
-        "master and cluster? Its log says whether its puts fail.",
+        f"{_names(party.askers)} asks in {party.name}, and no client writes {writes}",
+        remedy,
     )
 
 
@@ -378,6 +347,49 @@ def _some_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Ca
     return _ends(party)._replace(is_problem=False)
 
 
+_SAME_SETTINGS: Final = "Start both engines with the same weights and settings."
+_WEIGHTS: Final = (
+    "weights: these are other checkpoints or revisions. That is right if the models differ; "
+    "otherwise load the same files in both."
+)
+_DTYPE: Final = "dtype: start both with the same --dtype and quantization."
+_CACHE_DTYPE: Final = "cache type: start both with the same --kv-cache-dtype."
+_BLOCK: Final = (
+    "block size: start both with the same one (vLLM: --block-size; SGLang: --page-size; LMCache: "
+    "chunk_size)."
+)
+_PARALLEL: Final = (
+    "parallel sizes: start both with the same ones (vLLM: --tensor-parallel-size, "
+    "--pipeline-parallel-size; SGLang: --tp-size, --pp-size); each rank keeps its own part."
+)
+_HASH: Final = "hash: start both with the same --prefix-caching-hash-algo."
+_SEED: Final = (
+    "hash seed: set the same PYTHONHASHSEED for both, or start both with "
+    "--prefix-caching-hash-algo sha256_cbor."
+)
+_VERSION: Final = "version: run the same release of the engine and of kvstore in both."
+_MACHINE: Final = (
+    "device: blocks of other devices or processors differ; let engines of one kind share."
+)
+_LAYOUT: Final = "layout: start both with the same attention backend and cache layout."
+
+_REMEDIES: Final[dict[str, str]] = {
+    "weights": _WEIGHTS, "files": _WEIGHTS, "config": _WEIGHTS, "weight_version": _WEIGHTS,
+    "dtype": _DTYPE, "quantization": _DTYPE, "chunk_dtype": _DTYPE, "cache_dtype": _CACHE_DTYPE,
+    "kv_cache_dtype": _CACHE_DTYPE, "block_tokens": _BLOCK, "block_size": _BLOCK,
+    "page_tokens": _BLOCK, "page_bytes": _BLOCK, "hash_tokens": _BLOCK, "chunk_tokens": _BLOCK,
+    "chunk_blocks": _BLOCK, "chunk_bytes": _BLOCK, "tensor_parallel": _PARALLEL,
+    "tensor_parallel_size": _PARALLEL, "pipeline_parallel": _PARALLEL,
+    "context_parallel": _PARALLEL, "workers": _PARALLEL, "hash_algorithm": _HASH,
+    "none_hash": _SEED, "format": _VERSION, "tier_format": _VERSION, "engine": _VERSION,
+    "vllm": _VERSION, "device": _MACHINE, "machine": _MACHINE, "layout": _LAYOUT,
+    "chunk_layout": _LAYOUT, "attention": _LAYOUT,
+    "draft": "draft model: load the same draft model in both, or none.",
+    "speculative": "speculative decoding: start both with the same settings of it.",
+}  # fmt: skip
+"""By the name of a field, or of a part of it (``groups.0.block_tokens``), in which descriptions of
+this project's connectors differ."""
+
 _RULES: Final[tuple[Rule, ...]] = (
     _other_fingerprint, _not_asked, _not_written, _gone, _none_found, _some_found,
 )  # fmt: skip
@@ -441,14 +453,63 @@ def _elsewhere(evidence: Evidence, party: Party) -> Cause | None:
     return None
 
 
-def _partner(party: Party, others: Sequence[Party], fits: Callable[[Party], bool]) -> Party | None:
-    """Another party that may mean the same model, as far as is known."""
-    for other in others:
-        ours, theirs = party.record, other.record
-        same = ours is None or theirs is None or ours.serves(theirs.model)
-        if same and fits(other):
-            return other
-    return None
+def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
+    """Of those of the same model, the one whose description differs least from the party's."""
+    ours = party.record
+    if ours is None:
+        return None
+
+    def distance(other: Party) -> tuple[bool, int, int]:
+        theirs = other.record
+        assert theirs is not None
+        fields = len(differences(ours.description, theirs.description))
+        idle_ms = min((row.idle_ms for row in [*other.putters, *other.askers]), default=1 << 62)
+        return ours.engine != theirs.engine, fields, idle_ms
+
+    same = [each for each in others if each.record is not None and ours.serves(each.record.model)]
+    return min(same, key=distance, default=None)
+
+
+def _differ(writer: Party, asker: Party) -> Cause:
+    """Why an asker does not find what a writer of the same model puts."""
+    ours, theirs = writer.record, asker.record
+    assert ours is not None
+    assert theirs is not None
+    writing = f"{_names(writer.putters, 'another client')} writes {ours.model} under {writer.name}"
+    asking = f"{_names(asker.askers)} asks under {asker.name}"
+    spaces = writer.namespaces + asker.namespaces
+    if ours.engine != theirs.engine:
+        return Cause(
+            "other_engine",
+            f"{writing}, {asking}: different engines keep different bytes",
+            "Blocks are shared between engines of one kind only; let one of this kind write.",
+            namespaces=spaces,
+        )
+    differing = differences(ours.description, theirs.description)
+    lines = [
+        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
+        for each in differing[:FIELDS_SHOWN]
+    ]
+    if len(differing) > FIELDS_SHOWN:
+        lines.append(f"and {len(differing) - FIELDS_SHOWN} more fields")
+    return Cause(
+        "other_fingerprint",
+        f"{writing}, {asking}: other fingerprints never share a block. They differ in "
+        + ("these fields" if lines else "nothing that was described: only the cache's layout does"),
+        _remedy([each.field for each in differing]),
+        tuple(lines),
+        spaces,
+    )
+
+
+def _remedy(fields: Iterable[str]) -> str:
+    """What to do about fields in which descriptions differ; each advice once."""
+    advice = [
+        next((_REMEDIES[part] for part in field.split(".") if part in _REMEDIES), "")
+        for field in fields
+    ]
+    known = [text for text in dict.fromkeys(advice) if text]
+    return " ".join(known[:REMEDIES_SHOWN]) or _SAME_SETTINGS
 
 
 def _detached(evidence: Evidence, party: Party) -> tuple[int, int]:

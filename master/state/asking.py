@@ -175,7 +175,9 @@ class Asking:
             else:
                 records[index] = None
         count = len(records)
-        first = -1 if found == count else records.index(None)
+        first = -1
+        if found < count:
+            first = records.index(None) if count > 1 else 0
         self._note(now_ms, request.namespace, keys, count, found, first)
         if uses:
             self.reuses_ms.add(max(0, now_ms - used_ms), uses)

@@ -22,10 +22,11 @@ from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
-from kvstore.master.callers import UNKNOWN, token_for
+from kvstore.master.callers import token_for
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.lane import LaneSettings
 from kvstore.master.spin import new_event_loop
+from kvstore.master.state import traffic
 from kvstore.stopping import Stop
 from kvstore.wire.frames import Frame, FrameReader, hello
 
@@ -159,10 +160,12 @@ class ScriptedService:
         self._unix = unix
         self._changed = threading.Condition()
 
-    def call(self, request: Request, caller: str = UNKNOWN) -> Reply | Awaitable[Reply]:
+    def call(
+        self, request: Request, caller: traffic.Caller | None = None
+    ) -> Reply | Awaitable[Reply]:
         with self._changed:
             self.asked.append(request)
-            self.callers.append(caller)
+            self.callers.append("" if caller is None else caller.name)
             self._changed.notify_all()
         if isinstance(request, calls.Join):
             return self._joined(request)

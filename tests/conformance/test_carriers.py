@@ -145,11 +145,24 @@ def test_the_master_learns_which_client_calls(server: Server, caller: Caller) ->
     assert others == [f"test {address}"] * 2
 
 
-def test_a_client_is_known_by_its_name_whatever_that_is(server: Server) -> None:
-    name = "prefill 3, " + "模" * 80
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("prefill 3, 模", "prefill 3, 模"),
+        ("x" * 48, "x" * 48),
+        ("prefill-" + "x" * 50 + "-4711", "prefill-" + "x" * 14 + "…" + "x" * 17 + "-4711"),
+        ("模" * 80, "模" * 7 + "…" + "模" * 7),
+    ],
+)
+def test_a_client_is_known_by_its_name_in_a_token_that_old_masters_take(
+    server: Server, name: str, known: str
+) -> None:
+    """A master of the release before refuses a lane token of more than 64 bytes."""
     with contextlib.closing(Caller(server.address, name=name)) as caller:
         caller.call(EXISTS)
-    assert server.service.callers[-1].rpartition(" ")[0] == name
+        joined = caller.stub.join(uptime() + 10)
+    assert server.service.callers[-1].rpartition(" ")[0] == known
+    assert len(joined.lane_token) <= 64
 
 
 def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:

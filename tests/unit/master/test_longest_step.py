@@ -38,7 +38,7 @@ from kvstore.master.state import (
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX
+from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES, extent_bytes
 
 LINES_MAX = 300_000
@@ -139,7 +139,7 @@ class World:
         whole, state = self.service.call, self.state
         inside = 0
 
-        def call(each: calls.Request, caller: str = "") -> Any:
+        def call(each: calls.Request, caller: Caller | None = None) -> Any:
             nonlocal inside
             inside += 1
             try:
@@ -334,7 +334,7 @@ def traffic(world: World) -> calls.Request:
     for number in range(2 * SPACES_MAX):
         name = Namespace(f"n{number}")
         for client in range(2 * CLIENTS_MAX):
-            known.caller = f"c{client} a"
+            known.caller = Caller(f"c{client} a")
             known.puts(0, name)
             known.asked(0, name, world.keys[client:], 1, 0, 0)
     return calls.Traffic()

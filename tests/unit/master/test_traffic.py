@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +16,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import report
 from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.traffic import CLIENTS_MAX, MISSES_MAX, SPACES_MAX, Traffic
+from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller, Traffic
 from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import back, claim
@@ -35,7 +36,7 @@ def ask(cluster: Cluster, request: calls.Lookup | calls.MatchPrefix | calls.Exis
 
 def as_client(cluster: Cluster, name: str) -> None:
     """The next calls come from there."""
-    cluster.state.traffic.caller = f"{name} 10.0.0.8"
+    cluster.state.traffic.caller = Caller(f"{name} 10.0.0.8")
 
 
 def test_who_puts_is_remembered_with_what_became_of_it(new_cluster: NewCluster) -> None:
@@ -119,12 +120,26 @@ def test_a_missed_key_that_is_there_by_now_says_so(new_cluster: NewCluster) -> N
     assert [miss.present for miss in seen(cluster).misses] == [True]
 
 
-def test_a_key_that_is_asked_for_again_is_remembered_once(new_cluster: NewCluster) -> None:
+def test_of_each_client_the_last_missed_key_is_remembered(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8)
-    for name in "abbbc":
+    for client, name in [("one", "a"), ("two", "b"), ("one", "c"), ("three", "d")]:
+        as_client(cluster, client)
         ask(cluster, calls.Exists(NAMESPACE, keys_of(name)))
-    assert [miss.key for miss in seen(cluster).misses] == [b"c", b"b", b"a"]
-    assert seen(cluster).none == 5
+        cluster.after(250)
+    assert [miss.key for miss in seen(cluster).misses] == [b"d", b"c", b"b"]
+    assert seen(cluster).none == 4
+
+
+@pytest.mark.parametrize("kind", [calls.Exists, calls.Lookup])
+def test_of_several_keys_each_that_is_there_counts(new_cluster: NewCluster, kind: type) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("abc")
+    expected = 0
+    for names, found in [("axbyc", 3), ("xabc", 3), ("x", 0), ("a", 1), ("xy", 0), ("", 0)]:
+        ask(cluster, kind(NAMESPACE, keys_of(names)))
+        expected += found
+        (row,) = seen(cluster).askers
+        assert row.found == expected, names
 
 
 def test_evictions_are_counted_where_they_happen(new_cluster: NewCluster) -> None:
@@ -213,7 +228,7 @@ def test_many_clients_and_namespaces_leave_the_last_ones() -> None:
     traffic = Traffic()
     keys = keys_of("a")
     for number in range(5 * SPACES_MAX):
-        traffic.caller = f"c{number} a"
+        traffic.caller = Caller(f"c{number} a")
         traffic.asked(number, Namespace(f"n{number}"), keys, 1, 0, 0)
         traffic.asked(number, Namespace("busy"), keys, 1, 1, -1)
         traffic.check_invariants()
@@ -222,8 +237,7 @@ def test_many_clients_and_namespaces_leave_the_last_ones() -> None:
     known = {space.name for space in spaces}
     assert {f"n{number}" for number in range(4 * SPACES_MAX + 1, 5 * SPACES_MAX)} <= known
     (busy,) = traffic.spaces("busy")
-    assert busy.questions == 5 * SPACES_MAX, "what is used stays"
-    last = {row.name for row in busy.askers.rows()}
+    last = {row.name for row in busy.askers.all()}
     assert len(last) <= 2 * CLIENTS_MAX
     assert {
         f"c{number} a" for number in range(5 * SPACES_MAX - CLIENTS_MAX, 5 * SPACES_MAX)
@@ -243,33 +257,70 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_happens_the_last_misses_and_clients_are_right(
+def test_whatever_happens_the_last_clients_and_their_numbers_are_right(
     steps: Sequence[tuple[str, int, int, int, int]],
 ) -> None:
+    """The connections of the clients live on, with the rows of their last calls."""
     traffic = Traffic()
-    misses: dict[str, list[Key]] = {}
+    callers = [Caller(f"c{number} a") for number in range(41)]
     last: dict[tuple[str, str], list[str]] = {}
+    keys_asked: Counter[tuple[str, str]] = Counter()
+    missed: dict[tuple[str, str], Key] = {}
     for now_ms, (what, client, number, first, found) in enumerate(steps):
-        traffic.caller = f"c{client} a"
-        space = Namespace(f"n{number}")
+        traffic.caller = callers[client]
+        name, space = callers[client].name, Namespace(f"n{number}")
         keys = [Key(b"%d" % (first + index)) for index in range(4)]
         if what == "evict":
             traffic.evicts(now_ms, space, 5)
         elif what == "put":
-            traffic.puts(now_ms, space)
-            last.setdefault(("put", space), []).append(traffic.caller)
+            assert traffic.puts(now_ms, space).name == name
+            last.setdefault(("put", space), []).append(name)
         else:
             traffic.asked(now_ms, space, keys, 4, found, found)
-            last.setdefault(("ask", space), []).append(traffic.caller)
-            missed = misses.setdefault(space, [])
-            if missed[-1:] != [keys[found]]:
-                missed.append(keys[found])
+            last.setdefault(("ask", space), []).append(name)
+            keys_asked[name, space] += 4
+            missed[name, space] = keys[found]
         traffic.check_invariants()
-    for name, expected in misses.items():
-        (known,) = traffic.spaces(name)
-        assert [miss.key for miss in known.last_misses()] == expected[::-1][:MISSES_MAX]
-    for (what, name), callers in last.items():
-        (known,) = traffic.spaces(name)
-        rows = {row.name for row in (known.putters if what == "put" else known.askers).rows()}
-        recent = list(dict.fromkeys(reversed(callers)))[:CLIENTS_MAX]
-        assert set(recent) <= rows <= set(callers)
+    for (what, space_name), names in last.items():
+        (known,) = traffic.spaces(space_name)
+        rows = {row.name: row for row in (known.putters if what == "put" else known.askers).all()}
+        recent = list(dict.fromkeys(reversed(names)))[:CLIENTS_MAX]
+        assert set(recent) <= rows.keys() <= set(names)
+        if what == "ask":
+            for name, row in rows.items():
+                assert row.missed == missed[name, space_name]
+                if len(set(names)) <= CLIENTS_MAX:
+                    assert row.keys == keys_asked[name, space_name]
+
+
+def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
+    traffic, stays, keys = Traffic(), Caller("stays a"), keys_of("a")
+    for number in range(3 * CLIENTS_MAX):
+        traffic.caller = stays
+        traffic.asked(number, NAMESPACE, keys, 1, 1, -1)
+        traffic.caller = Caller(f"c{number} a")
+        traffic.asked(number, NAMESPACE, keys, 1, 1, -1)
+    (space,) = traffic.spaces(NAMESPACE)
+    (row,) = (row for row in space.askers.all() if row.name == "stays a")
+    assert row.questions == 3 * CLIENTS_MAX
+
+    for number in range(3 * SPACES_MAX):  # it is idle meanwhile
+        traffic.caller = Caller("another a")
+        traffic.asked(number, Namespace(f"n{number}"), keys, 1, 1, -1)
+    assert traffic.spaces(NAMESPACE) == []
+    traffic.caller = stays
+    traffic.asked(0, NAMESPACE, keys, 1, 1, -1)
+    (space,) = traffic.spaces(NAMESPACE)
+    assert [row.questions for row in space.askers.all()] == [1]
+
+
+def test_a_connection_outlives_the_state_of_a_term() -> None:
+    caller, keys = Caller("one a"), keys_of("a")
+    for _ in range(2):
+        traffic = Traffic()
+        traffic.caller = caller
+        traffic.asked(0, NAMESPACE, keys, 1, 1, -1)
+        traffic.puts(0, NAMESPACE)
+        (space,) = traffic.spaces(NAMESPACE)
+        assert [row.questions for row in space.askers.all()] == [1]
+        assert len(space.putters.all()) == 1
