@@ -207,7 +207,6 @@ def _other_fingerprint(evidence: Evidence, party: Party, others: Sequence[Party]
 
 
 def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    del evidence
     if party.asked:
         return None
     if not party.wanted:
@@ -218,6 +217,8 @@ def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cau
             "",
             is_problem=False,
         )
+    if set(party.namespaces) & set(evidence.elsewhere.values()):
+        return None  # the cause of the client that asks for these keys names both
     asker = _nearest(party, [each for each in others if each.asked])
     if asker is not None:
         return _differ(party, asker)

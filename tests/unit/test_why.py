@@ -175,15 +175,88 @@ def test_puts_that_store_nothing() -> None:
     assert "64 keys" in cause.text
 
 
-def test_the_reader_looks_into_another_namespace() -> None:
-    (cause,) = causes(writes("prod-a"), asks("prod-b"))
-    assert cause.code == "other_namespace"
-    assert cause.namespaces == ("prod-b", "prod-a")
+def test_a_writer_is_no_partner_because_it_is_there() -> None:
+    """A miss in one namespace says nothing of a writer in another one."""
+    found = {cause.code: cause for cause in causes(writes("prod-a"), asks("default"))}
+    assert found.keys() == {"only_readers", "only_writers"}
+    for cause in found.values():
+        assert len(cause.namespaces) == 1
+    assert "prod-a" not in found["only_readers"].text + found["only_readers"].remedy
+    assert "write other namespaces" in found["only_readers"].remedy
+    only_one = only(asks("default"))
+    assert "write other namespaces" not in only_one.remedy
+
+
+@pytest.mark.parametrize("asked", [asks("default"), asks("vllm/x"), both("fine", found=99)])
+def test_a_model_that_is_only_written_is_told_whatever_others_ask(
+    asked: NamespaceTraffic,
+) -> None:
+    records = [record("a"), record("x", model="another")]
+    (cause,) = causes(writes("vllm/a"), asked, records=records, model="m")
+    assert cause.code == "only_writers"
+    assert "no client asks for m" in cause.text
+
+
+def test_a_model_that_is_only_written_is_compared_with_who_asks_for_it() -> None:
+    """Wherever the asker is in the report, and if it finds what it wrote itself."""
+    records = [record("a"), record("b", dtype="float16")]
+    for asked in (asks("vllm/b"), both("vllm/b", found=99)):
+        (cause,) = causes(
+            writes("vllm/a"), asks("default"), asked, records=records, namespace="vllm/a"
+        )
+        assert cause.code == "other_fingerprint"
+        assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
+        assert cause.namespaces == ("vllm/a", "vllm/b")
+
+
+def test_the_nearest_writer_is_compared_not_the_last_one() -> None:
+    records = [
+        record("a", dtype="float16", weights="files 2b", groups=[]),
+        record("b", dtype="float16"),
+        record("c", engine="sglang"),
+        record("d"),
+    ]
+    last = space("vllm/a", 8, putters=[client("last", 8, stored=8, idle_ms=1)])
+    near = space("vllm/b", 8, putters=[client("near", 8, stored=8, idle_ms=9_000)])
+    (cause,) = causes(
+        last, near, writes("sglang/c"), asks("vllm/d"), records=records, namespace="vllm/d"
+    )
+    assert cause.fields == ("dtype: float16 writes, bfloat16 asks",)
+    assert "near writes" in cause.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"dtype": "float16"}, "--dtype"),
+        ({"cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"weights": "files 2b"}, "other checkpoints or revisions. That is right if the models"),
+        ({"groups": [{"block_tokens": 32}]}, "--block-size"),
+        ({"page_tokens": 64}, "--page-size"),
+        ({"tensor_parallel": 2}, "--tensor-parallel-size"),
+        ({"hash_algorithm": "sha256"}, "--prefix-caching-hash-algo"),
+        ({"none_hash": "1f"}, "PYTHONHASHSEED"),
+        ({"unheard_of": 1}, "same weights and settings"),
+    ],
+)
+def test_the_remedy_is_that_of_the_field(changes: dict[str, Any], advice: str) -> None:
+    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
+    assert advice in cause.remedy
+    assert cause.remedy.count(". ") <= 1
+
+
+def test_each_remedy_is_told_once_and_few_of_them() -> None:
+    changes = {
+        "weights": "w", "config": "c", "dtype": "d", "none_hash": "n", "page_tokens": 1,
+    }  # fmt: skip
+    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
+    assert cause.remedy.count("other checkpoints") == 1
+    assert cause.remedy.count("start both") <= 3
 
 
 def test_a_key_that_is_in_another_namespace_proves_it() -> None:
     found = causes(writes("x", who="p"), both("y"), elsewhere={"y": "x"})
-    assert [cause.code for cause in found if "y" in cause.namespaces] == ["other_namespace"]
+    assert [cause.code for cause in found] == ["other_namespace"]
     assert "is stored in x" in found[0].text
 
 
@@ -252,7 +325,7 @@ def test_everything_is_fine() -> None:
 
 def test_problems_come_first_and_parties_can_be_chosen() -> None:
     spaces = [both("good", found=99), asks("bad")]
-    assert [cause.code for cause in causes(*spaces)] == ["other_namespace", "fine"]
+    assert [cause.code for cause in causes(*spaces)] == ["only_readers", "fine"]
     assert only(*spaces, namespace="good").code == "fine"
     records = [record("a", model="org/m-8b")]
     chosen = select(parties_of([both("vllm/a")], records), model="/somewhere/m-8b/")
