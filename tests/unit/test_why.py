@@ -246,7 +246,7 @@ def test_the_remedy_is_that_of_the_field(changes: dict[str, Any], advice: str) -
 
 
 def test_each_remedy_is_told_once_and_few_of_them() -> None:
-    changes = {
+    changes: dict[str, Any] = {
         "weights": "w", "config": "c", "dtype": "d", "none_hash": "n", "page_tokens": 1,
     }  # fmt: skip
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
