@@ -327,13 +327,13 @@ class Watched(dict[str, Any]):
 
 def test_a_client_that_stays_in_its_namespace_costs_no_search() -> None:
     """Every call of every client goes through here."""
-    traffic, keys = Traffic(), keys_of("a")
+    traffic, keys = Traffic(), keys_of("ab")
     watched = traffic.recent = Watched()
     one, two = Caller("one a"), Caller("two a")
     for number in range(20):
         traffic.caller = (one, two)[number % 2]
-        space = Namespace("".join(["mo", "del"]))  # another string in each call
-        traffic.asked(number, space, keys, 1, number % 3 and 1, number % 3 - 1)
+        space = Namespace(b"model".decode())  # another string in each call
+        traffic.asked(number, space, keys, 2, 1, number % 3 - 1)
         traffic.puts(number, space).keys += 1
     assert watched.searches == 4, "one for each client, as one who asks and as one who puts"
     assert [row.questions for row in watched["model"].askers.all()] == [10, 10]
