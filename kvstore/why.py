@@ -171,7 +171,7 @@ def select(parties: Sequence[Party], *, namespace: str = "", model: str = "") ->
 
 
 def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Party]) -> list[Cause]:
-    """The causes, problems first.
+    """The causes: problems first, and of these the ones whose fields are known.
 
     Args:
         parties: those to explain.
@@ -189,7 +189,7 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
             if cause is not None:
                 causes.append(cause._replace(namespaces=cause.namespaces or party.namespaces))
                 break
-    return sorted(dict.fromkeys(causes), key=lambda cause: not cause.is_problem)
+    return sorted(dict.fromkeys(causes), key=lambda cause: (not cause.is_problem, not cause.fields))
 
 
 # --- rules: the first that knows an answer for a party gives it ----------------------------------
@@ -225,7 +225,7 @@ def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cau
     what = "there" if party.record is None else f"for {party.record.model}"
     return Cause(
         "only_writers",
-        f"{_names(party.putters)} writes {party.name}, and no client asks {what}",
+        f"{_do(party.putters, 'write')} {party.name}, and no client asks {what}",
         "Is an engine of this model running that may read (vLLM: kv_role kv_consumer or kv_both), "
         "with this master?",
     )
@@ -251,7 +251,7 @@ def _not_written(evidence: Evidence, party: Party, others: Sequence[Party]) -> C
     writes = "this model" if party.record is not None else "there"
     return Cause(
         "only_readers",
-        f"{_names(party.askers)} asks in {party.name}, and no client writes {writes}",
+        f"{_do(party.askers, 'ask')} in {party.name}, and no client writes {writes}",
         remedy,
     )
 
@@ -476,8 +476,8 @@ def _differ(writer: Party, asker: Party) -> Cause:
     ours, theirs = writer.record, asker.record
     assert ours is not None
     assert theirs is not None
-    writing = f"{_names(writer.putters, 'another client')} writes {ours.model} under {writer.name}"
-    asking = f"{_names(asker.askers)} asks under {asker.name}"
+    writing = f"{_do(writer.putters, 'write', 'another client')} {ours.model} under {writer.name}"
+    asking = f"{_do(asker.askers, 'ask')} under {asker.name}"
     spaces = writer.namespaces + asker.namespaces
     if ours.engine != theirs.engine:
         return Cause(
@@ -546,6 +546,11 @@ def _names(rows: Sequence[ClientTraffic], unknown: str = "a client") -> str:
     names = list(dict.fromkeys(row.client or unknown for row in rows)) or [unknown]
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
     return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _do(rows: Sequence[ClientTraffic], verb: str, unknown: str = "a client") -> str:
+    several = len({row.client for row in rows}) > 1
+    return f"{_names(rows, unknown)} {verb}{'' if several else 's'}"
 
 
 def _value(value: object) -> str:

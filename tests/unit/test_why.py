@@ -118,6 +118,16 @@ def test_the_fields_are_told_even_if_the_asker_writes_as_well() -> None:
     assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
 
 
+def test_a_known_difference_comes_before_a_lonely_question() -> None:
+    found = causes(
+        asks("default"), writes("vllm/a"), asks("vllm/b"),
+        records=[record("a"), record("b", dtype="float16")],
+    )  # fmt: skip
+    assert [cause.code for cause in found] == ["other_fingerprint", "only_readers"]
+    two = space("n", askers=[client("one", 8), client("two", 8)], none=1)
+    assert only(two).text.startswith("one, two ask in n, ")
+
+
 def test_fingerprints_that_differ_in_nothing_described_say_so() -> None:
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b")])
     assert cause.code == "other_fingerprint"
