@@ -2,7 +2,8 @@
 tensor's bytes.
 
 So ``get`` returns the same bytes as Mooncake's, and what ``get_tensor_into`` reads into a buffer,
-``put_tensor_from`` can put. ``*_with_tp`` keep the slices of a tensor as objects of their own.
+``put_tensor_from`` can put. ``*_with_tp`` keep the slices of a tensor as objects of their own;
+``*_with_parallelism`` take whole tensors, and refuse parts.
 
 torch is imported by the calls that make a tensor, because most engines use none of these.
 """
@@ -313,6 +314,142 @@ class Tensors:
     ) -> list[Any]:
         keys = [_name_of_slice(key, tp_rank, tp_size) for key in base_keys]
         return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
+
+    # --- by a description of its parallelism: whole tensors only -------------------------------
+
+    def put_tensor_with_parallelism(
+        self,
+        key: str,
+        tensor: Any,
+        parallelism: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: Any = None,
+    ) -> int:
+        """INVALID_PARAMS for a tensor in parts; ``put_tensor_with_tp`` puts slices."""
+        parts = [parallelism], config, [writer_partition]
+        return self.batch_put_tensor_with_parallelism([key], [tensor], *parts)[0]
+
+    def batch_put_tensor_with_parallelism(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        parallelisms: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        if _in_parts(parallelisms, writer_partitions):
+            return [Code.INVALID_PARAMS] * len(keys)
+        return self._put(keys, tensors_list, config)
+
+    def upsert_tensor_with_parallelism(
+        self,
+        key: str,
+        tensor: Any,
+        parallelism: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: Any = None,
+    ) -> int:
+        parts = [parallelism], config, [writer_partition]
+        return self.batch_upsert_tensor_with_parallelism([key], [tensor], *parts)[0]
+
+    def batch_upsert_tensor_with_parallelism(
+        self,
+        keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        parallelisms: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        if _in_parts(parallelisms, writer_partitions):
+            return [Code.INVALID_PARAMS] * len(keys)
+        return self._put(keys, tensors_list, config, overwrite=True)
+
+    def put_tensor_with_parallelism_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        parallelism: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: Any = None,
+    ) -> int:
+        parts = [parallelism], config, [writer_partition]
+        return self.batch_put_tensor_with_parallelism_from([key], [buffer_ptr], [size], *parts)[0]
+
+    def batch_put_tensor_with_parallelism_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        parallelisms: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        if _in_parts(parallelisms, writer_partitions):
+            return [Code.INVALID_PARAMS] * len(keys)
+        return self._objects.put(keys, self._held(buffer_ptrs, sizes), config)
+
+    def upsert_tensor_with_parallelism_from(
+        self,
+        key: str,
+        buffer_ptr: int,
+        size: int,
+        parallelism: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partition: Any = None,
+    ) -> int:
+        parts = [parallelism], config, [writer_partition]
+        return self.batch_upsert_tensor_with_parallelism_from([key], [buffer_ptr], [size], *parts)[
+            0
+        ]
+
+    def batch_upsert_tensor_with_parallelism_from(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        parallelisms: Any = None,
+        config: ReplicateConfig | None = None,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        if _in_parts(parallelisms, writer_partitions):
+            return [Code.INVALID_PARAMS] * len(keys)
+        return self._objects.put(keys, self._held(buffer_ptrs, sizes), config, overwrite=True)
+
+    def get_tensor_with_parallelism(self, key: str, target: Any = None) -> Any:
+        """None if ``target`` names a part."""
+        return self.batch_get_tensor_with_parallelism([key], [target])[0]
+
+    def batch_get_tensor_with_parallelism(
+        self, keys: Sequence[str], targets: Any = None
+    ) -> list[Any]:
+        return [None] * len(keys) if _in_parts(targets) else self.batch_get_tensor(keys)
+
+    def get_tensor_with_parallelism_into(
+        self, key: str, buffer_ptr: int, size: int, target: Any = None
+    ) -> Any:
+        return self.batch_get_tensor_with_parallelism_into([key], [buffer_ptr], [size], [target])[0]
+
+    def batch_get_tensor_with_parallelism_into(
+        self,
+        keys: Sequence[str],
+        buffer_ptrs: Sequence[int],
+        sizes: Sequence[int],
+        targets: Any = None,
+    ) -> list[Any]:
+        if _in_parts(targets):
+            return [None] * len(keys)
+        return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
+
+
+def _in_parts(*given: Any) -> bool:
+    """Whether one of these describes a part of a tensor, or a list of them has one that does."""
+    return any(
+        any(part is not None for part in each)
+        if isinstance(each, list | tuple)
+        else each is not None
+        for each in given
+    )
 
 
 def _is_tensor(value: object) -> bool:

@@ -6,11 +6,11 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, debug_option, json_option
 from kvstore.cli.show import print_json, size_text
+from kvstore.cli.tables import console_of_names
 
 if TYPE_CHECKING:
     from kvstore.memory.entries import LeftOver
@@ -97,7 +97,7 @@ def _agreed(found: list[LeftOver]) -> bool:
             ", ".join(left.owner.places) or "-",
             left.path,
         )
-    Console(stderr=True).print(table, highlight=False)
+    console_of_names(stderr=True).print(table)
     if not sys.stdin.isatty():
         click.echo("Nothing was removed: there is no terminal to ask; give --yes.", err=True)
         return False

@@ -11,7 +11,7 @@ import click
 from kvstore.addresses import join_address, split_address
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
-from kvstore.cli.show import key_text, print_json, size_text
+from kvstore.cli.show import key_text, name_text, print_json, size_text
 from kvstore.config.values import HTTP_PORT
 from kvstore.errors import KVStoreError
 from kvstore.web.following import Told, follow
@@ -70,7 +70,7 @@ def _cells(told: Told) -> list[str]:
     space: str = data["namespace"]
     cells = [
         told.name,
-        space if space.isprintable() else ascii(space),
+        name_text(space),
         key_text(bytes.fromhex(data["key"])),
     ]
     if told.name == "stored":

@@ -82,6 +82,7 @@ LATE: Final = {
     "doctor": "Check this host, its programs and the connection to the cluster.",
     "why": "Say who writes and who asks, and why nothing is found.",
     "events": "Follow what becomes visible in the store and what is gone.",
+    "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
 
 

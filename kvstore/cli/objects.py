@@ -16,7 +16,15 @@ from kvstore.cli.files import array_of, copy_out, is_text, npy_of, read_file, wr
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, NOT_THERE, print_json_error
 from kvstore.cli.progress import byte_progress, count_progress
-from kvstore.cli.show import duration_text, key_from_text, key_text, plain, print_json, size_text
+from kvstore.cli.show import (
+    duration_text,
+    key_from_text,
+    key_text,
+    name_text,
+    plain,
+    print_json,
+    size_text,
+)
 from kvstore.limits import BATCH_KEYS_MAX, Key
 
 LIST_ROWS_MAX = 1_000
@@ -276,7 +284,7 @@ def row_json(row: ObjectRow) -> dict[str, Any]:
 
 def row_cells(row: ObjectRow, *, exact: bool) -> list[str]:
     return [
-        row.namespace,
+        name_text(row.namespace),
         key_text(row.key),
         str(row.size) if exact else size_text(row.size),
         str(row.replicas),

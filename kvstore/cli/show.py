@@ -14,6 +14,11 @@ HEX = "hex:"
 """Prefix of the written form of a key that is not printable text, or that begins with it."""
 
 
+def name_text(name: str) -> str:
+    """A name that a program chose, on one line and without control characters."""
+    return name if name.isprintable() else ascii(name)
+
+
 def key_text(key: bytes) -> str:
     """A key as text where that is unambiguous, else ``hex:`` and its hexadecimal form."""
     try:
@@ -26,7 +31,8 @@ def key_text(key: bytes) -> str:
 
 
 def shown_text(text: str, most: int = 80) -> str:
-    """What a stranger may have written, for a terminal: nothing that controls it, and not long."""
+    """A text with words of a stranger, for a terminal: nothing that controls it, and not long.
+    Unlike ``name_text`` it leaves the rest of the text as it is."""
     shown = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )

@@ -9,7 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.calls import ClusterStatus
-from kvstore.cli.show import duration_text, size_text
+from kvstore.cli.show import duration_text, name_text, size_text
+
+
+def console_of_names(*, stderr: bool = False) -> Console:
+    """A console that prints names of objects, nodes and files as they are: it reads no markup."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def print_fields(fields: dict[str, Any]) -> None:
@@ -27,9 +32,9 @@ def print_fields(fields: dict[str, Any]) -> None:
         elif isinstance(value, dict):
             text = ", ".join(f"{k} {v}" for k, v in value.items())
         else:
-            text = "-" if value is None else str(value)
+            text = "-" if value is None else name_text(str(value))
         table.add_row(name, text)
-    Console().print(table, highlight=False, markup=False)
+    console_of_names().print(table)
 
 
 def print_rows(rows: Iterable[Sequence[str]]) -> None:
@@ -40,13 +45,13 @@ def print_rows(rows: Iterable[Sequence[str]]) -> None:
     table.add_column("state")
     for row in rows:
         table.add_row(*row)
-    Console().print(table, highlight=False)
+    console_of_names().print(table)
 
 
 def print_status(found: ClusterStatus, master: str, *, counters: bool) -> None:
-    console = Console()
+    console = console_of_names()
     for part in _status_parts(found, master, counters=counters):
-        console.print(part, highlight=False)
+        console.print(part)
 
 
 def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Iterator[Any]:
@@ -98,7 +103,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         if pinned:
             namespaces.add_column("\npinned", justify="right")
         for row in found.namespaces:
-            cells = [row.name, str(row.objects), size_text(row.size)]
+            cells = [name_text(row.name), str(row.objects), size_text(row.size)]
             namespaces.add_row(*cells, *([size_text(row.pinned_bytes)] if pinned else []))
         yield namespaces
 

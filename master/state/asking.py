@@ -106,6 +106,7 @@ class Asking:
             table = self._forest.table(namespace)
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
+                common.counters["missed_objects"] += count
                 self._note(now_ms, namespace, request.keys, count, 0, 0 if count else -1)
                 continue
             keys = request.keys

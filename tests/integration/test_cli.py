@@ -123,6 +123,31 @@ def test_status(kv: KV) -> None:
     assert node["name"].encode() in kv("status").out
 
 
+def test_top(kv: KV) -> None:
+    assert kv("put", "on top", "-", stdin=b"1").code == 0
+    lines = kv("top", "--interval-s", "0.2", "--count", "2", "--json").out.splitlines()
+    first, second = map(json.loads, lines)
+    assert first["per_second"] == {}
+    assert second["per_second"]["stored_objects"] == 0
+    assert second["status"]["nodes"][0]["state"] == "alive"
+    shown = kv("top", "--interval-s", "0.2", "--count", "2").out.decode()
+    assert "objects stored" in shown
+    assert first["status"]["nodes"][0]["name"] in shown
+
+
+@pytest.mark.parametrize("name", ["a[/b][red]:smile:", "bell\a escape\x1b[2J", "to the left\u202e"])
+def test_names_are_shown_as_they_are_and_command_no_terminal(kv: KV, name: str) -> None:
+    here = ("--namespace", name)
+    assert kv("put", name, "-", *here, stdin=b"1").code == 0
+    shown = name if name.isprintable() else ascii(name)
+    for command in (("ls",), ("status",), ("stat", name, *here)):
+        result = kv(*command)
+        assert result.code == 0, result.err
+        assert shown in result.out.decode()
+        assert result.out.decode().replace("\n", "").replace("\t", "").isprintable()
+    assert kv("clear", *here).code == 0
+
+
 def test_a_value_larger_than_the_pool(kv: KV, tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(MEMORY + 1)

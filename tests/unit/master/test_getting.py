@@ -25,6 +25,15 @@ def test_a_match_is_the_longest_present_prefix(new_cluster: NewCluster) -> None:
     assert cluster.match("") == 0
 
 
+def test_misses_are_counted_where_nothing_has_ever_been_put(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    assert cluster.match("abc") == 0
+    cluster.put("a")
+    assert cluster.match("abc") == 1
+    assert cluster.state.counters["matched_objects"] == 1
+    assert cluster.state.counters["missed_objects"] == 3 + 2
+
+
 def test_a_match_says_where_everything_is_when_asked(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8)
     grants = cluster.start("abc")

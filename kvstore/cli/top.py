@@ -1,0 +1,167 @@
+"""``kvstore top``: the cluster, live."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from kvstore.addresses import shown_place
+from kvstore.calls import ClusterStatus
+from kvstore.cli.cluster import status_json
+from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.options import CONTEXT
+from kvstore.cli.show import duration_text, name_text, print_json, size_text
+from kvstore.cli.tables import console_of_names
+from kvstore.errors import KVStoreError
+
+NAMESPACES: Final = 10
+"""The largest ones are shown."""
+
+BAR: Final = 24
+"""Characters of a node's bar."""
+
+
+class Seen(NamedTuple):
+    """The state of the cluster, and what has happened since the look before."""
+
+    status: ClusterStatus | None
+    """None: no master answers."""
+    rates: dict[str, float]
+    """Per second, by the counters' names; empty at first, and after a change of masters."""
+    error: str = ""
+
+
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExamples:\n  kvstore top\n  kvstore top --interval-s 10 --count 6 --json",
+)
+@connects()
+@click.option("--interval-s", type=click.FloatRange(min=0.2, max=3600), default=2.0,
+              show_default=True, help="Time between two looks.")  # fmt: skip
+@click.option("--count", type=click.IntRange(min=1), help="End after so many looks.")
+def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
+    """Watch the cluster: hits, traffic, memory by node, the largest namespaces. Ctrl-C ends it."""
+    looks = _looks(invocation, interval_s, count)
+    try:
+        if invocation.as_json:
+            for seen in looks:
+                status = None if seen.status is None else status_json(seen.status)
+                print_json({"status": status, "per_second": seen.rates, "error": seen.error})
+                sys.stdout.flush()
+            return 0
+        place = shown_place(invocation.config.master)
+        console = console_of_names()
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            for seen in looks:
+                live.update(page(seen, place), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iterator[Seen]:
+    """Raises KVStoreError: the first one found no master."""
+    before: ClusterStatus | None = None
+    then = 0.0
+    with invocation.client() as client:
+        number = 0
+        while True:
+            now = time.monotonic()
+            try:
+                status = client.status()
+            except KVStoreError as error:
+                if not number:
+                    raise
+                yield Seen(None, {}, str(error))
+                before = None
+            else:
+                yield Seen(status, rates(before, status, now - then))
+                before, then = status, now
+            number += 1
+            if number == count:
+                return
+            time.sleep(max(0.0, now + interval_s - time.monotonic()))
+
+
+def rates(before: ClusterStatus | None, after: ClusterStatus, seconds: float) -> dict[str, float]:
+    """How much each counter has grown, per second. Counters begin again with each master."""
+    if before is None or before.epoch != after.epoch or seconds <= 0:
+        return {}
+    earlier = dict(before.counters)
+    return {name: (value - earlier.get(name, 0)) / seconds for name, value in after.counters}
+
+
+def page(seen: Seen, master: str) -> RenderableType:
+    """What the terminal shows."""
+    status = seen.status
+    if status is None:
+        return f"no answer from {master}: {seen.error}"
+    who = f"leader {status.leader}" if status.leader else f"master {master}"
+    head = f"{who}, epoch {status.epoch}, up {duration_text(status.uptime_ms)}"
+    if status.cluster:
+        head = f"cluster {status.cluster}, {head}"
+    return Group(head, "", _traffic(dict(status.counters), seen.rates), "", *_tables(status))
+
+
+def _traffic(totals: dict[str, int], now: dict[str, float]) -> Table:
+    table = Table("", box=None, pad_edge=False)
+    for column in ("per second", "since start"):
+        table.add_column(column, justify="right")
+    hits_now = _share(now.get("matched_objects", 0), now.get("missed_objects", 0))
+    hits = _share(totals.get("matched_objects", 0), totals.get("missed_objects", 0))
+    table.add_row("blocks found by matches", hits_now, hits)
+    for text, name in (
+        ("objects stored", "stored_objects"),
+        ("objects evicted", "evicted_objects"),
+        ("puts refused: no space", "refused_no_space"),
+        ("objects lost with a node", "lost_objects"),
+        ("objects corrupt", "corrupt_objects"),
+    ):
+        table.add_row(text, f"{now.get(name, 0):,.0f}", f"{totals.get(name, 0):,}")
+    stored = size_text(now.get("stored_bytes", 0)), size_text(totals.get("stored_bytes", 0))
+    table.add_row("bytes stored", *stored)
+    return table
+
+
+def _share(found: float, missed: float) -> str:
+    asked = found + missed
+    return f"{100 * found / asked:.1f} % of {asked:,.0f}" if asked else "-"
+
+
+def _tables(status: ClusterStatus) -> Iterator[RenderableType]:
+    if not status.nodes:
+        yield "No node: start one with kvstore-node, or kvstore-master with --memory."
+    nodes = Table("node", "state", "used", box=None, pad_edge=False)
+    for name in ("", "of", "last heard"):
+        nodes.add_column(name, justify="right")
+    for node in status.nodes:
+        used = sum(segment.used for segment in node.segments)
+        size = sum(segment.size for segment in node.segments)
+        nodes.add_row(
+            node.name, node.state, bar(used, size), size_text(used), size_text(size),
+            duration_text(node.silent_ms),
+        )  # fmt: skip
+    if status.nodes:
+        yield nodes
+    largest = sorted(status.namespaces, key=lambda each: each.size, reverse=True)[:NAMESPACES]
+    if largest:
+        yield ""
+        spaces = Table(f"namespace ({len(status.namespaces):,})", box=None, pad_edge=False)
+        for name in ("objects", "bytes", "pinned"):
+            spaces.add_column(name, justify="right")
+        for each in largest:
+            cells: list[Any] = [f"{each.objects:,}", size_text(each.size)]
+            spaces.add_row(name_text(each.name), *cells, size_text(each.pinned_bytes))
+        yield spaces
+
+
+def bar(used: int, size: int) -> str:
+    full = round(BAR * used / size) if size else 0
+    return "█" * full + "░" * (BAR - full)

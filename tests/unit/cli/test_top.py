@@ -1,0 +1,57 @@
+"""``kvstore top``: what it counts, and what it shows."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
+from kvstore.cli.top import BAR, NAMESPACES, Seen, bar, page, rates
+
+
+def status(epoch: int = 1, **counters: int) -> ClusterStatus:
+    counted = [Counter(name, value) for name, value in sorted(counters.items())]
+    segment = SegmentStatus(1, 1 << 30, 1 << 28, 1 << 29, "kvstore.a")
+    node = NodeStatus("node[/a]", "host", "alive", "h:1", 12, [segment])
+    spaces = [NamespaceStatus(f"space-{n}\x1b", n, n << 20) for n in range(NAMESPACES + 5)]
+    return ClusterStatus(epoch, "1", 5_000, [node], spaces, counted)
+
+
+def shown(seen: Seen) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120, markup=False, emoji=False).print(page(seen, "m:1"))
+    return out.getvalue()
+
+
+def test_rates_are_of_the_time_between_two_looks() -> None:
+    before, after = status(stored_objects=10), status(stored_objects=40, evicted_objects=6)
+    assert rates(before, after, 2.0) == {"stored_objects": 15.0, "evicted_objects": 3.0}
+
+
+def test_counters_of_another_master_are_not_compared() -> None:
+    assert rates(status(1, stored_objects=10), status(2, stored_objects=1), 2.0) == {}
+    assert rates(None, status(stored_objects=10), 2.0) == {}
+
+
+def test_a_page() -> None:
+    after = status(matched_objects=75, missed_objects=25, stored_objects=1234)
+    text = shown(Seen(after, {"matched_objects": 1.0, "missed_objects": 3.0}))
+    assert "25.0 % of 4" in text
+    assert "75.0 % of 100" in text
+    assert "1,234" in text
+    assert "node[/a]" in text
+    assert f"'space-{NAMESPACES + 4}\\x1b'" in text
+    assert "space-4" not in text.replace("space-14", ""), "only the largest"
+    assert "\x1b" not in text
+
+
+def test_a_master_that_does_not_answer() -> None:
+    assert "no answer from m:1: gone" in shown(Seen(None, {}, "gone"))
+
+
+def test_bars() -> None:
+    assert bar(0, 100) == "░" * BAR
+    assert bar(100, 100) == "█" * BAR
+    assert bar(50, 100).count("█") == BAR // 2
+    assert bar(0, 0) == "░" * BAR
