@@ -616,7 +616,7 @@ class NamespaceTraffic(NamedTuple):
     putters: Sequence[ClientTraffic]
     askers: Sequence[ClientTraffic]
     misses: Sequence[MissedKey]
-    """The last ones, the last of all first."""
+    """The last one of each client that asked, the last of all first."""
     questions: int
     none: int
     """Questions whose first key was not there."""

@@ -507,7 +507,7 @@ class NamespaceTraffic(_message.Message):
     def askers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissedKey]:
-        """The last ones, the last of all first."""
+        """The last one of each client that asked, the last of all first."""
 
     def __init__(
         self,
