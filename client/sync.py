@@ -493,8 +493,9 @@ class Client:
         not found last.
 
         The master remembers this since its start, of the last 512 namespaces at least, 16 clients
-        of each that put and 16 that asked, and the last missed key of each that asked. It counts what reaches the master: a client
-        that still knows from its last question where an object is does not ask again.
+        of each that put and 16 that asked, and the last missed key of each that asked. It counts
+        what reaches the master: a client that still knows from its last question where an object is
+        does not ask again.
         ``kvstore why`` draws the conclusions.
         """
         return self._run(self._operations.traffic(namespace), timeout_ms)
