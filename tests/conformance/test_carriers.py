@@ -153,6 +153,7 @@ def test_the_master_learns_which_client_calls(server: Server, caller: Caller) ->
         ("prefill-" + "x" * 50 + "-4711", "prefill-" + "x" * 14 + "…" + "x" * 17 + "-4711"),
         ("模" * 80, "模" * 7 + "…" + "模" * 7),
     ],
+    ids=["short", "just fits", "long", "wide"],
 )
 def test_a_client_is_known_by_its_name_in_a_token_that_old_masters_take(
     server: Server, name: str, known: str
