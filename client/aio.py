@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -223,7 +224,7 @@ class AsyncClient:
                 return method(self._client, *args, **named)
 
         try:
-            call = self._threads.submit(carry_out)
+            call = self._threads.submit(copy_context().run, carry_out)
         except RuntimeError:  # shut down
             raise ClosedError("the client is closed") from None
         call.add_done_callback(tell)

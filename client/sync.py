@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from kvstore import calls
+from kvstore.addresses import shown_place
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client import forks
@@ -18,6 +19,7 @@ from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, Range, View, seconds
 from kvstore.client.state import ClientState, ClientStats
+from kvstore.client.tracing import tracing
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
@@ -40,7 +42,8 @@ class Client:
     the configured one where it is None. The client connects at its first call. A call lasts at most
     its ``timeout_ms`` (None: the configured one, by default 10 s); a master that cannot be reached
     is tried again until then. ``list_objects`` and ``clear`` have that time for each page or slice.
-    All methods may be called from any thread.
+    All methods may be called from any thread. In a program that has set a provider of OpenTelemetry
+    tracers before it made the client, each call is a span.
 
     All methods may raise, besides what they name:
         MasterUnreachableError: no master was found in time; ``fields`` name the addresses.
@@ -85,6 +88,7 @@ class Client:
         self._state = ClientState(self.config, self._ask_within)
         self._stub = self._new_stub()
         self._operations = self._state.operations
+        self._tracing = tracing(shown_place(config.master))
         self._closed = threading.Event()
         forks.watch(self)
         try:
@@ -677,6 +681,12 @@ class Client:
     # --- driving flows ------------------------------------------------------------------------
 
     def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
+        if self._tracing is None:
+            return self._carry_out(flow, timeout_ms)
+        with self._tracing.span(getattr(flow, "__name__", "call")):
+            return self._carry_out(flow, timeout_ms)
+
+    def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None) -> ResultT:
         """Carries out the flow's steps until it returns or the time is over."""
         if self._closed.is_set():
             raise ClosedError("the client is closed")
