@@ -120,6 +120,7 @@ class AsyncClient:
     exists_many = _awaited(Client.exists_many)
     stat = _awaited(Client.stat)
     status = _awaited(Client.status)
+    traffic = _awaited(Client.traffic)
 
     remove = _awaited(Client.remove)
     remove_many = _awaited(Client.remove_many)

@@ -487,6 +487,14 @@ class Operations:
             status = status.with_page(page)
         return status
 
+    def traffic(self, namespace: str | None) -> Flow[calls.TrafficReport]:
+        space = "" if namespace is None else check_namespace(namespace)
+        report = yield from ask(calls.Traffic(space), calls.TrafficReport)
+        while report.next_cursor:
+            request = calls.Traffic(space, report.next_cursor)
+            report = report.with_page((yield from ask(request, calls.TrafficReport)))
+        return report
+
     def drain(self, node: str, undo: bool, leave: bool) -> Flow[calls.Drained]:
         if undo and leave:
             raise InvalidArgumentError("leave and undo exclude each other")

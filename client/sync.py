@@ -490,6 +490,20 @@ class Client:
         """The cluster at a glance."""
         return self._run(self._operations.status(), timeout_ms)
 
+    def traffic(
+        self, namespace: str | None = None, *, timeout_ms: int | None = None
+    ) -> calls.TrafficReport:
+        """Who puts into a namespace, or into each one (None), who asks there, and which keys were
+        not found last.
+
+        The master remembers this since its start, of the last 512 namespaces at least, 16 clients
+        of each that put and 16 that asked, and the last missed key of each that asked. It counts
+        what reaches the master: a client that still knows from its last question where an object is
+        does not ask again.
+        ``kvstore why`` draws the conclusions.
+        """
+        return self._run(self._operations.traffic(namespace), timeout_ms)
+
     def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> Iterator[calls.ObjectRow]:

@@ -1,9 +1,8 @@
 """Descriptions that engines put into the store, so that differences between engines can be seen.
 
-A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
-engine serves which models, in which namespaces its blocks are, and what was described. Engines warn
-of records of the same model that differ from theirs; ``kvstore why`` shows all of them; the proxy
-reads those of vLLM.
+Fleet records (``kvstore.fleet``) say which engine serves which models, in which namespaces its
+blocks are, and what was described. Engines warn of records of the same model that differ from
+theirs; ``kvstore why`` shows all of them; the proxy reads those of vLLM.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from kvstore.client.sync import Client
+from kvstore.fleet import FORMAT, as_read, differences, parse, short_name
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
-
-FORMAT: Final = 1
-"""Version of fleet records; the proxy reads only this one."""
 
 
 class Fleet:
@@ -87,31 +83,18 @@ class Fleet:
         self._client.remove(_prefix(models) + mark.encode(), namespace=FLEET_NAMESPACE)
 
 
-def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """The fields in which two descriptions differ, in words."""
-    ours = json.loads(json.dumps(ours, default=str))
-    return [
-        f"{key}: {ours.get(key)!r} here, {theirs.get(key)!r} there"
-        for key in sorted({*ours, *theirs})
-        if ours.get(key) != theirs.get(key)
-    ]
-
-
 def _warnings(model: str, record: Mapping[str, object], raw: bytes) -> list[str]:
-    try:
-        other = json.loads(raw)
-        theirs = other["description"]
-        engine = other.get("engine", "vllm")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-    ours = record["description"]
-    if not isinstance(theirs, dict) or not isinstance(ours, Mapping) or engine != record["engine"]:
+    other, ours = parse(raw), record["description"]
+    if other is None or not isinstance(ours, Mapping) or other.engine != record["engine"]:
         return []  # blocks of different engines differ in any case
-    told = "; ".join(differences(ours, theirs)) or "only the layout of the cache"
+    differing = "; ".join(
+        f"{each.field}: {each.ours!r} here, {each.theirs!r} there"
+        for each in differences(as_read(ours), other.description)
+    )
+    told = differing or "only the layout of the cache"
     return [f"another engine serves {model}, and shares no block with this one. {told}"]
 
 
 def _prefix(models: Sequence[str]) -> bytes:
     """One prefix for all records of a model, whatever path it was loaded from."""
-    name = models[0].rstrip("/").rsplit("/", 1)[-1]
-    return name.encode()[: KEY_BYTES_MAX // 2] + b"/"
+    return short_name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"

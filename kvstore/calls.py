@@ -562,6 +562,88 @@ class ObjectDetail(NamedTuple):
     placements: Placements
 
 
+class Traffic(NamedTuple):
+    """Who puts, who asks and what is not found, a page of namespaces at a time."""
+
+    namespace: NamespaceOrEmpty = ""
+    """Empty: of every one that the master remembers."""
+    cursor: int = 0
+    """0 first, then ``next_cursor`` of the answer before."""
+
+
+class ClientTraffic(NamedTuple):
+    """One client in one namespace, as one who puts or as one who asks."""
+
+    client: str
+    """The name with which it joined; empty: not known."""
+    address: str
+    """Where it calls from; ``local``: from the host of the master."""
+    first_ms: int
+    """Since it was first seen. The master remembers the last clients only."""
+    idle_ms: int
+    """Since its last call."""
+    keys: int
+    """That it wanted to put, or asked for."""
+    found: int
+    """Of those: that were there already."""
+    stored: int
+    """That it has put."""
+    key: bytes
+    """One of its last put; empty: it has only asked."""
+
+
+class MissedKey(NamedTuple):
+    """A key that was asked for and not found: the first such of its question."""
+
+    key: Key
+    client: str
+    address: str
+    idle_ms: int
+    """Since then."""
+    found: int
+    """Keys before it in that question, which were there."""
+    asked: int
+    """Keys of that question."""
+    present: bool
+    """Whether it is there now."""
+
+
+class NamespaceTraffic(NamedTuple):
+    name: str
+    objects: int
+    size: int
+    """Payload bytes, replicas not counted."""
+    putters: Sequence[ClientTraffic]
+    askers: Sequence[ClientTraffic]
+    misses: Sequence[MissedKey]
+    """The last one of each client that asked, the last of all first."""
+    questions: int
+    none: int
+    """Questions whose first key was not there."""
+    partly: int
+    """Questions of which a later key was not there."""
+    evicted: int
+    """Objects."""
+    evicted_ms: int
+    """Since the last of those."""
+    evicted_idle_ms: int
+    """How long that one had not been used then."""
+
+
+class TrafficReport(NamedTuple):
+    epoch: int
+    uptime_ms: int
+    """Of the master, which remembers nothing from before."""
+    namespaces: Sequence[NamespaceTraffic]
+    next_cursor: int
+    """0: that was the last page."""
+
+    def with_page(self, page: TrafficReport) -> TrafficReport:
+        """With the rows of the page behind it."""
+        namespaces = [*self.namespaces, *page.namespaces]
+        return self._replace(namespaces=namespaces, next_cursor=page.next_cursor)
+
+
 class DrainStep(enum.IntEnum):
     """One step of draining a node."""
 
@@ -646,7 +728,7 @@ ClientRequest = (
     | ReportFailure
     | ReportCorrupt
 )
-AdminRequest = Status | ListObjects | StatObject | Drain | StartMoves
+AdminRequest = Status | ListObjects | StatObject | Traffic | Drain | StartMoves
 Request = ClientRequest | AdminRequest
 Reply = (
     Joined
@@ -668,6 +750,7 @@ Reply = (
     | ClusterStatus
     | Listed
     | ObjectDetail
+    | TrafficReport
     | Drained
     | MovesStarted
 )

@@ -18,6 +18,7 @@ from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
 from kvstore.wire.status import unexpected
 
@@ -30,8 +31,10 @@ REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 class Service(Protocol):
     """Answers calls. Both carriers call it in the loop's thread, one call at a time."""
 
-    def call(self, request: Request) -> Reply | Awaitable[Reply]:
+    def call(self, request: Request, caller: Caller | None = None) -> Reply | Awaitable[Reply]:
         """The reply to ``request``, or an awaitable of it if the call must wait.
+
+        ``caller``: None: a client without a token.
 
         The carrier cancels the awaitable when its caller is gone.
 
@@ -69,7 +72,9 @@ class Dispatcher:
         """Answers the calls; may be replaced between two calls."""
         self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
 
-    def dispatch(self, call: Call[Any, Any], data: bytes) -> bytes | asyncio.Task[bytes]:
+    def dispatch(
+        self, call: Call[Any, Any], data: bytes, caller: Caller | None = None
+    ) -> bytes | asyncio.Task[bytes]:
         """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
 
         Raises:
@@ -79,7 +84,7 @@ class Dispatcher:
         stats.count += 1
         started = time.perf_counter()
         try:
-            reply = self.service.call(decode_request(call, data))
+            reply = self.service.call(decode_request(call, data), caller)
             if type(reply) is call.reply:
                 encoded = _encoded(call, cast(Reply, reply))
                 stats.us.add((time.perf_counter() - started) * 1e6)

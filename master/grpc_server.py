@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import importlib.util
 import os
 import socket
@@ -23,7 +22,9 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
@@ -121,8 +122,8 @@ class GrpcServer:
     def _unary(self, call: Call[Any, Any]) -> Any:
         async def answer(data: bytes, context: Context) -> bytes:
             try:
-                self._check_token(context)
-                reply = self._dispatcher.dispatch(call, data)
+                caller = self._caller(context)
+                reply = self._dispatcher.dispatch(call, data, caller)
                 return reply if isinstance(reply, bytes) else await reply
             except KVStoreError as error:
                 await _abort(context, error)
@@ -130,17 +131,25 @@ class GrpcServer:
 
         return answer
 
-    def _check_token(self, context: Context) -> None:
-        for key, value in context.invocation_metadata() or ():
-            if key == JOIN_METADATA and not self._gave_out(value):
-                raise PermissionDeniedError(
-                    "this master does not know this client; the master may have been restarted",
-                    advice="Join again.",
-                    join=1,
-                )
+    def _caller(self, context: Context) -> Caller | None:
+        """Which client calls; None: one without a token.
 
-    def _gave_out(self, token: str | bytes) -> bool:
-        return isinstance(token, bytes) and hmac.compare_digest(token, self.token)
+        Raises:
+            PermissionDeniedError: its token is not of this master.
+        """
+        for key, value in context.invocation_metadata() or ():
+            if key == JOIN_METADATA:
+                known = None
+                if isinstance(value, bytes):
+                    known = caller_of(value, self.token, address_of(context.peer()))
+                if known is None:
+                    raise PermissionDeniedError(
+                        "this master does not know this client; the master may have been restarted",
+                        advice="Join again.",
+                        join=1,
+                    )
+                return known
+        return None
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. This is a coroutine, not a generator, so that the cancellation of a

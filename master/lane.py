@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import secrets
 import socket
 from collections.abc import Callable
@@ -24,7 +23,9 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.master.state.traffic import Caller
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME
@@ -141,6 +142,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._greeted = False
+        self._address = LOCAL
+        self._caller: Caller | None = None
         self._congested = False
         self._held = False
         """Whether frames in the reader wait for their turn; no more bytes are read then."""
@@ -153,6 +156,8 @@ class _Connection(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer = transport.get_extra_info("peername")
+            self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server
         if len(server.connections) >= server.settings.connections_max:
             server.connections.add(self)
@@ -243,12 +248,14 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _greet(self, received: frames.Frame) -> bytes:
         token = frames.read_hello(received)
-        if not hmac.compare_digest(token, self._server.token):
+        caller = caller_of(token, self._server.token, self._address)
+        if caller is None:
             raise PermissionDeniedError(
                 "the client's token is not valid for this master's lane",
                 advice="Join again: the master was restarted, or a different master "
                 "uses this address.",
             )
+        self._caller = caller
         self._greeted = True
         self._reader.length_max = FRAME_BYTES_MAX
         self._set_timer(0.0, None)
@@ -263,7 +270,7 @@ class _Connection(asyncio.BufferedProtocol):
                     f"this master knows no call {name[:64]!r}",
                     advice="Install the same release of kvstore on both sides.",
                 )
-            reply = self._dispatch(call, payload)
+            reply = self._dispatch(call, payload, self._caller)
         except KVStoreError as error:
             return frame(call_id, ERROR, b"", encode_error(error))
         if isinstance(reply, bytes):

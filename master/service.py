@@ -36,11 +36,13 @@ from kvstore.errors import (
 )
 from kvstore.histograms import Histogram
 from kvstore.limits import agreed_protocol, check_cluster
+from kvstore.master.callers import token_for
 from kvstore.master.carriers import Endpoints
 from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.nodes import outrun_by
+from kvstore.master.state.traffic import Caller
 
 log = logging.getLogger("kvstore.master")
 
@@ -78,7 +80,7 @@ class Standby:
         self.leader = leader
         """``host:port``; empty: not known."""
 
-    def call(self, request: calls.Request) -> calls.Reply:
+    def call(self, request: calls.Request, caller: Caller | None = None) -> calls.Reply:
         raise not_leader(self.leader)
 
     def node_session(
@@ -99,6 +101,7 @@ class MasterService:
     ) -> None:
         """``died``: called once if this service cannot go on; see the module."""
         self.state = state
+        self._traffic = state.traffic
         self._died = died
         self._broken = False
         self.endpoints: Endpoints | None = None
@@ -184,7 +187,9 @@ class MasterService:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def call(self, request: calls.Request) -> calls.Reply | Awaitable[calls.Reply]:
+    def call(
+        self, request: calls.Request, caller: Caller | None = None
+    ) -> calls.Reply | Awaitable[calls.Reply]:
         if isinstance(request, calls.Join):
             return self._joined(request)
         kind = type(request)
@@ -193,11 +198,12 @@ class MasterService:
             raise ProtocolError(f"this master does not know {kind.__name__}")
         cut = CUTS.get(kind)
         if cut is not None and cut.is_large(request):
-            return self._in_pieces(cut, request)
+            return self._in_pieces(cut, request, caller)
         started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
         self.state.changing = False
+        self._traffic.caller = caller or self._traffic.unknown
         try:
             result: calls.Reply | Later = step(self._clock(), request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
@@ -216,13 +222,15 @@ class MasterService:
             return answer._replace(counters=counters, role=self.role, leader=self.address)
         return answer
 
-    async def _in_pieces(self, cut: Cut, request: calls.Request) -> calls.Reply:
+    async def _in_pieces(
+        self, cut: Cut, request: calls.Request, caller: Caller | None
+    ) -> calls.Reply:
         """Runs one piece in each turn of the loop, however many large calls there are."""
         replies: list[calls.Reply | Awaitable[calls.Reply]] = []
         try:
             for piece in cut.pieces(request):
                 async with self._cutting:
-                    replies.append(self.call(piece))
+                    replies.append(self.call(piece, caller))
                     await asyncio.sleep(0)
             return cut.joined([each if isinstance(each, tuple) else await each for each in replies])
         finally:
@@ -258,7 +266,7 @@ class MasterService:
             epoch=state.epoch,
             lane_port=endpoints.lane_port if endpoints else 0,
             lane_unix=endpoints.lane_unix if endpoints else "",
-            lane_token=endpoints.lane_token if endpoints else b"",
+            lane_token=token_for(endpoints.lane_token, request.client) if endpoints else b"",
             lease_ms=state.rules.lease_ms,
             put_deadline_ms=state.rules.put_deadline_ms,
             version=state.version,

@@ -159,6 +159,13 @@ NODE_STATUS = st.builds(
 )
 NAMESPACE_STATUS = st.builds(calls.NamespaceStatus, NAMESPACE, U64, U64, U64, U64)
 OBJECT_ROW = st.builds(calls.ObjectRow, NAMESPACE, KEY, U64, U32, U64, U64, NAME)
+CLIENT_TRAFFIC = st.builds(calls.ClientTraffic, TEXT, ANY_NAME, U64, U64, U64, U64, U64, BYTES)
+MISSED_KEY = st.builds(calls.MissedKey, KEY, TEXT, ANY_NAME, U64, U64, U64, FLAGS)
+NAMESPACE_TRAFFIC = st.builds(
+    calls.NamespaceTraffic, NAMESPACE, U64, U64,
+    *[st.lists(rows, max_size=3) for rows in (CLIENT_TRAFFIC, CLIENT_TRAFFIC, MISSED_KEY)],
+    U64, U64, U64, U64, U64, U64,
+)  # fmt: skip
 OFFER = st.builds(
     calls.SegmentOffer,
     st.integers(1, 1 << 48),
@@ -228,6 +235,7 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
         st.integers(1, 16_384),
     ),
     calls.StatObject: st.builds(calls.StatObject, NAMESPACE, KEY),
+    calls.Traffic: st.builds(calls.Traffic, ANY_NAMESPACE, U64),
     calls.Drain: st.builds(calls.Drain, NAME, st.sampled_from(calls.DrainStep)),
     calls.StartMoves: st.builds(
         calls.StartMoves,
@@ -272,6 +280,9 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         TEXT,
         TEXT,
         U64,
+    ),
+    calls.TrafficReport: st.builds(
+        calls.TrafficReport, U64, U64, st.lists(NAMESPACE_TRAFFIC, max_size=3), U64
     ),
     calls.Drained: st.builds(calls.Drained, U64, U64, U64),
     calls.MovesStarted: moves_started(),

@@ -80,6 +80,7 @@ LATE: Final = {
     "bench": "Measure this machine.",
     "clean": "Remove memory that dead nodes left on this host.",
     "doctor": "Check this host, its programs and the connection to the cluster.",
+    "why": "Say who writes and who asks, and why nothing is found.",
     "events": "Follow what becomes visible in the store and what is gone.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }

@@ -30,6 +30,15 @@ def key_text(key: bytes) -> str:
     return text if plain else HEX + key.hex()
 
 
+def shown_text(text: str, most: int = 80) -> str:
+    """A text with words of a stranger, for a terminal: nothing that controls it, and not long.
+    Unlike ``name_text`` it leaves the rest of the text as it is."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+    return shown if len(shown) <= most else shown[: most - 1] + "…"
+
+
 def key_from_text(text: str, *, as_hex: bool = False) -> Key:
     """The inverse of ``key_text``.
 

@@ -16,7 +16,7 @@ import grpc
 from kvstore import calls
 from kvstore._version import __version__
 from kvstore.addresses import ETCD_SCHEME, EtcdPlace, join_address, parse_etcd, split_address
-from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments
+from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments, TrafficReport
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, MasterConfig
@@ -37,6 +37,9 @@ PROBE_BYTES = 4_096
 
 AT_ONCE_MAX = 16
 """Masters or nodes that are checked at the same time."""
+
+QUESTIONS_MIN = 16
+"""Fewer in a namespace say nothing: the first prompts find nothing."""
 
 CLOCK_S = 300.0
 """Clocks of two hosts may differ by this much without a warning. Epochs begin as Unix time."""
@@ -106,7 +109,7 @@ def cluster(masters: str, timeout_s: float) -> list[Finding]:
             found += master(leader, timeout_s).found
         stub = MasterStub(leader, host=host_id(), name="doctor", lane=False)
         try:
-            return found + nodes(stub, timeout_s, pool)
+            return found + nodes(stub, timeout_s, pool) + hits(stub, leader, timeout_s)
         finally:
             stub.close()
 
@@ -263,6 +266,20 @@ def nodes(stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor) -> list[
             if segment.node == node.name:
                 found += [asked[segment.segment_id].result(), *by_shm(segment)]
     return found
+
+
+def hits(stub: MasterStub, master: str, timeout_s: float) -> list[Finding]:
+    """Checks that clients that ask find something; a page of what the master remembers."""
+    try:
+        report = cast(TrafficReport, stub.call(calls.Traffic(), uptime() + timeout_s))
+    except KVStoreError:
+        return []  # a master of the release before does not know the call
+    asked = [space for space in report.namespaces if space.questions >= QUESTIONS_MIN]
+    vain = [space for space in asked if not any(row.found for row in space.askers)]
+    if not vain:
+        return [ok("hits", "clients that ask find something")] if asked else []
+    what = f"in {len(vain)} of {len(asked)} namespaces clients ask and find nothing"
+    return [warning("hits", what, f"kvstore why --master {master}")]
 
 
 def node_well(node: NodeStatus) -> Finding:

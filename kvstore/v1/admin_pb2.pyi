@@ -419,6 +419,206 @@ class StatObjectReply(_message.Message):
 Global___StatObjectReply: _TypeAlias = StatObjectReply  # noqa: Y015
 
 @_typing.final
+class TrafficRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Empty: of every one that the master remembers."""
+    cursor: _builtins.int
+    """0 first, then next_cursor of the answer before."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        cursor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficRequest: _TypeAlias = TrafficRequest  # noqa: Y015
+
+@_typing.final
+class TrafficReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    UPTIME_MS_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    NEXT_CURSOR_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    uptime_ms: _builtins.int
+    """Of the master, which remembers nothing from before."""
+    next_cursor: _builtins.int
+    """0: that was the last page."""
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceTraffic]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        uptime_ms: _builtins.int = ...,
+        namespaces: _abc.Iterable[Global___NamespaceTraffic] | None = ...,
+        next_cursor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficReply: _TypeAlias = TrafficReply  # noqa: Y015
+
+@_typing.final
+class NamespaceTraffic(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    PUTTERS_FIELD_NUMBER: _builtins.int
+    ASKERS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    QUESTIONS_FIELD_NUMBER: _builtins.int
+    NONE_FIELD_NUMBER: _builtins.int
+    PARTLY_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    EVICTED_MS_FIELD_NUMBER: _builtins.int
+    EVICTED_IDLE_MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    objects: _builtins.int
+    size: _builtins.int
+    """Payload bytes, replicas not counted."""
+    questions: _builtins.int
+    none: _builtins.int
+    """Questions whose first key was not there, and those of which a later key was not there."""
+    partly: _builtins.int
+    evicted: _builtins.int
+    """Objects; the time since the last of them, and how long that one had not been used then."""
+    evicted_ms: _builtins.int
+    evicted_idle_ms: _builtins.int
+    @_builtins.property
+    def putters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
+    @_builtins.property
+    def askers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientTraffic]: ...
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissedKey]:
+        """The last one of each client that asked, the last of all first."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        objects: _builtins.int = ...,
+        size: _builtins.int = ...,
+        putters: _abc.Iterable[Global___ClientTraffic] | None = ...,
+        askers: _abc.Iterable[Global___ClientTraffic] | None = ...,
+        misses: _abc.Iterable[Global___MissedKey] | None = ...,
+        questions: _builtins.int = ...,
+        none: _builtins.int = ...,
+        partly: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+        evicted_ms: _builtins.int = ...,
+        evicted_idle_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["askers", b"askers", "evicted", b"evicted", "evicted_idle_ms", b"evicted_idle_ms", "evicted_ms", b"evicted_ms", "misses", b"misses", "name", b"name", "none", b"none", "objects", b"objects", "partly", b"partly", "putters", b"putters", "questions", b"questions", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamespaceTraffic: _TypeAlias = NamespaceTraffic  # noqa: Y015
+
+@_typing.final
+class ClientTraffic(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    FIRST_MS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    """The name with which it joined; empty: not known."""
+    address: _builtins.str
+    """Where it calls from; local: from the host of the master."""
+    first_ms: _builtins.int
+    """Since it was first seen, and since its last call."""
+    idle_ms: _builtins.int
+    keys: _builtins.int
+    """That it wanted to put, or asked for; of those: that were there already; that it has put."""
+    found: _builtins.int
+    stored: _builtins.int
+    key: _builtins.bytes
+    """One of its last put; empty: it has only asked."""
+    def __init__(
+        self,
+        *,
+        client: _builtins.str = ...,
+        address: _builtins.str = ...,
+        first_ms: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        keys: _builtins.int = ...,
+        found: _builtins.int = ...,
+        stored: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "client", b"client", "first_ms", b"first_ms", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "keys", b"keys", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientTraffic: _TypeAlias = ClientTraffic  # noqa: Y015
+
+@_typing.final
+class MissedKey(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """The first of its question that was not there."""
+    client: _builtins.str
+    address: _builtins.str
+    idle_ms: _builtins.int
+    found: _builtins.int
+    """Keys before it in that question, and keys of that question."""
+    asked: _builtins.int
+    present: _builtins.bool
+    """Whether it is there now."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        client: _builtins.str = ...,
+        address: _builtins.str = ...,
+        idle_ms: _builtins.int = ...,
+        found: _builtins.int = ...,
+        asked: _builtins.int = ...,
+        present: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked", b"asked", "client", b"client", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "present", b"present"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissedKey: _TypeAlias = MissedKey  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -27,6 +27,7 @@ from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION, agreed_protocol
 
 MAGIC = b"kvs-lane"
 TOKEN_BYTES_MAX = 64
+"""A secret of the master, and behind it the name of the client (``kvstore.master.callers``)."""
 
 _HEAD = struct.Struct("<IQBB")
 HEAD_BYTES = _HEAD.size

@@ -138,6 +138,7 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.Status, calls.ClusterStatus, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.ListObjects, calls.Listed, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.StatObject, calls.ObjectDetail, idempotent=True, lane=False, proto=admin_pb2),
+    Call(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Drain, calls.Drained, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.StartMoves, calls.MovesStarted, idempotent=False, lane=False, proto=admin_pb2),
 )

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Presence
 from kvstore.histograms import Histogram
-from kvstore.limits import Key
+from kvstore.limits import Key, Namespace
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.returning import Returning
+from kvstore.master.state.traffic import Caller
 
 ANSWERED_PER_STEP = 16_384
 """Keys of waiting questions that one step answers; at least one question."""
@@ -27,6 +29,9 @@ JOINING_MS = 600
 
 ASKING_MAX = 4_096
 """Questions that wait for inventories; further ones are answered at once."""
+
+_ABSENT: Final = 0
+"""``Presence.ABSENT``, without a search for it in every call."""
 
 Question = calls.MatchPrefix | calls.Lookup | calls.Exists
 Found = calls.Matched | calls.Found | calls.Existing
@@ -40,6 +45,7 @@ class Asking:
         self._forest = common.forest
         self._granting = granting
         self._lifetimes = common.pool.lifetimes
+        self._traffic = common.traffic
         self.reuses_ms = Histogram()
         """For how long each object that a call leased had not been used. Of a matched chain, its
         last object counts."""
@@ -48,9 +54,9 @@ class Asking:
         """Whether misses may have to wait for inventories."""
         self._finished = 0
         """``Returning.finished`` when ``_gathers`` last looked."""
-        self._asking: deque[tuple[int, Question]] = deque()
-        """Questions that wait for inventories, with their tickets."""
-        self._walking: deque[tuple[int, Question]] = deque()
+        self._asking: deque[tuple[int, Caller, Question]] = deque()
+        """Questions that wait for inventories, with their tickets and callers."""
+        self._walking: deque[tuple[int, Caller, Question]] = deque()
         """Questions about chains that are too long for one step."""
 
     # --- calls --------------------------------------------------------------------------------
@@ -70,9 +76,9 @@ class Asking:
             return self._wait(self._asking, request)
         return reply
 
-    def _wait(self, questions: deque[tuple[int, Question]], request: Question) -> Later:
+    def _wait(self, questions: deque[tuple[int, Caller, Question]], request: Question) -> Later:
         ticket = self._common.ticket()
-        questions.append((ticket, request))
+        questions.append((ticket, self._traffic.caller, request))
         return Later(ticket)
 
     def cancel(self, ticket: int) -> None:
@@ -94,12 +100,14 @@ class Asking:
     def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
         common = self._common
         lease_until_ms = now_ms + common.rules.lease_ms
+        count = len(request.keys)
         matches = []
         for namespace in request.namespaces:
             table = self._forest.table(namespace)
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
-                common.counters["missed_objects"] += len(request.keys)
+                common.counters["missed_objects"] += count
+                self._note(now_ms, namespace, request.keys, count, 0, 0 if count else -1)
                 continue
             keys = request.keys
             living = keys
@@ -115,7 +123,7 @@ class Asking:
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
             being_written = 0
-            for index in range(matched, len(keys)):
+            for index in range(matched, count):
                 record_after = table.get(keys[index])
                 if record_after is None or not record_after.writer:
                     break
@@ -125,7 +133,9 @@ class Asking:
                 placements = common.placements(records, now_ms)
             matches.append(calls.PrefixMatch(matched, being_written, placements))
             common.counters["matched_objects"] += matched
-            common.counters["missed_objects"] += len(keys) - matched
+            common.counters["missed_objects"] += count - matched
+            missing = matched < count and not being_written
+            self._note(now_ms, namespace, keys, count, matched, matched if missing else -1)
         return calls.Matched(common.epoch, common.rules.lease_ms, matches)
 
     def _before_ended(
@@ -140,10 +150,12 @@ class Asking:
     def lookup(self, now_ms: int, request: calls.Lookup) -> calls.Found:
         common = self._common
         table = self._forest.table(request.namespace)
+        keys = request.keys
         records: list[ObjectRecord | None]
-        records = [None] * len(request.keys) if table is None else table.get_many(request.keys)
+        records = [None] * len(keys) if table is None else table.get_many(keys)
         lease_until_ms = now_ms + common.rules.lease_ms
         some_ended = now_ms >= self._lifetimes.next_ms
+        found = 0
         used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for index, record in enumerate(records):
             if record is None:
@@ -160,25 +172,50 @@ class Asking:
                 uses += 1
                 record.last_used_ms = now_ms
                 record.lease_until_ms = lease_until_ms
+                found += 1
             else:
                 records[index] = None
+        count = len(records)
+        first = -1
+        if found < count:
+            first = records.index(None) if count > 1 else 0
+        self._note(now_ms, request.namespace, keys, count, found, first)
         if uses:
             self.reuses_ms.add(max(0, now_ms - used_ms), uses)
         placements = common.placements(records, now_ms)
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 
     def exists(self, now_ms: int, request: calls.Exists) -> calls.Existing:
+        keys = request.keys
         table = self._forest.table(request.namespace)
-        if table is None:
-            return calls.Existing(bytes(len(request.keys)))
-        presence = table.presence(request.keys)
-        if now_ms >= self._lifetimes.next_ms:
+        presence = bytes(len(keys)) if table is None else table.presence(keys)
+        if table is not None and now_ms >= self._lifetimes.next_ms:
             known = bytearray(presence)
-            for index, record in enumerate(table.get_many(request.keys)):
+            for index, record in enumerate(table.get_many(keys)):
                 if record is not None and self._lifetimes.ended(record, now_ms):
                     known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
             presence = bytes(known)
+        found = count = len(presence)
+        first = -1
+        if _ABSENT in presence:
+            first = presence.index(_ABSENT) if count > 1 else 0
+            found -= presence.count(_ABSENT) if count > 1 else 1
+        self._note(now_ms, request.namespace, keys, count, found, first)
         return calls.Existing(presence)
+
+    def _note(
+        self,
+        now_ms: int,
+        namespace: Namespace,
+        keys: Sequence[Key],
+        count: int,
+        found: int,
+        first: int,
+    ) -> None:
+        """What is remembered of a question. While a new master gathers inventories, a miss may not
+        be the answer."""
+        if not (self._gathering and self._gathers(now_ms)):
+            self._traffic.asked(now_ms, namespace, keys, count, found, first)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         """Extends leases of objects whose version has not changed, and deadlines of grants."""
@@ -236,12 +273,13 @@ class Asking:
             return
         keys = 0
         while self._asking and keys < ANSWERED_PER_STEP:
-            ticket, request = self._asking.popleft()
+            ticket, caller, request = self._asking.popleft()
             keys += len(request.keys)
+            self._traffic.caller = caller
             reply = self._find(now_ms, request)
             if self._forest.unfinished:
                 self._forest.unfinished = False
-                self._walking.append((ticket, request))
+                self._walking.append((ticket, caller, request))
             else:
                 self._common.effect(Answer(ticket, reply))
 
@@ -250,7 +288,7 @@ class Asking:
 
     def walk_on(self, now_ms: int) -> None:
         """Walks a slice further up a long chain, for the first question in ``_walking``."""
-        ticket, request = self._walking[0]
+        ticket, self._traffic.caller, request = self._walking[0]
         self._forest.resumes = True
         reply = self._find(now_ms, request)
         self._forest.resumes = False

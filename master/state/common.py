@@ -53,6 +53,7 @@ class Common:
         self.pool = Pool()
         self.forest = self.pool.forest
         self.counters = self.pool.counters
+        self.traffic = self.pool.traffic
         self.membership = Membership(
             epoch=epoch,
             rules=rules.liveness,

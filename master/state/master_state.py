@@ -8,6 +8,7 @@
     returning   segments that come back with objects
     copying     moves off draining nodes, and repair
     nodes       joining, leaving, dying
+    traffic     who puts, who asks, and what was not found: for operators
     report      what operators ask
     sweeping    what can be done later
     common      what the parts share: pool and forest, membership, pending puts, wipe orders
@@ -87,6 +88,7 @@ class MasterState:
         if events:
             self.forest.events = []
         self.counters = common.counters
+        self.traffic = common.traffic
         self.membership = common.membership
         self.pending = common.pending
         self.reclaim = common.reclaim
@@ -129,6 +131,7 @@ class MasterState:
             calls.Status: self.report.status,
             calls.ListObjects: self.report.list_objects,
             calls.StatObject: self.report.stat_object,
+            calls.Traffic: self.report.traffic,
         }
         """What each request does: (now_ms, request) to its reply, or ``Later``. Raises
         ``KVStoreError``."""
@@ -252,6 +255,7 @@ class MasterState:
         self.granting.check_invariants()
         self.repairs.check_invariants()
         self.returning.check_invariants()
+        self.traffic.check_invariants()
         self.waiting.check_invariants()
         mounted = [s for segments in self.membership.segments.values() for s in segments]
         assert {id(s) for s in mounted} == {id(s) for s in self.pool.segments.values()}

@@ -22,6 +22,7 @@ from kvstore.master.state.liveness import Node
 from kvstore.master.state.pins import Pins
 from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
+from kvstore.master.state.traffic import Traffic
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128
@@ -63,6 +64,7 @@ class Pool:
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
         self.forest = Forest(self.counters)
+        self.traffic = Traffic()
         self.pins = Pins()
         self.lifetimes = Ends()
         """When objects are gone that were put with a time to live."""
@@ -292,6 +294,7 @@ class Pool:
             self.strip(record)
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
+        self.traffic.evicts(now_ms, record.namespace, now_ms - record.last_used_ms)
         self.eviction_ages_ms.add(max(0, now_ms - record.last_used_ms))
         return self.settle(record, detached=detached)
 

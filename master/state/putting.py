@@ -45,6 +45,9 @@ class Putting:
         self._forest = common.forest
         self._pool = common.pool
         self._pending = common.pending
+        self._traffic = common.traffic
+        self._found = 0
+        """Keys of the last put that was tried which are there already."""
         self._reclaim = common.reclaim
         self._granting = granting
         self._waiting = waiting
@@ -56,17 +59,25 @@ class Putting:
 
     def put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | Later:
         self._forest.begin_step()
-        if len(request.sizes) != len(request.keys):
+        keys = request.keys
+        count = len(keys)
+        if len(request.sizes) != count:
             raise InvalidArgumentError("put_start needs one size per key")
         if not 1 <= request.replicas <= REPLICAS_MAX:
             raise InvalidArgumentError(
                 f"replicas is 1 to {REPLICAS_MAX}, not {request.replicas}",
                 replicas=request.replicas,
             )
-        if request.parent is not None and request.parent in request.keys:
+        if request.parent is not None and request.parent in keys:
             raise InvalidArgumentError("a key cannot be its own parent")
         self._check_sizes(request.sizes)
-        return self._grant_or_wait(now_ms, request)
+        putter = self._traffic.puts(now_ms, request.namespace)
+        putter.keys += count
+        if count:
+            putter.key = keys[0]
+        result = self._grant_or_wait(now_ms, request)
+        putter.found += self._found
+        return result
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
         self._forest.begin_step()
@@ -123,6 +134,7 @@ class Putting:
         lease_until_ms = now_ms + self._common.rules.lease_ms
         outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
         granted: list[int] = []
+        there = 0
         known = [None] * len(keys) if table is None else table.get_many(keys)
         for index, found in enumerate(known):
             if found is None:
@@ -133,8 +145,10 @@ class Putting:
             if outcome is PutOutcome.WRITE:
                 granted.append(index)
             elif outcome is PutOutcome.FOUND:
+                there += 1
                 found.last_used_ms = now_ms
                 found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
+        self._found = there
         if not granted:
             self._count_not_written(outcomes)
             return self._granting.reply(bytes(outcomes), [])
@@ -281,6 +295,12 @@ class Putting:
                 common.counters["moved_bytes"] += put.size
         stored = [put.size for put, _ in ended if put.moves is None]
         self._count_stored(len(stored), sum(stored))
+        if stored:  # clients end the puts of one namespace at a time
+            for put, _ in ended:
+                if put.record is not None and put.moves is None:
+                    putter = self._traffic.puts(now_ms, put.record.namespace)
+                    putter.stored += len(stored)
+                    break
         for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
             if put.record is not None:
                 if not put.record.children:
@@ -348,6 +368,10 @@ class Putting:
             self._pool.free(tails, put.length - kept)
         replaced = self._store(put, record, alive, request.size, now_ms)
         self._count_stored(1, request.size)
+        putter = self._traffic.puts(now_ms, namespace)
+        putter.keys += 1
+        putter.stored += 1
+        putter.key = key
         # The owner has the allocation mapped, and relies on it until this reply arrives.
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
         record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)

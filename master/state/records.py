@@ -44,6 +44,7 @@ NEVER_MS: Final = -(1 << 60)
 _ABSENT: Final = int(Presence.ABSENT)
 _COMPLETE: Final = int(Presence.COMPLETE)
 _BEING_WRITTEN: Final = int(Presence.BEING_WRITTEN)
+_ONE: Final = tuple(bytes([presence]) for presence in (_ABSENT, _COMPLETE, _BEING_WRITTEN))
 
 
 class Segment:
@@ -249,6 +250,8 @@ class NamespaceTable:
 
     def get_many(self, keys: Sequence[Key]) -> list[ObjectRecord | None]:
         """``get`` of each."""
+        if len(keys) == 1:  # the usual question, without a map
+            return [self.get(keys[0])]
         if fast is not None and isinstance(keys, PackedKeys):
             return fast.get_many(self.shards, self._mask, keys.data, keys.stride)
         if not self._mask:
@@ -258,6 +261,8 @@ class NamespaceTable:
 
     def presence(self, keys: Sequence[Key]) -> bytes:
         """One ``Presence`` per key."""
+        if len(keys) == 1:  # without a list of one
+            return _ONE[_presence(self.get(keys[0]))]
         return bytes([_presence(record) for record in self.get_many(keys)])
 
     def add(self, key: Key) -> ObjectRecord:

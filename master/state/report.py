@@ -11,6 +11,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import ObjectRecord, Segment, shards_from
+from kvstore.master.state.traffic import Row, Space
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
@@ -24,6 +25,9 @@ DESCRIBED_MAX = 1_024
 
 STATUS_ROWS_MAX = 1_000
 """Segments and namespaces that one page of the status shows: 3 ms, and as long to encode them."""
+
+TRAFFIC_ROWS_MAX = 1_000
+"""Clients and keys that one page of the traffic shows, beside the first namespace of the page."""
 
 _NAMESPACES = 1 << 63
 """Bit of a cursor that has passed the nodes."""
@@ -106,6 +110,22 @@ class Report:
             placements=common.placements([record if is_there else None], now_ms),
         )
 
+    def traffic(self, now_ms: int, request: calls.Traffic) -> calls.TrafficReport:
+        common, known = self._common, self._common.traffic
+        cursor, left, spaces = request.cursor, TRAFFIC_ROWS_MAX, known.spaces(request.namespace)
+        namespaces: list[calls.NamespaceTraffic] = []
+        while cursor < len(spaces) and left > 0:
+            shown = _traffic(common, spaces[cursor], now_ms)
+            namespaces.append(shown)
+            cursor += 1
+            left -= 1 + len(shown.putters) + len(shown.askers) + len(shown.misses)
+        return calls.TrafficReport(
+            epoch=common.epoch,
+            uptime_ms=now_ms - common.started_ms,
+            namespaces=namespaces,
+            next_cursor=cursor if cursor < len(spaces) else 0,
+        )
+
     def describe_segments(self, now_ms: int, request: calls.DescribeSegments) -> calls.Segments:
         del now_ms
         known = self._common.pool.segments
@@ -140,6 +160,55 @@ def _namespaces(common: Common, place: int, left: int, rows: list[calls.Namespac
             rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
         position = 0
     return 0
+
+
+def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffic:
+    table = common.forest.table(space.name)
+    askers = space.askers.all()
+    missed = sorted((row for row in askers if row.missed), key=lambda row: -row.missed_ms)
+    misses: list[calls.MissedKey] = []
+    for row in missed:
+        client, _, address = row.name.rpartition(" ")
+        record = None if table is None else table.get(row.missed)
+        misses.append(
+            calls.MissedKey(
+                key=row.missed,
+                client=client,
+                address=address,
+                idle_ms=now_ms - row.missed_ms,
+                found=row.missed_at,
+                asked=row.missed_of,
+                present=record is not None and _is_there(common, record, now_ms),
+            )
+        )
+    return calls.NamespaceTraffic(
+        name=space.name,
+        objects=0 if table is None else table.objects,
+        size=0 if table is None else table.size,
+        putters=[_client(row, now_ms) for row in space.putters.all()],
+        askers=[_client(row, now_ms) for row in askers],
+        misses=misses,
+        questions=sum(row.questions for row in askers),
+        none=sum(row.none for row in askers),
+        partly=sum(row.partly for row in askers),
+        evicted=space.evicted,
+        evicted_ms=now_ms - space.evicted_ms if space.evicted else 0,
+        evicted_idle_ms=max(0, space.evicted_idle_ms),
+    )
+
+
+def _client(row: Row, now_ms: int) -> calls.ClientTraffic:
+    client, _, address = row.name.rpartition(" ")
+    return calls.ClientTraffic(
+        client=client,
+        address=address,
+        first_ms=now_ms - row.first_ms,
+        idle_ms=now_ms - row.last_ms,
+        keys=row.keys,
+        found=row.found,
+        stored=row.stored,
+        key=row.key,
+    )
 
 
 def _is_there(common: Common, record: ObjectRecord, now_ms: int) -> bool:

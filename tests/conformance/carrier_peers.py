@@ -22,9 +22,11 @@ from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
+from kvstore.master.callers import token_for
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.lane import LaneSettings
 from kvstore.master.spin import new_event_loop
+from kvstore.master.state import traffic
 from kvstore.stopping import Stop
 from kvstore.wire.frames import Frame, FrameReader, hello
 
@@ -95,6 +97,30 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
                 calls.Placements([4096], [7], [1], [1], [3], [0]),
             ),
         ),
+        (
+            calls.Traffic(N, 3),
+            calls.TrafficReport(
+                7,
+                5,
+                [
+                    calls.NamespaceTraffic(
+                        N,
+                        2,
+                        4106,
+                        [calls.ClientTraffic("p", "10.0.0.8", 9, 1, 4, 1, 3, b"k")],
+                        [calls.ClientTraffic("d", "local", 9, 1, 4, 1, 0, b"")],
+                        [calls.MissedKey(KEYS[0], "d", "local", 1, 0, 2, present=True)],
+                        2,
+                        1,
+                        1,
+                        3,
+                        8,
+                        600,
+                    )
+                ],
+                4,
+            ),
+        ),
         (calls.Drain("n", calls.DrainStep.BEGIN), calls.Drained(7, 4096, 1)),
         (
             calls.StartMoves("n", 0, 10, 1 << 20),
@@ -125,6 +151,8 @@ class ScriptedService:
         """Announced instead of the real one."""
         self.answers: dict[type, Answer] = {kind: reply for kind, (_, reply) in SAMPLES.items()}
         self.asked: list[Request] = []
+        self.callers: list[str] = []
+        """Of those."""
         self.waiting: list[asyncio.Future[Reply]] = []
         self.sessions_ended = threading.Event()
         self.script: Callable[[AsyncIterator[NodeMessage]], AsyncIterator[MasterMessage]] = beats
@@ -132,18 +160,21 @@ class ScriptedService:
         self._unix = unix
         self._changed = threading.Condition()
 
-    def call(self, request: Request) -> Reply | Awaitable[Reply]:
+    def call(
+        self, request: Request, caller: traffic.Caller | None = None
+    ) -> Reply | Awaitable[Reply]:
         with self._changed:
             self.asked.append(request)
+            self.callers.append("" if caller is None else caller.name)
             self._changed.notify_all()
         if isinstance(request, calls.Join):
-            return self._joined()
+            return self._joined(request)
         answer = self.answers[type(request)]
         if isinstance(answer, Exception):
             raise copy.copy(answer)  # a fresh one: its traceback must not outlive the call
         return answer(request) if callable(answer) else answer
 
-    def _joined(self) -> calls.Joined:
+    def _joined(self, request: calls.Join) -> calls.Joined:
         assert self.endpoints is not None
         _, _, port, unix, token = self.endpoints
         port = port if self.lane_port is None else self.lane_port
@@ -151,7 +182,7 @@ class ScriptedService:
             self.epoch,
             port if self._lane else 0,
             unix if self._lane and self._unix else "",
-            token,
+            token_for(token, request.client),
             10_000,
             30_000,
             "0.1",
@@ -304,8 +335,8 @@ class Server:
 class Caller:
     """A stub, as tests use it."""
 
-    def __init__(self, address: str, **options: Any) -> None:
-        self.stub = MasterStub(address, host="host", name="test", **options)
+    def __init__(self, address: str, *, name: str = "test", **options: Any) -> None:
+        self.stub = MasterStub(address, host="host", name=name, **options)
 
     @property
     def epoch(self) -> int:

@@ -136,6 +136,36 @@ def test_what_cannot_be_sent_is_refused_before_it_is_sent(server: Server, caller
     assert server.service.asked == []
 
 
+def test_the_master_learns_which_client_calls(server: Server, caller: Caller) -> None:
+    caller.call(EXISTS)
+    caller.call(PUT_START)
+    joined, *others = server.service.callers
+    assert joined == "", "a client that has not joined is not known"
+    address = "local" if server.service._unix else "127.0.0.1"
+    assert others == [f"test {address}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("prefill 3, 模", "prefill 3, 模"),
+        ("x" * 48, "x" * 48),
+        ("prefill-" + "x" * 50 + "-4711", "prefill-" + "x" * 14 + "…" + "x" * 17 + "-4711"),
+        ("模" * 80, "模" * 7 + "…" + "模" * 7),
+    ],
+    ids=["short", "just fits", "long", "wide"],
+)
+def test_a_client_is_known_by_its_name_in_a_token_that_old_masters_take(
+    server: Server, name: str, known: str
+) -> None:
+    """A master of the release before refuses a lane token of more than 64 bytes."""
+    with contextlib.closing(Caller(server.address, name=name)) as caller:
+        caller.call(EXISTS)
+        joined = caller.stub.join(uptime() + 10)
+    assert server.service.callers[-1].rpartition(" ")[0] == known
+    assert len(joined.lane_token) <= 64
+
+
 def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:
     with pytest.raises(UsageError):
         caller.call(calls.Exists(Namespace(""), KEYS))
@@ -477,6 +507,26 @@ def test_a_wrong_token_is_refused(lane_server: Server) -> None:
         assert raw.next() is None
     assert lane_server.service.asked == []
     assert refused(lane_server) == 1
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"\x1b[2J", b"x" * 256, b"a\nb", b"x" * 400])
+def test_a_token_with_no_name_of_a_client_is_refused(lane_server: Server, name: bytes) -> None:
+    token = lane_server.endpoints.lane_token + name
+    with RawLane(lane_server.endpoints, token=token) as raw:
+        answer = raw.next()
+        assert answer is not None
+        assert answer[1] == ERROR
+        assert raw.next() is None
+    assert refused(lane_server) == 1
+    still_serves(lane_server)
+
+
+def test_a_token_without_a_name_is_that_of_an_unknown_client(lane_server: Server) -> None:
+    with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
+        raw.sock.sendall(call_frame(1))
+        assert raw.next() is not None
+        assert raw.next() is not None
+    assert lane_server.service.callers == [""]
 
 
 def test_no_call_is_answered_before_the_hello(lane_server: Server) -> None:

@@ -14,6 +14,7 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.carrier_base import Dispatcher
 from kvstore.master.lane import LaneServer, _Connection
+from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import CALLS, encode_request
 
 
@@ -23,8 +24,10 @@ class Waits:
     def __init__(self) -> None:
         self.replies: list[asyncio.Future[calls.Reply]] = []
 
-    def call(self, request: calls.Request) -> asyncio.Future[calls.Reply]:
-        del request
+    def call(
+        self, request: calls.Request, caller: Caller | None = None
+    ) -> asyncio.Future[calls.Reply]:
+        del request, caller
         self.replies.append(asyncio.get_running_loop().create_future())
         return self.replies[-1]
 

@@ -38,6 +38,7 @@ from kvstore.master.state import (
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES, extent_bytes
 
 LINES_MAX = 300_000
@@ -138,7 +139,7 @@ class World:
         whole, state = self.service.call, self.state
         inside = 0
 
-        def call(each: calls.Request) -> Any:
+        def call(each: calls.Request, caller: Caller | None = None) -> Any:
             nonlocal inside
             inside += 1
             try:
@@ -327,6 +328,18 @@ def status(world: World) -> calls.Request:
     return calls.Status()
 
 
+def traffic(world: World) -> calls.Request:
+    """Of as many namespaces and clients as are remembered, all in use."""
+    known = world.state.traffic
+    for number in range(2 * SPACES_MAX):
+        name = Namespace(f"n{number}")
+        for client in range(2 * CLIENTS_MAX):
+            known.caller = Caller(f"c{client} a")
+            known.puts(0, name)
+            known.asked(0, name, world.keys[client:], 1, 0, 0)
+    return calls.Traffic()
+
+
 def listed(world: World) -> calls.Request:
     return calls.ListObjects("", b"nothing begins so", 0, BATCH_KEYS_MAX)
 
@@ -363,7 +376,7 @@ def join(world: World) -> calls.Request:
 BOUNDS: list[Callable[[World], calls.Request]] = [
     match, scan, lookup, exists, put_start, put_below_missing, put_end, put_revoke, allocate,
     commit, renew, pin, unpin, remove, remove_first, report_corrupt, clear, clear_all, describe,
-    report_failure, status, listed, stat, drain, start_moves, start_repairs, join,
+    report_failure, status, traffic, listed, stat, drain, start_moves, start_repairs, join,
 ]  # fmt: skip
 
 
@@ -374,6 +387,7 @@ SLICES = [
     (pool, "SETTLE_STEPS"),
     (report, "LIST_STEPS_MAX"),
     (report, "STATUS_ROWS_MAX"),
+    (report, "TRAFFIC_ROWS_MAX"),
     (draining, "STEPS_MAX"),
     (draining, "LINE_MAX"),
     (repairing, "SCAN_STEPS"),

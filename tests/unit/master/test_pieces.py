@@ -15,6 +15,7 @@ from kvstore.master.pieces import CUTS, KEYS_PER_PIECE, LOOKUPS_PER_PIECE, PROBE
 from kvstore.master.service import MasterService
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.traffic import Caller
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -157,7 +158,7 @@ def test_pieces_of_several_large_calls_take_turns() -> None:
     turn = 0
     find = service.call
 
-    def counted(request: calls.Request) -> Any:
+    def counted(request: calls.Request, caller: Caller | None = None) -> Any:
         if len(cast(calls.PutRevoke, request).tokens) <= KEYS_PER_PIECE:
             steps.append(turn)
         return find(request)

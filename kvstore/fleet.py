@@ -1,0 +1,113 @@
+"""What engines tell about themselves in the store, read without any of them.
+
+A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
+engine serves which models, in which namespaces its blocks are, and what its fingerprint was made
+of. ``kvstore.connectors.fleet`` puts these; ``kvstore why`` reads them. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+FORMAT: Final = 1
+"""Version of fleet records; the proxy reads only this one."""
+
+RECORD_BYTES_MAX: Final = 1 << 20
+"""Of one record; larger objects are none."""
+
+RECORDS_MAX: Final = 256
+"""Of a store; further ones are not read."""
+
+FIELDS_MAX: Final = 256
+"""Of a description; a stranger may put what it likes."""
+
+DEPTH_MAX: Final = 4
+"""Of what is compared field by field."""
+
+
+class Record(NamedTuple):
+    """One fleet record: engines that share blocks with each other."""
+
+    engine: str
+    models: tuple[str, ...]
+    """Names of the model, the first one the name or path that was loaded."""
+    fingerprint: str
+    namespaces: tuple[str, ...]
+    description: Mapping[str, Any]
+
+    @property
+    def model(self) -> str:
+        """Of all paths from which it may be loaded, the last part."""
+        return short_name(self.models[0])
+
+    def serves(self, model: str) -> bool:
+        names = {*self.models, *map(short_name, self.models)}
+        return model in names or short_name(model) in names
+
+
+class Difference(NamedTuple):
+    """One field in which two descriptions differ; None: only one of them has it."""
+
+    field: str
+    ours: object
+    theirs: object
+
+
+def short_name(model: str) -> str:
+    """The last part of a model's path."""
+    return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def parse(data: bytes) -> Record | None:
+    """The record; None if the bytes are none."""
+    try:
+        value = json.loads(data)
+        record = Record(
+            engine=value.get("engine", "vllm"),
+            models=tuple(value["models"]),
+            fingerprint=value["fingerprint"],
+            namespaces=tuple(value["namespaces"]),
+            description=value["description"],
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    texts = (record.engine, record.fingerprint, *record.models, *record.namespaces)
+    is_one = (
+        all(isinstance(text, str) for text in texts)
+        and bool(record.models)
+        and isinstance(record.description, dict)
+        and len(record.description) <= FIELDS_MAX
+    )
+    return record if is_one else None
+
+
+def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[Difference]:
+    """The fields in which two descriptions differ; of one that both have as a mapping or as a list
+    of that length, the fields in it: ``groups.0.block_tokens``. Both consist of plain values, as
+    they come out of the store (``as_read``)."""
+    return _differences(ours, theirs)[:FIELDS_MAX]
+
+
+def _differences(
+    ours: Mapping[Any, Any], theirs: Mapping[Any, Any], above: str = "", depth: int = 1
+) -> list[Difference]:
+    found: list[Difference] = []
+    for key in sorted({*ours, *theirs}):
+        mine, other = ours.get(key), theirs.get(key)
+        if mine == other:
+            continue
+        if isinstance(mine, list) and isinstance(other, list) and len(mine) == len(other):
+            mine, other = dict(enumerate(mine)), dict(enumerate(other))
+        if isinstance(mine, dict) and isinstance(other, dict) and depth < DEPTH_MAX:
+            found += _differences(mine, other, f"{above}{key}.", depth + 1)
+        else:
+            found.append(Difference(f"{above}{key}", mine, other))
+    return found
+
+
+def as_read(description: Mapping[str, object]) -> dict[str, Any]:
+    """It as it comes out of the store: plain values of JSON."""
+    read: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    return read

@@ -1,0 +1,572 @@
+"""Why a lookup finds nothing: from what the master and the fleet records say to causes, in words.
+
+``diagnose`` is pure: ``kvstore why`` gathers the ``Evidence`` and prints the ``Cause``s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
+from kvstore.fleet import Record, differences
+from kvstore.limits import FLEET_NAMESPACE
+
+FEW: Final = 0.5
+"""Below this share of found keys it is said at which keys the questions end."""
+
+NEARLY_NONE: Final = 0.02
+"""Up to this share of found keys others are looked for that write the same model."""
+
+FIELDS_SHOWN: Final = 8
+"""Differing fields of one pair; the rest is counted."""
+
+REMEDIES_SHOWN: Final = 3
+
+VALUE_CHARS: Final = 60
+HASH_BYTES: Final = frozenset({8, 16, 20, 32, 40, 64, 128})
+"""Of 64 to 512 bits, as they are or in hexadecimal digits."""
+
+NAMES_SHOWN: Final = 3
+
+
+class Cause(NamedTuple):
+    """One answer."""
+
+    code: str
+    """Stable, for programs."""
+    text: str
+    remedy: str = ""
+    fields: tuple[str, ...] = ()
+    """In which two fingerprints differ, a line each."""
+    namespaces: tuple[str, ...] = ()
+    """That it is about."""
+    is_problem: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What was found out."""
+
+    uptime_ms: int
+    """Of the master, which remembers nothing from before."""
+    nodes: int = 1
+    """That take objects now."""
+    spaces: Sequence[NamespaceTraffic] = ()
+    records: Sequence[Record] = ()
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """For a namespace: another one that holds a key which was not found in the first."""
+    detached: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """For a namespace: of so many objects that were looked at (the second number) how many have a
+    missing ancestor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Party:
+    """Engines that share blocks: the namespaces of one fleet record, or one that is in none."""
+
+    name: str
+    record: Record | None
+    spaces: Sequence[NamespaceTraffic]
+
+    @property
+    def objects(self) -> int:
+        return sum(space.objects for space in self.spaces)
+
+    @property
+    def evicted(self) -> int:
+        return sum(space.evicted for space in self.spaces)
+
+    @property
+    def questions(self) -> int:
+        return sum(space.questions for space in self.spaces)
+
+    @property
+    def none(self) -> int:
+        return sum(space.none for space in self.spaces)
+
+    @property
+    def partly(self) -> int:
+        return sum(space.partly for space in self.spaces)
+
+    @property
+    def putters(self) -> list[ClientTraffic]:
+        return _merged(row for space in self.spaces for row in space.putters)
+
+    @property
+    def askers(self) -> list[ClientTraffic]:
+        return _merged(row for space in self.spaces for row in space.askers)
+
+    @property
+    def misses(self) -> list[MissedKey]:
+        """The last one first."""
+        return sorted((m for space in self.spaces for m in space.misses), key=lambda m: m.idle_ms)
+
+    @property
+    def wanted(self) -> int:
+        """Keys that clients wanted to put."""
+        return sum(row.keys for row in self.putters)
+
+    @property
+    def written(self) -> int:
+        """Keys that were put, or were there already when somebody wanted to."""
+        return sum(row.stored + row.found for row in self.putters)
+
+    @property
+    def asked(self) -> int:
+        return sum(row.keys for row in self.askers)
+
+    @property
+    def found(self) -> int:
+        return sum(row.found for row in self.askers)
+
+    @property
+    def share(self) -> float:
+        """Of the keys asked for, how many were found."""
+        return self.found / self.asked if self.asked else 0.0
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.objects or self.written)
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        return tuple(space.name for space in self.spaces)
+
+
+def parties_of(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[Party]:
+    """Those of all records and namespaces but that of the records."""
+    record_of = {name: record for record in records for name in record.namespaces}
+    known = {(record.engine, record.fingerprint): record for record in records}
+    by_record: dict[tuple[str, str], list[NamespaceTraffic]] = {mark: [] for mark in known}
+    alone: list[Party] = []
+    for space in spaces:
+        if space.name == FLEET_NAMESPACE:
+            continue
+        record = record_of.get(space.name)
+        if record is None:
+            alone.append(Party(name=space.name, record=None, spaces=[space]))
+        else:
+            by_record[record.engine, record.fingerprint].append(space)
+    together = [
+        Party(name=f"{mark[0]} {mark[1][:8]}", record=known[mark], spaces=found)
+        for mark, found in by_record.items()
+    ]
+    return [*together, *alone]
+
+
+def select(parties: Sequence[Party], *, namespace: str = "", model: str = "") -> list[Party]:
+    """Those of a namespace, or of a model; all of them where none is named."""
+    if namespace:
+        return [party for party in parties if namespace in party.namespaces]
+    if model:
+        return [
+            party
+            for party in parties
+            if (party.record is not None and party.record.serves(model))
+            or (party.record is None and model in party.name)
+        ]
+    return list(parties)
+
+
+def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Party]) -> list[Cause]:
+    """The causes: problems first, and of these the ones whose fields are known.
+
+    Args:
+        parties: those to explain.
+        others: all of the store.
+    """
+    if not evidence.nodes:
+        text = "no node serves memory now, so nothing can be stored"
+        return [Cause("no_node", text, "Start one: kvstore-node --master ADDRESS --memory SIZE.")]
+    if not any(party.objects or party.wanted or party.asked for party in parties):
+        return [_nothing(evidence)]
+    causes = []
+    for party in parties:
+        for rule in _RULES:
+            cause = rule(evidence, party, [each for each in others if each is not party])
+            if cause is not None:
+                causes.append(cause._replace(namespaces=cause.namespaces or party.namespaces))
+                break
+    return sorted(dict.fromkeys(causes), key=lambda cause: (not cause.is_problem, not cause.fields))
+
+
+# --- rules: the first that knows an answer for a party gives it ----------------------------------
+
+Rule = Callable[[Evidence, Party, Sequence[Party]], Cause | None]
+
+
+def _other_fingerprint(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    """It asks, others of the same model write."""
+    del evidence
+    if not party.asked or party.share > NEARLY_NONE:
+        return None
+    writer = _nearest(party, [each for each in others if each.writes])
+    return None if writer is None else _differ(writer, party)
+
+
+def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    if party.asked:
+        return None
+    if not party.wanted:
+        return Cause(
+            "no_traffic",
+            f"{counted(party.objects, 'object')} in {party.name}, where no client put or asked "
+            "since the master's start",
+            "",
+            is_problem=False,
+        )
+    if set(party.namespaces) & set(evidence.elsewhere.values()):
+        return None  # the cause of the client that asks for these keys names both
+    asker = _nearest(party, [each for each in others if each.asked])
+    if asker is not None:
+        return _differ(party, asker)
+    what = "there" if party.record is None else f"for {party.record.model}"
+    return Cause(
+        "only_writers",
+        f"{_do(party.putters, 'write')} {party.name}, and no client asks {what}",
+        "Is an engine of this model running that may read (vLLM: kv_role kv_consumer or kv_both), "
+        "with this master?",
+    )
+
+
+def _not_written(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    if not party.asked or party.writes:
+        return None
+    if party.wanted:
+        return _put_fails(party)
+    elsewhere = _elsewhere(evidence, party)
+    if elsewhere is not None:
+        return elsewhere
+    remedy = (
+        "Is an engine running that may write (vLLM: kv_role kv_producer or kv_both), with this "
+        "master and cluster? Its log says whether its puts fail."
+    )
+    if any(each.writes for each in others):
+        remedy += (
+            " Clients write other namespaces (kvstore why lists them): if one of these is of the "
+            "same model, give both engines the same settings."
+        )
+    writes = "this model" if party.record is not None else "there"
+    return Cause(
+        "only_readers",
+        f"{_do(party.askers, 'ask')} in {party.name}, and no client writes {writes}",
+        remedy,
+    )
+
+
+def _gone(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    del others
+    if not party.asked or party.objects or not party.written:
+        return None
+    if party.evicted:
+        return _evicted(party)
+    return Cause(
+        "gone",
+        f"{counted(party.written, 'object')} put into {party.name}, and none is left; none "
+        "was evicted",
+        "They were removed (kvstore rm, clear; a reset of an engine's cache), their ttl is over, "
+        "or their node has left: kvstore status --counters.",
+    )
+
+
+def _none_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    del others
+    if not party.asked or party.found:
+        return None
+    misses, putters = party.misses, party.putters
+    here = f"{counted(party.objects, 'object')} in {party.name}"
+    elsewhere = _elsewhere(evidence, party)
+    if elsewhere is not None:
+        return elsewhere
+    if any(miss.present for miss in misses):
+        return Cause(
+            "too_early",
+            f"{_names(party.askers)} asked in {party.name} for keys before they were put; they are "
+            "there now",
+            "Let the reader ask after the writer has ended, or send the prompt again.",
+        )
+    if party.evicted > party.objects:
+        return _evicted(party)
+    sizes = sorted({len(row.key) for row in putters if row.key})
+    asked_sizes = sorted({len(miss.key) for miss in misses})
+    if _are_hashes(sizes) and _are_hashes(asked_sizes) and not {*sizes} & {*asked_sizes}:
+        return Cause(
+            "other_keys",
+            f"{here}, under keys of {_list(sizes)} bytes; asked were keys of "
+            f"{_list(asked_sizes)} bytes",
+            "The engines hash blocks by different algorithms: give them the same "
+            "(vLLM: --prefix-caching-hash-algo).",
+        )
+    detached, looked = _detached(evidence, party)
+    if looked and 2 * detached >= looked:
+        return Cause(
+            "broken_chain",
+            f"{detached} of {looked} objects in {party.name} have a missing ancestor, so no prefix "
+            "reaches them",
+            "The first blocks of their chains were removed or lost, or are not put: the next put "
+            "of the whole prompt mends them.",
+        )
+    if party.partly > party.none:
+        return _ends(party)
+    both = {row.client for row in putters} & {row.client for row in party.askers}
+    return Cause(
+        "other_keys",
+        f"{here}, and the first key of {party.none} of {party.questions} questions is none of "
+        "them: the keys differ from the first block on",
+        "New prompts have no hit: send one twice. Then compare what the hash of the first block "
+        "is made of: the tokens (tokenizer, chat template, system prompt), the block size, salt "
+        "and adapter"
+        + (
+            "."
+            if both
+            else ", the seed: PYTHONHASHSEED must be the same for every engine, or use a hash "
+            "without one (vLLM: --prefix-caching-hash-algo sha256_cbor)."
+        ),
+    )
+
+
+def _some_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    del evidence, others
+    if not party.asked:
+        return None
+    ratio = f"{100 * party.share:.0f} % of {party.asked} keys asked in {party.name} were found"
+    if party.share >= FEW:
+        return Cause("fine", ratio, is_problem=False)
+    if party.evicted > party.objects:
+        return _evicted(party)
+    if party.none > party.partly:
+        return Cause(
+            "few_hits",
+            f"{ratio}; the first key of {party.none} of {party.questions} questions was not there: "
+            "most prompts begin with other tokens than those that are stored",
+            "That is how new prompts look. If these prompts share a beginning, compare tokenizer, "
+            "chat template and system prompt.",
+            is_problem=False,
+        )
+    return _ends(party)._replace(is_problem=False)
+
+
+_SAME_SETTINGS: Final = "Start both engines with the same weights and settings."
+_WEIGHTS: Final = (
+    "weights: these are other checkpoints or revisions. That is right if the models differ; "
+    "otherwise load the same files in both."
+)
+_DTYPE: Final = "dtype: start both with the same --dtype and quantization."
+_CACHE_DTYPE: Final = "cache type: start both with the same --kv-cache-dtype."
+_BLOCK: Final = (
+    "block size: start both with the same one (vLLM: --block-size; SGLang: --page-size; LMCache: "
+    "chunk_size)."
+)
+_PARALLEL: Final = (
+    "parallel sizes: start both with the same ones (vLLM: --tensor-parallel-size, "
+    "--pipeline-parallel-size; SGLang: --tp-size, --pp-size); each rank keeps its own part."
+)
+_HASH: Final = "hash: start both with the same --prefix-caching-hash-algo."
+_SEED: Final = (
+    "hash seed: set the same PYTHONHASHSEED for both, or start both with "
+    "--prefix-caching-hash-algo sha256_cbor."
+)
+_VERSION: Final = "version: run the same release of the engine and of kvstore in both."
+_MACHINE: Final = (
+    "device: blocks of other devices or processors differ; let engines of one kind share."
+)
+_LAYOUT: Final = "layout: start both with the same attention backend and cache layout."
+
+_REMEDIES: Final[dict[str, str]] = {
+    "weights": _WEIGHTS, "files": _WEIGHTS, "config": _WEIGHTS, "weight_version": _WEIGHTS,
+    "dtype": _DTYPE, "quantization": _DTYPE, "chunk_dtype": _DTYPE, "cache_dtype": _CACHE_DTYPE,
+    "kv_cache_dtype": _CACHE_DTYPE, "block_tokens": _BLOCK, "block_size": _BLOCK,
+    "page_tokens": _BLOCK, "page_bytes": _BLOCK, "hash_tokens": _BLOCK, "chunk_tokens": _BLOCK,
+    "chunk_blocks": _BLOCK, "chunk_bytes": _BLOCK, "tensor_parallel": _PARALLEL,
+    "tensor_parallel_size": _PARALLEL, "pipeline_parallel": _PARALLEL,
+    "context_parallel": _PARALLEL, "workers": _PARALLEL, "hash_algorithm": _HASH,
+    "none_hash": _SEED, "format": _VERSION, "tier_format": _VERSION, "engine": _VERSION,
+    "vllm": _VERSION, "device": _MACHINE, "machine": _MACHINE, "layout": _LAYOUT,
+    "chunk_layout": _LAYOUT, "attention": _LAYOUT,
+    "draft": "draft model: load the same draft model in both, or none.",
+    "speculative": "speculative decoding: start both with the same settings of it.",
+}  # fmt: skip
+"""By the name of a field, or of a part of it (``groups.0.block_tokens``), in which descriptions of
+this project's connectors differ."""
+
+_RULES: Final[tuple[Rule, ...]] = (
+    _other_fingerprint, _not_asked, _not_written, _gone, _none_found, _some_found,
+)  # fmt: skip
+
+
+def _nothing(evidence: Evidence) -> Cause:
+    del evidence
+    return Cause(
+        "nothing",
+        "since the master's start no client has put anything or asked for anything here",
+        "Is the connector on (vLLM: --kv-transfer-config), and does it name this master and "
+        "cluster? The engine's log says which master it has joined; kvstore doctor tests the way.",
+    )
+
+
+def _put_fails(party: Party) -> Cause:
+    return Cause(
+        "put_fails",
+        f"{_names(party.putters)} wanted to put {party.wanted} keys into {party.name}, and none "
+        "was stored",
+        "Its log says why: no space (kvstore status shows free memory), or a node that it cannot "
+        "reach (kvstore doctor on that host).",
+    )
+
+
+def _evicted(party: Party) -> Cause:
+    last = min((s for s in party.spaces if s.evicted), key=lambda s: s.evicted_ms)
+    return Cause(
+        "evicted",
+        f"{counted(party.evicted, 'object')} of {party.name} evicted, {party.objects} left; the "
+        f"last had not been used for {_age(last.evicted_idle_ms)}",
+        "The pool is too small for what is written between two uses: give it more memory "
+        "(kvstore-node --memory), or pin what must stay (kvstore pin).",
+    )
+
+
+def _ends(party: Party) -> Cause:
+    deep = [miss for miss in party.misses if miss.found]
+    example = f", the last after {deep[0].found} of {deep[0].asked} keys" if deep else ""
+    return Cause(
+        "prefix_ends",
+        f"{party.partly} of {party.questions} questions in {party.name} found a beginning and no "
+        f"more{example}; {party.evicted} objects were evicted",
+        "That is how prompts with a shared beginning look. If the rest should be there, look for "
+        "something that changes within the prompt (a date, an id), or for evictions.",
+    )
+
+
+def _elsewhere(evidence: Evidence, party: Party) -> Cause | None:
+    for name in party.namespaces:
+        other = evidence.elsewhere.get(name)
+        if other is not None:
+            return Cause(
+                "other_namespace",
+                f"a key that {_names(party.askers)} asked for in {name} is stored in {other}: "
+                "both compute the same keys, in different namespaces",
+                "A namespace stands for the model and all settings on which bytes depend: give "
+                "both the same, if their blocks are the same.",
+                namespaces=(name, other),
+            )
+    return None
+
+
+def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
+    """Of those of the same model, the one whose description differs least from the party's."""
+    ours = party.record
+    if ours is None:
+        return None
+
+    def distance(other: Party) -> tuple[bool, int, int]:
+        theirs = other.record
+        assert theirs is not None
+        fields = len(differences(ours.description, theirs.description))
+        idle_ms = min((row.idle_ms for row in [*other.putters, *other.askers]), default=1 << 62)
+        return ours.engine != theirs.engine, fields, idle_ms
+
+    same = [each for each in others if each.record is not None and ours.serves(each.record.model)]
+    return min(same, key=distance, default=None)
+
+
+def _differ(writer: Party, asker: Party) -> Cause:
+    """Why an asker does not find what a writer of the same model puts."""
+    ours, theirs = writer.record, asker.record
+    assert ours is not None
+    assert theirs is not None
+    writing = f"{_do(writer.putters, 'write', 'another client')} {ours.model} under {writer.name}"
+    asking = f"{_do(asker.askers, 'ask')} under {asker.name}"
+    spaces = writer.namespaces + asker.namespaces
+    if ours.engine != theirs.engine:
+        return Cause(
+            "other_engine",
+            f"{writing}, {asking}: different engines keep different bytes",
+            "Blocks are shared between engines of one kind only; let one of this kind write.",
+            namespaces=spaces,
+        )
+    differing = differences(ours.description, theirs.description)
+    lines = [
+        f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
+        for each in differing[:FIELDS_SHOWN]
+    ]
+    if len(differing) > FIELDS_SHOWN:
+        lines.append(f"and {len(differing) - FIELDS_SHOWN} more fields")
+    return Cause(
+        "other_fingerprint",
+        f"{writing}, {asking}: other fingerprints never share a block. They differ in "
+        + ("these fields" if lines else "nothing that was described: only the cache's layout does"),
+        _remedy([each.field for each in differing]),
+        tuple(lines),
+        spaces,
+    )
+
+
+def _remedy(fields: Iterable[str]) -> str:
+    """What to do about fields in which descriptions differ; each advice once."""
+    advice = [
+        next((_REMEDIES[part] for part in field.split(".") if part in _REMEDIES), "")
+        for field in fields
+    ]
+    known = [text for text in dict.fromkeys(advice) if text]
+    return " ".join(known[:REMEDIES_SHOWN]) or _SAME_SETTINGS
+
+
+def _detached(evidence: Evidence, party: Party) -> tuple[int, int]:
+    seen = [evidence.detached.get(name, (0, 0)) for name in party.namespaces]
+    return sum(some for some, _ in seen), sum(looked for _, looked in seen)
+
+
+def _merged(rows: Iterable[ClientTraffic]) -> list[ClientTraffic]:
+    """A row per client, the last active first; an engine has a namespace for each rank."""
+    by_name: dict[tuple[str, str], ClientTraffic] = {}
+    for row in rows:
+        mark = row.client, row.address
+        known = by_name.get(mark)
+        if known is None:
+            by_name[mark] = row
+            continue
+        by_name[mark] = known._replace(
+            first_ms=max(known.first_ms, row.first_ms),
+            idle_ms=min(known.idle_ms, row.idle_ms),
+            keys=known.keys + row.keys,
+            found=known.found + row.found,
+            stored=known.stored + row.stored,
+            key=known.key or row.key,
+        )
+    return sorted(by_name.values(), key=lambda row: row.idle_ms)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _names(rows: Sequence[ClientTraffic], unknown: str = "a client") -> str:
+    names = list(dict.fromkeys(row.client or unknown for row in rows)) or [unknown]
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _do(rows: Sequence[ClientTraffic], verb: str, unknown: str = "a client") -> str:
+    several = len({row.client for row in rows}) > 1
+    return f"{_names(rows, unknown)} {verb}{'' if several else 's'}"
+
+
+def _value(value: object) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= VALUE_CHARS else text[: VALUE_CHARS - 1] + "…"
+
+
+def _are_hashes(sizes: Sequence[int]) -> bool:
+    """Whether keys of these sizes, in bytes, are hashes; others may be of any length."""
+    return bool(sizes) and all(size in HASH_BYTES for size in sizes)
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def _age(milliseconds: int) -> str:
+    seconds = milliseconds / 1000
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
