@@ -456,8 +456,10 @@ class Operations:
         )
         return [None if known is None else known.size for known in placed]
 
-    def exists(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
-        return asking.exists(self._namespace(namespace), packed_keys(keys))
+    def exists(
+        self, keys: Sequence[AnyKey], namespace: str | None, lease: bool = False
+    ) -> Flow[list[bool]]:
+        return asking.exists(self._namespace(namespace), packed_keys(keys), lease)
 
     def pin(
         self, keys: Sequence[AnyKey], duration_s: float, namespace: str | None

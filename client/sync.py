@@ -475,10 +475,20 @@ class Client:
         return self._run(self._operations.exists([key], namespace), timeout_ms)[0]
 
     def exists_many(
-        self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
+        self,
+        keys: Sequence[AnyKey],
+        *,
+        lease: bool = False,
+        namespace: str | None = None,
+        timeout_ms: int | None = None,
     ) -> list[bool]:
-        """``exists`` of several."""
-        return self._run(self._operations.exists(keys, namespace), timeout_ms)
+        """``exists`` of several.
+
+        Args:
+            lease: keep those that exist from eviction for as long as a ``get`` would. This is
+                cheaper than ``lookup``, and a ``get`` afterwards still asks where they are.
+        """
+        return self._run(self._operations.exists(keys, namespace, lease), timeout_ms)
 
     def stat(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None

@@ -213,10 +213,13 @@ class Found(NamedTuple):
 
 
 class Exists(NamedTuple):
-    """Which of these keys are stored? Nothing is leased: the answer is about this moment only."""
+    """Which of these keys are stored?"""
 
     namespace: Namespace
     keys: Sequence[Key]
+    lease: bool = False
+    """Lease those that are, as ``Lookup`` does, which also says where they are. Without a lease
+    the answer is about this moment only. Masters of the release before lease nothing."""
 
 
 class Existing(NamedTuple):

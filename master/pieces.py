@@ -100,11 +100,16 @@ def _rows(
     )
 
 
+def _exists_rows(request: calls.Exists) -> int:
+    """Without leases, twice as many as of ``Lookup`` take as long."""
+    return LOOKUPS_PER_PIECE if request.lease else 2 * LOOKUPS_PER_PIECE
+
+
 CUTS: Final[dict[type, Cut]] = {
-    calls.Exists: _rows(
+    calls.Exists: Cut(
+        lambda r: len(r.keys) > _exists_rows(r),
+        lambda r: _by("keys", rows_max=_exists_rows(r))(r),
         lambda replies: calls.Existing(_flat(replies, "presence")),
-        "keys",
-        rows_max=2 * LOOKUPS_PER_PIECE,  # takes half as long as ``Lookup``
     ),
     calls.Lookup: _rows(_found, "keys", rows_max=LOOKUPS_PER_PIECE),
     calls.MatchPrefix: Cut(

@@ -204,7 +204,7 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     calls.Join: st.builds(calls.Join, NAME, NAME, U32, U32, ANY_NAME, EPOCH),
     calls.MatchPrefix: st.builds(calls.MatchPrefix, st.lists(NAMESPACE, max_size=5), keys(), FLAGS),
     calls.Lookup: st.builds(calls.Lookup, NAMESPACE, keys()),
-    calls.Exists: st.builds(calls.Exists, NAMESPACE, keys()),
+    calls.Exists: st.builds(calls.Exists, NAMESPACE, keys(), st.booleans()),
     calls.PutStart: put_starts(),
     calls.PutEnd: st.builds(calls.PutEnd, U64, st.lists(U64, max_size=40)),
     calls.PutRevoke: st.builds(

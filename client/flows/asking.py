@@ -43,10 +43,10 @@ def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[l
     return found
 
 
-def exists(namespace: Namespace, keys: Sequence[Key]) -> Flow[list[bool]]:
+def exists(namespace: Namespace, keys: Sequence[Key], lease: bool) -> Flow[list[bool]]:
     if not keys:
         return []
-    existing = yield from ask(calls.Exists(namespace, keys), calls.Existing)
+    existing = yield from ask(calls.Exists(namespace, keys, lease), calls.Existing)
     presences = np.frombuffer(bytes(existing.presence), np.uint8)
     there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
     return there

@@ -227,6 +227,24 @@ class Objects:
         found = dict(zip(there, sizes, strict=True))
         return [found.get(name) for name in names]
 
+    def are_stored(self, keys: Sequence[str]) -> list[bool] | Code:
+        """Leases those that are."""
+        names = names_of(keys)
+        wanted = names if all(names) else [name for name in names if name]
+
+        def ask(client: Client, timeout_ms: int) -> list[bool]:
+            return [
+                there
+                for some in slices(wanted)
+                for there in client.exists_many(some, lease=True, timeout_ms=timeout_ms)
+            ]
+
+        stored = self.ask(ask)
+        if isinstance(stored, Code) or wanted is names:
+            return stored
+        found = dict(zip(wanted, stored, strict=True))
+        return [found.get(name, False) for name in names]
+
     def remove(self, keys: Sequence[str]) -> list[int]:
         names = names_of(keys)
         codes: dict[bytes, int] = {}

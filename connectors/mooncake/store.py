@@ -436,10 +436,10 @@ class MooncakeDistributedStore(Tensors):
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """Per key 1, leased so that a get within that time finds it, or 0; -1: an error."""
-        sizes = self._objects.lookup(keys)
-        if isinstance(sizes, Code):
+        stored = self._objects.are_stored(keys)
+        if isinstance(stored, Code):
             return [Code.INTERNAL_ERROR] * len(keys)
-        return [int(size is not None) for size in sizes]
+        return [int(there) for there in stored]
 
     def get_size(self, key: str) -> int:
         """Bytes, or a code."""

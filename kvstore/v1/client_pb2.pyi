@@ -262,7 +262,9 @@ class ExistsRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
+    lease: _builtins.bool
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
     def __init__(
@@ -270,10 +272,11 @@ class ExistsRequest(_message.Message):
         *,
         namespace: _builtins.str = ...,
         keys: _common_pb2.Keys | None = ...,
+        lease: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease", b"lease", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,7 +31,8 @@ ASKING_MAX = 4_096
 """Questions that wait for inventories; further ones are answered at once."""
 
 _ABSENT: Final = 0
-"""``Presence.ABSENT``, without a search for it in every call."""
+_COMPLETE: Final = 1
+"""As in ``Presence``, without a search for it in every call."""
 
 Question = calls.MatchPrefix | calls.Lookup | calls.Exists
 Found = calls.Matched | calls.Found | calls.Existing
@@ -153,35 +154,24 @@ class Asking:
         keys = request.keys
         records: list[ObjectRecord | None]
         records = [None] * len(keys) if table is None else table.get_many(keys)
-        lease_until_ms = now_ms + common.rules.lease_ms
         some_ended = now_ms >= self._lifetimes.next_ms
-        found = 0
-        used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for index, record in enumerate(records):
             if record is None:
                 continue
-            if some_ended and self._lifetimes.ended(record, now_ms):
-                records[index] = None
-                continue
             segment = record.segment
-            if segment is not None and (segment.alive or record.complete):
-                if record.last_used_ms != used_ms:
-                    if uses:
-                        self.reuses_ms.add(max(0, now_ms - used_ms), uses)
-                    used_ms, uses = record.last_used_ms, 0
-                uses += 1
-                record.last_used_ms = now_ms
-                record.lease_until_ms = lease_until_ms
-                found += 1
-            else:
+            if (
+                segment is None
+                or not (segment.alive or record.complete)
+                or (some_ended and self._lifetimes.ended(record, now_ms))
+            ):
                 records[index] = None
-        count = len(records)
+        held = [record for record in records if record is not None]
+        self._lease(now_ms, held)
+        count, found = len(records), len(held)
         first = -1
         if found < count:
             first = records.index(None) if count > 1 else 0
         self._note(now_ms, request.namespace, keys, count, found, first)
-        if uses:
-            self.reuses_ms.add(max(0, now_ms - used_ms), uses)
         placements = common.placements(records, now_ms)
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 
@@ -195,6 +185,9 @@ class Asking:
                 if record is not None and self._lifetimes.ended(record, now_ms):
                     known[index] = Presence.BEING_WRITTEN if record.writer else Presence.ABSENT
             presence = bytes(known)
+        if request.lease and table is not None:
+            records = zip(table.get_many(keys), presence, strict=True)
+            self._lease(now_ms, [r for r, there in records if r is not None and there == _COMPLETE])
         found = count = len(presence)
         first = -1
         if _ABSENT in presence:
@@ -202,6 +195,21 @@ class Asking:
             found -= presence.count(_ABSENT) if count > 1 else 1
         self._note(now_ms, request.namespace, keys, count, found, first)
         return calls.Existing(presence)
+
+    def _lease(self, now_ms: int, records: Sequence[ObjectRecord]) -> None:
+        """Leases these, which are complete, and notes how long they had not been used."""
+        lease_until_ms = now_ms + self._common.rules.lease_ms
+        used_ms, uses = now_ms, 0  # most objects of one call were used together before
+        for record in records:
+            if record.last_used_ms != used_ms:
+                if uses:
+                    self.reuses_ms.add(max(0, now_ms - used_ms), uses)
+                used_ms, uses = record.last_used_ms, 0
+            uses += 1
+            record.last_used_ms = now_ms
+            record.lease_until_ms = lease_until_ms
+        if uses:
+            self.reuses_ms.add(max(0, now_ms - used_ms), uses)
 
     def _note(
         self,

@@ -25,6 +25,20 @@ def test_a_match_is_the_longest_present_prefix(new_cluster: NewCluster) -> None:
     assert cluster.match("") == 0
 
 
+def test_only_what_exists_with_a_lease_is_kept(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=3)
+    for name in "abc":
+        cluster.put(name)
+        cluster.after(1_000)
+    cluster.after(LEASE_MS)
+    ask = cluster.state.asking.exists
+    assert bytes(ask(cluster.now_ms, calls.Exists(NAMESPACE, keys_of("b"))).presence) == b"\1"
+    leased = ask(cluster.now_ms, calls.Exists(NAMESPACE, keys_of("ax"), True))
+    assert bytes(leased.presence) == b"\1\0"
+    cluster.put("de")
+    assert cluster.present("abcde") == "ade"
+
+
 def test_misses_are_counted_where_nothing_has_ever_been_put(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8)
     assert cluster.match("abc") == 0

@@ -114,8 +114,13 @@ def exists(_: MasterService) -> calls.Request:
     return calls.Exists(SPACE, REPEATED)
 
 
+def leased_exists(_: MasterService) -> calls.Request:
+    return calls.Exists(SPACE, REPEATED, True)
+
+
 @pytest.mark.parametrize(
-    "request_of", [removal, report, renewal, revocation, ending, match, lookup, exists]
+    "request_of",
+    [removal, report, renewal, revocation, ending, match, lookup, exists, leased_exists],
 )
 def test_a_large_call_says_what_a_whole_one_would(
     request_of: Callable[[MasterService], calls.Request],
