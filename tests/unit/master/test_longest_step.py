@@ -380,7 +380,8 @@ def join(world: World) -> calls.Request:
 BOUNDS: list[Callable[[World], calls.Request]] = [
     match, scan, lookup, exists, leased_exists, put_start, put_below_missing, put_end, put_revoke,
     allocate, commit, renew, pin, unpin, remove, remove_first, report_corrupt, clear, clear_all,
-    describe, report_failure, status, traffic, listed, stat, drain, start_moves, start_repairs, join,
+    describe, report_failure, status, traffic, listed, stat, drain, start_moves, start_repairs,
+    join,
 ]  # fmt: skip
 
 
