@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore import background
@@ -16,9 +15,11 @@ from kvstore.calls import ClusterStatus
 from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web import metrics
+from kvstore.web.dashboard import Dashboard
 from kvstore.web.events import Events, not_asked_for
+from kvstore.web.fleet import Record, read_records
+from kvstore.web.hosts import Hosts
 from kvstore.web.link import Link
 from kvstore.web.serving import Answers, Readiness, serving
 
@@ -38,6 +39,21 @@ SHARE: Final = 0.05
 its own duration, whatever the number of scrapes."""
 
 
+FRESH_S: Final = 1.0
+"""How old an answer may be: the master is asked no more often, however many pages are open."""
+
+FLEET_S: Final = 30.0
+
+
+class Seen(NamedTuple):
+    measured: dict[str, Any]
+    """The answer to ``measures``."""
+    status: ClusterStatus | None
+    """None: it does not lead, or the store could not be asked."""
+    at_ms: int
+    """Wall clock, milliseconds since 1970."""
+
+
 class Served(NamedTuple):
     """What the master gives its child."""
 
@@ -53,6 +69,8 @@ class Served(NamedTuple):
     """Where it sends its events, if they were asked for."""
     events_at: str = ""
     """Where to publish them, too; see ``MasterConfig.events``."""
+    names: Sequence[str] = ()
+    """By which browsers may reach it, beside addresses and ``localhost``."""
 
 
 async def serve(served: Served) -> None:
@@ -65,36 +83,37 @@ async def serve(served: Served) -> None:
         loop.add_signal_handler(number, stopped.set)
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
-    master = _Master(served)
+    master = Master(served)
     answers = Answers(master.readiness, master.metrics)
     events = Events(served.events, master.readiness) if served.events else None
+    dashboard = Dashboard(master, Hosts(served.names), port=served.listener.getsockname()[1])
     publisher: Publisher | None = None
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        async with serving(
-            served.listener, answers, events.routes() if events else not_asked_for()
-        ):
+        routes = {**dashboard.routes(), **(events.routes() if events else not_asked_for())}
+        async with serving(served.listener, answers, dashboard.guarded(routes)):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:
         loop.remove_reader(served.parent.fd)
         if publisher is not None:
             await publisher.close()
+        await dashboard.close()
         if events is not None:
             await events.close()
         await master.close()
 
 
-def _publisher(served: Served, events: Events, master: _Master) -> Publisher:
+def _publisher(served: Served, events: Events, master: Master) -> Publisher:
     from kvstore.web.publisher import Publisher  # needs packages that are installed if asked for
 
     pool = served.cluster or "kvstore"
     return Publisher(served.events_at, pool, events.journal, events.streams, master.fleet)
 
 
-class _Master:
-    """The parent, as its child sees it."""
+class Master:
+    """The parent, as its child sees it. Its methods raise UnavailableError: it does not answer."""
 
     def __init__(self, served: Served) -> None:
         self._pid = served.pid
@@ -105,6 +124,12 @@ class _Master:
         self._asking = asyncio.Lock()
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
+        self._looking = asyncio.Lock()
+        self._seen: Seen | None = None
+        self._seen_until = 0.0
+        self._reading = asyncio.Lock()
+        self._fleet: list[Record] = []
+        self._fleet_until = 0.0
 
     async def close(self) -> None:
         self._link.close()
@@ -119,26 +144,46 @@ class _Master:
             return Readiness(True, f"stands by; {said['leader']} leads")
         return Readiness(False, "stands by, and knows of no master that leads")
 
+    async def role(self) -> dict[str, Any]:
+        """``leads``, and ``leader``: who else does, as far as it knows."""
+        return await self._ask("role")
+
+    async def notices(self, after: int) -> dict[str, Any]:
+        """See ``kvstore.master.notices.Notices.after``."""
+        return await self._ask(f"notices {after}")
+
+    async def seen(self) -> Seen:
+        """What is measured and known of the store, at most ``FRESH_S`` old."""
+        async with self._looking:
+            if time.monotonic() >= self._seen_until or self._seen is None:
+                measured = await self._ask("measures")
+                status = await self._store_status() if measured["leads"] else None
+                self._seen = Seen(measured, status, time.time_ns() // 1_000_000)
+                self._seen_until = time.monotonic() + FRESH_S
+            return self._seen
+
     async def metrics(self) -> bytes:
-        measured = await self._ask("measures")
-        status = await self._store_status() if measured["leads"] else None
+        measured, status, _ = await self.seen()
         return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
+
+    async def fleet_records(self) -> list[Record]:
+        """At most ``FLEET_S`` old. Empty as long as they cannot be read."""
+        async with self._reading:
+            if time.monotonic() >= self._fleet_until:
+                try:
+                    self._fleet = await read_records(self._client)
+                except KVStoreError as error:
+                    log.warning("fleet_unknown reason=%s", error)
+                self._fleet_until = time.monotonic() + FLEET_S
+            return self._fleet
 
     async def fleet(self) -> dict[str, tuple[str, int]]:
         """The model of each namespace that is in a record of the fleet, and tokens per block."""
-        found: dict[str, tuple[str, int]] = {}
-        try:
-            async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
-                raw = await self._client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
-                if not isinstance(raw, bytes):
-                    continue
-                with contextlib.suppress(ValueError, LookupError, TypeError):
-                    record = json.loads(raw)
-                    model = str(record["models"][0]), int(record.get("block_size", 0))
-                    found.update((str(name), model) for name in record["namespaces"])
-        except KVStoreError as error:
-            log.warning("fleet_unknown reason=%s", error)
-        return found
+        return {
+            name: (record.model, record.block_size)
+            for record in await self.fleet_records()
+            for name in record.namespaces
+        }
 
     async def _ask(self, question: str) -> dict[str, Any]:
         try:
