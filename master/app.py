@@ -37,6 +37,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.web.feed import Feed
+from kvstore.web.link import Answers
 from kvstore.web.serving import bind
 
 log = logging.getLogger("kvstore.master")
@@ -147,7 +148,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         if config.http_port:
             given = "http_port" in config.model_fields_set
             listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
-            answers = {
+            answers: Answers = {
                 "role": master.role,
                 "measures": master.measures,
                 "notices": master.notices.after,

@@ -30,7 +30,6 @@ from kvstore.config.values import (
 )
 from kvstore.errors import InvalidArgumentError
 
-
 _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
 
@@ -60,7 +59,7 @@ class MasterConfig(Config):
     )
     http_names: Text = Field(
         default="",
-        description="Names, separated by commas, by which browsers and programs reach the dashboard "
+        description="Names, separated by commas, by which browsers and programs reach the page "
         "and /api, beside addresses, localhost, --host, --advertise and this host's name. Others "
         "are refused: a web page could have a name of its own point here.",
     )

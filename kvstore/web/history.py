@@ -1,4 +1,4 @@
-"""The last hour of a master in points of ten seconds: what the dashboard draws, and what it warns of.
+"""The last hour of a master in points of ten seconds, for the charts and warnings of the dashboard.
 
 Pure: ``add`` is given what was measured and when. A point holds what happened since the sample
 before it; the first sample of a term, or after a gap, is only where the next point begins.
@@ -64,7 +64,7 @@ class Point(NamedTuple):
 
 
 def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> Sample:
-    """``measured``: the master's answer to ``measures``; ``status``: None: the store is not known."""
+    """``measured``: the master's answer to ``measures``. ``status``: None: it is not known."""
     calls = {name: row for name, row in measured["calls"].items() if name not in UNSEEN}
     segments = [segment for node in status.nodes for segment in node.segments] if status else []
     return Sample(
@@ -84,7 +84,7 @@ def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None
 
 
 class History:
-    """The points of the last hour; one that leads nobody has none."""
+    """The points of the last hour. A master that stands by adds none."""
 
     def __init__(self) -> None:
         self._points: deque[Point] = deque(maxlen=POINTS_MAX)

@@ -79,7 +79,7 @@ def _nodes(status: ClusterStatus) -> Iterator[Problem]:
 
 def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterator[Problem]:
     for node, why in nodes[:NODES_NAMED]:
-        yield Problem(level, f"Node {node.name} ({node.host}) {what}: {why}.")
+        yield Problem(level, f"Node {node.name} ({node.address or node.host}) {what}: {why}.")
     if len(nodes) > NODES_NAMED:
         yield Problem(level, f"{len(nodes) - NODES_NAMED} more nodes: each {what}.")
 
@@ -125,7 +125,7 @@ def _lately(history: History, now_ms: int) -> Iterator[Problem]:
          "had no replica with good bytes: look at the memory of its nodes (see Events)"),
         (hour, "corrupt_replicas", "hour", "bad", "replica", "had bad bytes"),
         (recent, "dead_nodes", "10 min", "bad", "node", "died"),
-        (recent, "lost_objects", "10 min", "warning", "object", "gone with the last node that had them"),
+        (recent, "lost_objects", "10 min", "warning", "object", "gone with their last node"),
         (recent, "connections_stalled", "10 min", "warning", "connection",
          "cut because the client did not read"),
         (recent, "connections_refused", "10 min", "warning", "connection",
@@ -141,8 +141,8 @@ def _lately(history: History, now_ms: int) -> Iterator[Problem]:
     if late_us is not None and late_us > LATE_US:
         yield Problem(
             "warning",
-            f"The master's loop is slow: one call in a hundred waits {late_us / 1000:.0f} ms for "
-            "it. Its host may lack processor time.",
+            f"The master's loop is slow: one call in a hundred waits {late_us / 1000:.0f} ms "
+            "or more. Its host may lack processor time.",
         )
 
 

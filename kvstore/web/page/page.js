@@ -2,7 +2,7 @@
 // The dashboard. Everything that comes from the store goes to the page as text (`shown`), never as HTML.
 
 const STATUS_MS = 1000, HISTORY_MS = 10000, FLEET_MS = 15000, ANSWER_MS = 6000;
-const HOUR_MS = 3600e3, EVENTS_MAX = 1000;
+const HOUR_MS = 3600e3, SPAN_MIN_MS = 300e3, EVENTS_MAX = 1000;
 const VIEWS = ["overview", "nodes", "namespaces", "events"];
 const $ = (id) => document.getElementById(id);
 
@@ -18,7 +18,7 @@ function bytes(number) {
   if (number == null) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
-  while (number >= 999.5 && unit < units.length - 1) { number /= 1024; unit++; }
+  while (number >= (unit ? 999.5 : 1024) && unit < units.length - 1) { number /= 1024; unit++; }
   return `${unit ? number.toPrecision(3) : Math.round(number)} ${units[unit]}`;
 }
 
@@ -86,7 +86,7 @@ const CHARTS = [
   { title: "Hit ratio", unit: percent, top: () => 1, lines: [["found", (h, i) => ratio(h.matched_per_s[i], h.missed_per_s[i])]] },
   { title: "Blocks asked for", unit: (n) => `${count(n)}/s`, lines: [["found", "matched_per_s"], ["missed", "missed_per_s"]] },
   { title: "Calls", unit: (n) => `${count(n)}/s`, lines: [["calls", "calls_per_s"]] },
-  { title: "Time of a call in the master", unit: time, lines: [["half below", "call_p50_s"], ["99 % below", "call_p99_s"]] },
+  { title: "Time of a call", unit: time, lines: [["half below", "call_p50_s"], ["99 % below", "call_p99_s"]] },
   { title: "Memory", unit: bytes, top: (h) => Math.max(...h.size_bytes), lines: [["used", "used_bytes"]] },
   { title: "Objects", unit: (n) => `${count(n)}/s`, lines: [["put", "stored_per_s"], ["evicted", "evicted_per_s"]] },
   { title: "Bytes put", unit: (n) => `${bytes(n)}/s`, lines: [["put", "stored_bytes_per_s"]] },
@@ -100,6 +100,7 @@ class Chart {
     this.described = described;
     this.reading = element("span", "reading");
     this.top = element("span");
+    this.span = element("span");
     this.svg = drawn("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": described.title });
     this.svg.append(drawn("line", { x1: 0, x2: 1000, y1: 50, y2: 50 }));
     this.paths = described.lines.map((_, index) => {
@@ -110,7 +111,7 @@ class Chart {
     const names = described.lines.map(([name], index) => element("span", index ? "second-name" : "first-name", name, " "));
     this.element = element("div", "chart",
       element("header", "", element("h3", "", described.title), this.reading), this.svg,
-      element("div", "scale", this.top, element("span", "", ...names), element("span", "", "1 h")));
+      element("div", "scale", this.top, element("span", "", ...names), this.span));
     this.svg.addEventListener("pointermove", (event) => this.read(event));
     this.svg.addEventListener("pointerleave", () => this.read(null));
   }
@@ -121,7 +122,10 @@ class Chart {
     this.values = this.described.lines.map(([, of]) => typeof of === "string" ? history[of] : at.map((_, i) => of(history, i)));
     const known = this.values.flat().filter((value) => value != null);
     const top = this.described.top && known.length ? this.described.top(history) : Math.max(0, ...known) * 1.1;
-    const x = (ms) => 1000 * (1 - (end - ms) / HOUR_MS);
+    // A history that has just begun is not a line at the right edge.
+    this.spanMs = Math.min(HOUR_MS, Math.max(SPAN_MIN_MS, end - (at[0] ?? end)));
+    put(this.span, time(Math.round(this.spanMs / 1000)));
+    const x = (ms) => 1000 * (1 - (end - ms) / this.spanMs);
     this.values.forEach((values, index) => {
       let text = "", before = null;
       values.forEach((value, i) => {
@@ -144,7 +148,7 @@ class Chart {
     let index = at.length - 1;
     if (event) {
       const box = this.svg.getBoundingClientRect();
-      const wanted = Date.now() - HOUR_MS * (1 - (event.clientX - box.left) / box.width);
+      const wanted = Date.now() - this.spanMs * (1 - (event.clientX - box.left) / box.width);
       index = at.reduce((best, ms, i) => Math.abs(ms - wanted) < Math.abs(at[best] - wanted) ? i : best, 0);
     }
     const told = this.values.map((values) => this.described.unit(values[index] ?? null)).join(" · ");
@@ -256,7 +260,7 @@ function showFleet(models) {
 const WORDS = {
   leads: (f) => `This master leads, epoch ${f.epoch}`,
   stands_by: (f) => `This master stands by; leader: ${f.leader}`,
-  node_joined: (f) => `Node ${f.node} joined from ${f.host} with ${bytes(f.bytes)}`,
+  node_joined: (f) => `Node ${f.node} joined with ${bytes(f.bytes)}`,
   node_resumed: (f) => `Node ${f.node} resumed its stream`,
   node_stream_broken: (f) => `Node ${f.node} is suspect: its stream broke`,
   node_dead: (f) => `Node ${f.node} is dead (${f.why}): ${bytes(f.bytes)} of memory gone`,
@@ -356,7 +360,7 @@ async function poll(what) {
 function choose() {
   const wanted = location.hash.slice(1);
   view = VIEWS.includes(wanted) ? wanted : "overview";
-  for (const name of VIEWS) $(name).hidden = name !== view;
+  for (const name of VIEWS) $(`view-${name}`).hidden = name !== view;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
