@@ -9,7 +9,9 @@ import pytest
 from kvstore.web.fleet import FIELDS_MAX, TEXT_MAX, Record, compared, parsed
 
 
-def record(mark: str, model: str = "/models/m", engine: str = "vllm", **described: object) -> Record:
+def record(
+    mark: str, model: str = "/models/m", engine: str = "vllm", **described: object
+) -> Record:
     return Record(engine, model, mark, [f"{engine}/{mark}/p0"], described, 16)
 
 
@@ -31,7 +33,7 @@ def test_records_of_one_model_are_compared_field_by_field() -> None:
 
 def test_what_is_shown_is_bounded() -> None:
     many = {f"f{number}": "x" * 10_000 for number in range(1_000)}
-    other = {name: "y" for name in many}
+    other = dict.fromkeys(many, "y")
     (found,) = compared([record("a", **many), record("b", **other)])
     assert len(found["differing"]) == FIELDS_MAX
     assert max(map(len, found["records"][0]["differing"])) == TEXT_MAX

@@ -26,7 +26,7 @@ def texts(found: ClusterStatus, history: History | None = None, now_ms: int = EV
 
 def after(**counters: int) -> History:
     history = History()
-    history.add(sample(0, measured(), status()))
+    history.add(sample(0, measured(counters={}), status()))
     history.add(sample(EVERY_MS, measured(counters={}), status(node(), **counters)))
     return history
 
