@@ -34,9 +34,12 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def text(self, selector: str) -> str:
-        """What is read there; empty: it is not there."""
-        found = self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
-        return str(found)
+        """What a user reads there; empty: it is hidden, or not there."""
+        script = (
+            "const found = document.querySelector(arguments[0]);"
+            "return found?.checkVisibility() ? found.innerText : ''"
+        )
+        return str(self.run(script, selector))
 
     def texts(self, selector: str) -> list[str]:
         """The text of each, whether it can be seen or not."""
