@@ -28,8 +28,8 @@ class Histogram:
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """The value that ``share`` of the values are below, as far as the buckets tell: within a bucket,
-    values are taken to be spread evenly. None: there are no values."""
+    """The value that ``share`` of the values are below. Within a bucket, values are taken to be
+    spread evenly. None: there are no values."""
     wanted = share * sum(counts)
     if not wanted:
         return None

@@ -100,8 +100,8 @@ class Dashboard:
     async def _sample_forever(self) -> None:
         while True:
             try:
-                measured, status, at_ms = await self._master.seen()
-                self._history.add(sample(at_ms, measured, status))
+                seen = await self._master.seen()
+                self._history.add(sample(seen.at_ms, seen.measured, seen.status))
             except UnavailableError as error:
                 log.debug("no_sample reason=%s", error)
             await asyncio.sleep(EVERY_S)
@@ -114,13 +114,12 @@ class Dashboard:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.of_the_store(seen.status, self._history, seen.at_ms)
             return _json(status_json(seen, seen.status, found))
-        role = await self._master.role()
         return _json(
             {
                 **_process(seen),
-                "leader": role["leader"],
-                "leader_page": self._page_of(role["leader"]),
-                "problems": [each._asdict() for each in problems.of_a_standby(role)],
+                "leader": seen.leader,
+                "leader_page": self._page_of(seen.leader),
+                "problems": [each._asdict() for each in problems.of_a_standby(seen.leader)],
             }
         )
 
@@ -132,7 +131,9 @@ class Dashboard:
         after = request.query.get("after", "0")
         if not (after.isascii() and after.isdigit() and len(after) <= 15):
             return web.Response(status=400, text="after is a number\n", headers=HEADERS)
-        return _json(await self._master.notices(int(after)))
+        run, last, kept = await self._master.notices()
+        new = [each for each in kept if each[0] > int(after)]
+        return _json({"run": run, "last": last, "notices": new})
 
     async def _answer_fleet(self, request: web.Request) -> web.Response:
         del request

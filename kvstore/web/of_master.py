@@ -7,10 +7,12 @@ import logging
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore import background
+from kvstore.background import start_task
 from kvstore.calls import ClusterStatus
 from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
@@ -43,6 +45,7 @@ FRESH_S: Final = 1.0
 """How old an answer may be: the master is asked no more often, however many pages are open."""
 
 FLEET_S: Final = 30.0
+NOTICES_MAX: Final = 1_000
 
 
 class Seen(NamedTuple):
@@ -50,8 +53,19 @@ class Seen(NamedTuple):
     """The answer to ``measures``."""
     status: ClusterStatus | None
     """None: it does not lead, or the store could not be asked."""
+    leader: str
+    """Who leads instead, ``host:port``; empty: it does, or it knows of none."""
     at_ms: int
     """Wall clock, milliseconds since 1970."""
+
+
+class Noticed(NamedTuple):
+    """See ``kvstore.master.notices.Notices.after``."""
+
+    run: int
+    last: int
+    kept: deque[list[Any]]
+    """Number, time, event and fields of the last ones."""
 
 
 class Served(NamedTuple):
@@ -124,14 +138,18 @@ class Master:
         self._asking = asyncio.Lock()
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
-        self._looking = asyncio.Lock()
-        self._seen: Seen | None = None
-        self._seen_until = 0.0
+        self._looking: asyncio.Task[Seen] | None = None
+        self._looked = -FRESH_S
+        self._noting = asyncio.Lock()
+        self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
+        self._noted = -FRESH_S
         self._reading = asyncio.Lock()
         self._fleet: list[Record] = []
         self._fleet_until = 0.0
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         self._link.close()
         await self._client.close()
 
@@ -144,26 +162,50 @@ class Master:
             return Readiness(True, f"stands by; {said['leader']} leads")
         return Readiness(False, "stands by, and knows of no master that leads")
 
-    async def role(self) -> dict[str, Any]:
-        """``leads``, and ``leader``: who else does, as far as it knows."""
-        return await self._ask("role")
-
-    async def notices(self, after: int) -> dict[str, Any]:
-        """See ``kvstore.master.notices.Notices.after``."""
-        return await self._ask(f"notices {after}")
-
     async def seen(self) -> Seen:
-        """What is measured and known of the store, at most ``FRESH_S`` old."""
-        async with self._looking:
-            if time.monotonic() >= self._seen_until or self._seen is None:
-                measured = await self._ask("measures")
-                status = await self._store_status() if measured["leads"] else None
-                self._seen = Seen(measured, status, time.time_ns() // 1_000_000)
-                self._seen_until = time.monotonic() + FRESH_S
-            return self._seen
+        """What is measured and known of the store. All who ask within ``FRESH_S`` share an answer,
+        and an error, too."""
+        if self._looking is None or (
+            self._looking.done() and time.monotonic() >= self._looked + FRESH_S
+        ):
+            self._looking = start_task("look", self._look(), expected=UnavailableError)
+        return await asyncio.shield(self._looking)
+
+    async def _look(self) -> Seen:
+        try:
+            measured, leader, status = await self._ask("measures"), "", None
+            if measured["leads"]:
+                status = await self._store_status()
+            else:
+                leader = (await self._ask("role"))["leader"]
+            return Seen(measured, status, leader, time.time_ns() // 1_000_000)
+        finally:
+            self._looked = time.monotonic()
+
+    async def notices(self) -> Noticed:
+        """The last ones, in order; the master is asked for new ones at most every ``FRESH_S``."""
+        async with self._noting:
+            if time.monotonic() >= self._noted + FRESH_S:
+                try:
+                    await self._note()
+                finally:
+                    self._noted = time.monotonic()
+            return self._noticed
+
+    async def _note(self) -> None:
+        while True:
+            answer = await self._ask(f"notices {self._noticed.last}")
+            if answer["run"] != self._noticed.run:
+                self._noticed = Noticed(answer["run"], 0, deque(maxlen=NOTICES_MAX))
+                continue
+            self._noticed.kept.extend(answer["notices"])
+            self._noticed = self._noticed._replace(last=answer["last"])
+            if answer["is_all"]:
+                return
 
     async def metrics(self) -> bytes:
-        measured, status, _ = await self.seen()
+        seen = await self.seen()
+        measured, status = seen.measured, seen.status
         return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
 
     async def fleet_records(self) -> list[Record]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from kvstore.calls import ClusterStatus, NodeStatus
 from kvstore.cli.show import duration_text, size_text
@@ -42,8 +42,8 @@ def of_the_store(status: ClusterStatus, history: History, now_ms: int) -> list[P
     return sorted(found, key=lambda problem: order.index(problem.level))
 
 
-def of_a_standby(role: Mapping[str, Any]) -> list[Problem]:
-    if role["leader"]:
+def of_a_standby(leader: str) -> list[Problem]:
+    if leader:
         return []
     return [Problem("bad", "No master leads: every call of clients waits or fails. Is etcd well?")]
 

@@ -275,9 +275,9 @@ const told = { run: null, last: 0 };
 function showEvents(answer) {
   if (answer.run !== told.run) {
     $("event-rows").replaceChildren();
-    const anew = told.run !== null && told.last > 0;
+    const again = told.last > 0;
     Object.assign(told, { run: answer.run, last: 0 });
-    if (anew) return false;
+    if (again) return;  // another start of the master, whose numbers begin at 1
   }
   for (const [, at, event, fields] of answer.notices) {
     const plain = () => `${event} ${Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ")}`;
@@ -288,7 +288,6 @@ function showEvents(answer) {
   told.last = answer.last;
   while ($("event-rows").children.length > EVENTS_MAX) $("event-rows").lastElementChild.remove();
   $("no-events").hidden = $("event-rows").children.length > 0;
-  return answer.is_all;
 }
 
 // --- asking --------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ const POLLS = [
     charts.forEach((chart) => chart.draw(history));
   } },
   { every: STATUS_MS, wanted: () => view === "events", run: async () => {
-    while (!showEvents(await ask(`api/v1/notices?after=${told.last}`)));
+    showEvents(await ask(`api/v1/notices?after=${told.last}`));
   } },
   { every: FLEET_MS, wanted: () => view === "namespaces" && status?.leads, run: async () => showFleet((await ask("api/v1/fleet")).models) },
 ];

@@ -93,5 +93,5 @@ def test_a_slow_loop() -> None:
 
 
 def test_a_master_that_stands_by_misses_a_leader() -> None:
-    assert of_a_standby({"leads": False, "leader": "10.0.0.1:50001"}) == []
-    assert of_a_standby({"leads": False, "leader": ""})[0].level == "bad"
+    assert of_a_standby("10.0.0.1:50001") == []
+    assert of_a_standby("")[0].level == "bad"
