@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,6 +184,23 @@ def test_events_survive_the_child_and_a_history_begins_anew(cluster: Cluster, po
     assert last["notices"][0][3]["node"] == cluster.nodes[0].name
     for bad in ("-1", "x", "1e3", "9" * 100, "%D9%A1"):
         assert asked(port, f"/api/v1/notices?after={bad}").status == 400
+
+
+def test_a_master_that_hangs_makes_no_queue_of_readers(cluster: Cluster, port: int) -> None:
+    assert cluster.master_server is not None
+    assert asked(port, "/api/v1/status").status == 200
+    cluster.master_server.freeze()
+    try:
+        started = time.monotonic()
+        with ThreadPoolExecutor(30) as threads:
+            replies = list(threads.map(lambda _: asked(port, "/api/v1/status"), range(30)))
+        assert time.monotonic() - started < 8.0
+        assert {reply.status for reply in replies} <= {200, 503}
+        until(lambda: "does not answer" in asked(port, "/api/v1/status").text)
+        assert "does not answer" in asked(port, "/api/v1/notices").text
+    finally:
+        cluster.master_server.resume()
+    until(lambda: asked(port, "/api/v1/status").status == 200)
 
 
 def test_a_master_that_stands_by_says_who_leads(tmp_path: Path) -> None:
