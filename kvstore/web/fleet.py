@@ -11,6 +11,8 @@ from kvstore.client.aio import AsyncClient
 from kvstore.limits import FLEET_NAMESPACE
 
 RECORDS_MAX: Final = 200
+"""What the dashboard shows."""
+
 RECORD_BYTES_MAX: Final = 1 << 16
 NAMESPACES_MAX: Final = 64
 """Of one record."""
@@ -33,11 +35,11 @@ class Record(NamedTuple):
     """Tokens per block; 0: not told."""
 
 
-async def read_records(client: AsyncClient) -> list[Record]:
-    """The first ``RECORDS_MAX`` that can be read. Raises KVStoreError: the store did not answer."""
+async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
+    """The first ``records_max`` that can be read. Raises KVStoreError: the store did not answer."""
     found: list[Record] = []
     async for row in client.list_objects(namespace=FLEET_NAMESPACE):
-        if len(found) == RECORDS_MAX:
+        if len(found) == records_max:
             break
         if row.size > RECORD_BYTES_MAX:
             continue

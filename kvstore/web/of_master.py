@@ -6,10 +6,11 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from kvstore import background
 from kvstore.background import start_task
@@ -20,7 +21,7 @@ from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web import metrics
 from kvstore.web.dashboard import Dashboard
 from kvstore.web.events import Events, not_asked_for
-from kvstore.web.fleet import Record, read_records
+from kvstore.web.fleet import RECORDS_MAX, Record, read_records
 from kvstore.web.hosts import Hosts
 from kvstore.web.link import Link
 from kvstore.web.serving import Answers, Readiness, serving
@@ -42,10 +43,14 @@ its own duration, whatever the number of scrapes."""
 
 
 FRESH_S: Final = 1.0
-"""How old an answer may be: the master is asked no more often, however many pages are open."""
+"""How long an answer is used again: the master is asked no more often, however many pages are
+open."""
 
 FLEET_S: Final = 30.0
 NOTICES_MAX: Final = 1_000
+
+
+ValueT = TypeVar("ValueT")
 
 
 class Seen(NamedTuple):
@@ -66,6 +71,36 @@ class Noticed(NamedTuple):
     last: int
     kept: deque[list[Any]]
     """Number, time, event and fields of the last ones."""
+
+
+class Shared(Generic[ValueT]):
+    """A question that is asked once for all who want its answer meanwhile, or within some time
+    after it came. Those who wait share an error, too; the next one asks again."""
+
+    def __init__(
+        self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float
+    ) -> None:
+        self._name = name
+        self._ask = ask
+        self._fresh_s = fresh_s
+        self._fresh_until = 0.0
+        self._task: asyncio.Task[ValueT] | None = None
+
+    async def __call__(self) -> ValueT:
+        """Raises UnavailableError: the master does not answer."""
+        if self._task is None or (self._task.done() and time.monotonic() >= self._fresh_until):
+            self._task = start_task(self._name, self._answer(), expected=UnavailableError)
+        return await asyncio.shield(self._task)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _answer(self) -> ValueT:
+        self._fresh_until = 0.0
+        answer = await self._ask()
+        self._fresh_until = time.monotonic() + self._fresh_s
+        return answer
 
 
 class Served(NamedTuple):
@@ -138,18 +173,16 @@ class Master:
         self._asking = asyncio.Lock()
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
-        self._looking: asyncio.Task[Seen] | None = None
-        self._looked = -FRESH_S
-        self._noting = asyncio.Lock()
         self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
-        self._noted = -FRESH_S
-        self._reading = asyncio.Lock()
-        self._fleet: list[Record] = []
-        self._fleet_until = 0.0
+        self.seen = Shared("look", self._look, FRESH_S)
+        """What is measured, and known of the store."""
+        self.notices = Shared("notices", self._note, FRESH_S)
+        self.fleet_records = Shared("fleet", self._read_fleet, FLEET_S)
+        """Empty as long as they cannot be read."""
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
+        for shared in (self.seen, self.notices, self.fleet_records):
+            shared.close()
         self._link.close()
         await self._client.close()
 
@@ -162,37 +195,15 @@ class Master:
             return Readiness(True, f"stands by; {said['leader']} leads")
         return Readiness(False, "stands by, and knows of no master that leads")
 
-    async def seen(self) -> Seen:
-        """What is measured and known of the store. All who ask within ``FRESH_S`` share an answer,
-        and an error, too."""
-        if self._looking is None or (
-            self._looking.done() and time.monotonic() >= self._looked + FRESH_S
-        ):
-            self._looking = start_task("look", self._look(), expected=UnavailableError)
-        return await asyncio.shield(self._looking)
-
     async def _look(self) -> Seen:
-        try:
-            measured, leader, status = await self._ask("measures"), "", None
-            if measured["leads"]:
-                status = await self._store_status()
-            else:
-                leader = (await self._ask("role"))["leader"]
-            return Seen(measured, status, leader, time.time_ns() // 1_000_000)
-        finally:
-            self._looked = time.monotonic()
+        measured, leader, status = await self._ask("measures"), "", None
+        if measured["leads"]:
+            status = await self._store_status()
+        else:
+            leader = (await self._ask("role"))["leader"]
+        return Seen(measured, status, leader, time.time_ns() // 1_000_000)
 
-    async def notices(self) -> Noticed:
-        """The last ones, in order; the master is asked for new ones at most every ``FRESH_S``."""
-        async with self._noting:
-            if time.monotonic() >= self._noted + FRESH_S:
-                try:
-                    await self._note()
-                finally:
-                    self._noted = time.monotonic()
-            return self._noticed
-
-    async def _note(self) -> None:
+    async def _note(self) -> Noticed:
         while True:
             answer = await self._ask(f"notices {self._noticed.last}")
             if answer["run"] != self._noticed.run:
@@ -201,29 +212,25 @@ class Master:
             self._noticed.kept.extend(answer["notices"])
             self._noticed = self._noticed._replace(last=answer["last"])
             if answer["is_all"]:
-                return
+                return self._noticed
 
     async def metrics(self) -> bytes:
         seen = await self.seen()
         measured, status = seen.measured, seen.status
         return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
 
-    async def fleet_records(self) -> list[Record]:
-        """At most ``FLEET_S`` old. Empty as long as they cannot be read."""
-        async with self._reading:
-            if time.monotonic() >= self._fleet_until:
-                try:
-                    self._fleet = await read_records(self._client)
-                except KVStoreError as error:
-                    log.warning("fleet_unknown reason=%s", error)
-                self._fleet_until = time.monotonic() + FLEET_S
-            return self._fleet
+    async def _read_fleet(self, records_max: int = RECORDS_MAX) -> list[Record]:
+        try:
+            return await read_records(self._client, records_max)
+        except KVStoreError as error:
+            log.warning("fleet_unknown reason=%s", error)
+            return []
 
     async def fleet(self) -> dict[str, tuple[str, int]]:
         """The model of each namespace that is in a record of the fleet, and tokens per block."""
         return {
             name: (record.model, record.block_size)
-            for record in await self.fleet_records()
+            for record in await self._read_fleet(sys.maxsize)
             for name in record.namespaces
         }
 

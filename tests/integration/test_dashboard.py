@@ -127,6 +127,7 @@ def test_only_known_names_and_only_reading(cluster: Cluster, port: int, path: st
     assert asked(port, path, method="HEAD").text == ""
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         assert asked(port, path, method=method).status == 405
+    assert asked(port, "/api/v1/events", host="evil.example").status == 421
     for open_path in ("/healthz", "/readyz", "/metrics"):
         assert asked(port, open_path, host="evil.example").status == 200
 
