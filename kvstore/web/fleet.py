@@ -56,7 +56,7 @@ def parsed(raw: bytes) -> Record | None:
         return Record(
             engine=str(fields.get("engine", "vllm")),
             model=str(fields["models"][0]),
-            fingerprint=str(fields["fingerprint"]),
+            fingerprint=str(fields.get("fingerprint", "")),
             namespaces=[str(name) for name in fields["namespaces"]],
             description=dict(fields.get("description", {})),
             block_size=int(fields.get("block_size", 0)),
