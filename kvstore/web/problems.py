@@ -99,8 +99,8 @@ def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Pr
     if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
         yield Problem(
             "warning",
-            f"The pool is full, and half of what was evicted in the last 10 min had not been used "
-            f"for only {duration_text(int(age_ms))}: more memory would find more.",
+            "The pool is full, and evicts objects soon after their last use: half of them within "
+            f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
         )
     heavy: list[tuple[NodeStatus, str]] = []
     waiting: list[tuple[NodeStatus, str]] = []

@@ -33,12 +33,13 @@ function time(seconds) {
   if (seconds < 1e-3) return `${Math.round(seconds * 1e6)} µs`;
   if (seconds < 1) return `${+(seconds * 1e3).toPrecision(3)} ms`;
   if (seconds < 60) return `${+seconds.toPrecision(3)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
-  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor(seconds % 3600 / 60)} min`;
-  return `${Math.floor(seconds / 86400)} d ${Math.floor(seconds % 86400 / 3600)} h`;
+  const [each, large, part, small] = seconds < 3600 ? [60, "min", 1, "s"]
+    : seconds < 86400 ? [3600, "h", 60, "min"] : [86400, "d", 3600, "h"];
+  const rest = Math.floor(seconds % each / part);
+  return `${Math.floor(seconds / each)} ${large}${rest ? ` ${rest} ${small}` : ""}`;
 }
 
-const percent = (share) => share == null ? "–" : `${(share * 100).toFixed(share > 0.995 && share < 1 ? 2 : 1)} %`;
+const percent = (share) => share == null ? "–" : `${+(share * 100).toFixed(share > 0.995 ? 2 : 1)} %`;
 const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
 const day = (ms) => new Date(ms).toLocaleString("sv-SE");
 const sum = (list) => list.reduce((one, other) => one + other, 0);
