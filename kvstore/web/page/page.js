@@ -325,6 +325,7 @@ function show() {
   if (view === "namespaces") showNamespaces(status);
 }
 
+// The first one tells whether the master answers at all.
 const POLLS = [
   { every: STATUS_MS, wanted: () => true, run: async () => { status = await ask("api/v1/status"); heardAt = Date.now(); show(); } },
   { every: HISTORY_MS, wanted: () => view === "overview", run: async () => {
@@ -337,6 +338,12 @@ const POLLS = [
   { every: FLEET_MS, wanted: () => view === "namespaces" && status?.leads, run: async () => showFleet((await ask("api/v1/fleet")).models) },
 ];
 
+function showLost(error) {
+  const since = heardAt ? ` What is shown is of ${clock(heardAt)}.` : "";
+  put($("lost"), `The master does not answer (${shown(error.message)}).${since}`);
+  $("lost").hidden = false;
+}
+
 /** Asks again and again, one question at a time, while the page is visible and the view wants it. */
 async function poll(what) {
   clearTimeout(what.timer);
@@ -345,11 +352,9 @@ async function poll(what) {
     what.running = true;
     try {
       await what.run();
-      $("lost").hidden = true;
+      if (what === POLLS[0]) $("lost").hidden = true;
     } catch (error) {
-      $("lost").hidden = false;
-      const since = heardAt ? ` What is shown is of ${clock(heardAt)}.` : "";
-      put($("lost"), `The master does not answer (${shown(error.message)}).${since}`);
+      if (what === POLLS[0]) showLost(error);
     } finally {
       what.running = false;
     }
