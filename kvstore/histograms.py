@@ -27,6 +27,21 @@ class Histogram:
         self.counts[bucket if bucket < BUCKETS else -1] += times
 
 
+def quantile(counts: Sequence[int], share: float) -> float | None:
+    """The value that ``share`` of the values are below. Within a bucket, values are taken to be
+    spread evenly. None: there are no values."""
+    wanted = share * sum(counts)
+    if not wanted:
+        return None
+    below = 0
+    for index, count in enumerate(counts):
+        if count and below + count >= wanted:
+            low, high = (1 << index) >> 1, 1 << index
+            return low + (high - low) * (wanted - below) / count
+        below += count
+    return float(1 << len(counts))
+
+
 def cumulative(counts: Sequence[int], unit: float = 1.0) -> list[tuple[str, int]]:
     """As Prometheus wants it: each bound, multiplied by ``unit``, and how many values are below."""
     bounds = [*(repr((1 << index) * unit) for index in range(BUCKETS - 1)), "+Inf"]

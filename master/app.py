@@ -29,6 +29,7 @@ from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
+from kvstore.master.notices import Notices
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.spin import new_event_loop
 from kvstore.master.state.liveness import LivenessRules
@@ -36,6 +37,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.web.feed import Feed
+from kvstore.web.link import Answers
 from kvstore.web.serving import bind
 
 log = logging.getLogger("kvstore.master")
@@ -146,11 +148,15 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
         if config.http_port:
             given = "http_port" in config.model_fields_set
             listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
-            answers = {"role": master.role, "measures": master.measures}
+            answers: Answers = {
+                "role": master.role,
+                "measures": master.measures,
+                "notices": master.notices.after,
+            }
             at = join_address(_reached(config.host), endpoints.port)
             serving = web.keep_serving(
                 listener, answers, master=at, cluster=config.cluster,
-                feed=master.feed, events_at=config.events_at,
+                feed=master.feed, events_at=config.events_at, names=_names(config),
             )  # fmt: skip
             tasks.append(start_task("http", serving, died=broken))
         _greet(config, endpoints, listener)
@@ -230,8 +236,10 @@ class _Master:
         self._service: MasterService | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._address = ""
+        self._told_leader = ""
         self._election: Election | None = None
         self.feed = Feed() if config.events else None
+        self.notices = Notices(wall_clock_ms)
 
     async def bind(self) -> None:
         config = self._config
@@ -258,11 +266,13 @@ class _Master:
             service.role, service.address = "leader", self._address
         service.counters_elsewhere = self._counters
         service.outrun = self._outrun
+        service.noticed = self.notices.add
         if self.feed is not None:
             self.feed.begin(state)
             service.has_events = self.feed.changed
         self.endpoints = service.endpoints = self.carriers.serve(service, self.endpoints)
         service.start()
+        self.notices.add("leads", {"epoch": epoch})
 
     def extend(self, until: float) -> bool:
         service = self._service
@@ -274,6 +284,9 @@ class _Master:
     def end(self, leader: str) -> None:
         self._standby.leader = leader
         service, self._service = self._service, None
+        if service is not None or leader != self._told_leader:
+            self.notices.add("stands_by", {"leader": leader or "unknown"})
+        self._told_leader = leader
         if service is not None:
             service.cease()
             if self.feed is not None:
@@ -444,6 +457,13 @@ async def _watch(child: Child) -> None:
     )
 
 
+def _names(config: MasterConfig) -> list[str]:
+    """Those by which a browser may reach the dashboard, beside addresses and ``localhost``."""
+    advertised = split_address(config.advertise, default_port=0)[0] if config.advertise else ""
+    names = [config.host, advertised, socket.gethostname(), *config.http_names_given]
+    return [name for name in names if name]
+
+
 def _reached(host: str) -> str:
     """Where this process reaches what it serves itself on ``host``."""
     return "127.0.0.1" if host in EVERY_INTERFACE else host
@@ -462,7 +482,10 @@ def _greet(config: MasterConfig, endpoints: Endpoints, http: socket.socket | Non
     )
     if http is not None:
         at = join_address(config.host, http.getsockname()[1])
-        print(f"kvstore-master serves metrics on http://{at}/metrics", flush=True)
+        print(
+            f"kvstore-master serves metrics on http://{at}/metrics, and a dashboard on http://{at}/",
+            flush=True,
+        )
 
 
 async def _keep_collector_out() -> None:

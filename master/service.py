@@ -20,7 +20,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvstore import calls
@@ -117,6 +117,8 @@ class MasterService:
         self.outrun: Callable[[int], None] = lambda epoch: None
         """Called with the epoch of a later master that a client or node has joined: the next term
         must begin above it."""
+        self.noticed: Callable[[str, Mapping[str, str | int]], None] = lambda event, fields: None
+        """Called with each notice, which is in the log as well."""
         self.has_events: Callable[[], None] | None = None
         """Called after each step that made events (``MasterState.take_events``)."""
         self.step_us = Histogram()
@@ -387,6 +389,7 @@ class MasterService:
                     case Notice(event, fields):
                         words = " ".join(f"{key}={value}" for key, value in fields.items())
                         log.info("%s %s", event, words)
+                        self.noticed(event, fields)
         if state.has_work and not self._working:
             self._working = True
             asyncio.get_running_loop().call_soon(self._work)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from kvstore.background import start_task
@@ -32,12 +33,15 @@ async def keep_serving(
     cluster: str,
     feed: Feed | None = None,
     events_at: str = "",
+    names: Sequence[str] = (),
 ) -> None:
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
-    ``feed``: whose events the child serves; ``events_at``: where it publishes them, too.
+    ``feed``: whose events the child serves; ``events_at``: where it publishes them, too;
+    ``names``: by which browsers may reach it.
     """
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
+    flags += ["--names", ",".join(names)]
     pause = RESTART_S
     while True:
         began = time.monotonic()

@@ -21,6 +21,7 @@ from kvstore.errors import KVStoreError
 @click.option("--master", required=True)
 @click.option("--events", type=int, help="The socket for events of the parent.")
 @click.option("--events-at", default="")
+@click.option("--names", default="", help="By which browsers may reach it, besides addresses.")
 @click.option("--cluster", default="")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
@@ -31,6 +32,7 @@ def command(
     master: str,
     events: int | None,
     events_at: str,
+    names: str,
     cluster: str,
     config: str,
     log_level: str,
@@ -52,6 +54,7 @@ def command(
                     cluster=cluster,
                     events=None if events is None else socket.socket(fileno=events),
                     events_at=events_at,
+                    names=tuple(names.split(",")) if names else (),
                 )
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import Field, model_validator
 
 from kvstore.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
@@ -28,6 +30,8 @@ from kvstore.config.values import (
 )
 from kvstore.errors import InvalidArgumentError
 
+_NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
+
 
 class MasterConfig(Config):
     """A ``kvstore-master``."""
@@ -50,8 +54,14 @@ class MasterConfig(Config):
     )
     http_port: Port = Field(
         default=HTTP_PORT,
-        description="TCP port for HTTP: health and metrics (Prometheus). If it is taken and not "
-        f"asked for, the next free one up to {HTTP_PORT + 15}; 0 serves none.",
+        description="TCP port for HTTP: health, metrics (Prometheus) and a dashboard. If it is "
+        f"taken and not asked for, the next free one up to {HTTP_PORT + 15}; 0 serves none.",
+    )
+    http_names: Text = Field(
+        default="",
+        description="Names, separated by commas, by which browsers and programs reach the page "
+        "and /api, beside addresses, localhost, --host, --advertise and this host's name. Others "
+        "are refused: a web page could have a name of its own point here.",
     )
     events: Text = Field(
         default="",
@@ -233,6 +243,10 @@ class MasterConfig(Config):
         return self.lane_port or (self.port + 1 if self.port else 0)
 
     @property
+    def http_names_given(self) -> list[str]:
+        return [name.strip() for name in self.http_names.split(",") if name.strip()]
+
+    @property
     def events_at(self) -> str:
         """Where events are published by ZeroMQ, and replayed; empty: only HTTP serves them."""
         return "" if self.events == "on" else self.events
@@ -280,6 +294,13 @@ class MasterConfig(Config):
                 "Give 'on', or one or two addresses of ZeroMQ such as tcp://*:5557.",
                 key="events",
             )
+        for name in self.http_names_given:
+            if not _NAME_OF_A_HOST.fullmatch(name):
+                raise RefusedError(
+                    f"has {name!r}, which is no name of a host",
+                    "Give names without port: kv.example.com,kv",
+                    key="http_names",
+                )
         if self.port and self.lane_port == self.port:
             raise RefusedError(
                 f"is {self.port}, the same as port",

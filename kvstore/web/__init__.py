@@ -1,4 +1,4 @@
-"""HTTP beside a process: a child that serves health and metrics of the process that started it.
+"""HTTP beside a process: a child that serves health, metrics and a dashboard of its parent.
 
     kvstore-master ──listening socket──► child: aiohttp ◄── probes, Prometheus
                    ◄──── questions ──── (``link``: a private socket pair)

@@ -17,8 +17,9 @@ from kvstore.errors import UnavailableError
 QUESTION_BYTES_MAX: Final = 256
 ANSWER_BYTES_MAX: Final = 1 << 20
 
-Answers = Mapping[str, Callable[[], Mapping[str, object]]]
-"""How to answer each question; called in the loop's thread."""
+Answers = Mapping[str, Callable[..., Mapping[str, object]]]
+"""How to answer each question; called in the loop's thread, with the numbers that follow the
+question's name."""
 
 
 async def answer_forever(sock: socket.socket, answers: Answers) -> None:
@@ -26,7 +27,8 @@ async def answer_forever(sock: socket.socket, answers: Answers) -> None:
     reader, writer = await asyncio.open_connection(sock=sock, limit=QUESTION_BYTES_MAX)
     try:
         while line := await reader.readline():
-            found = answers[line.decode().strip()]()
+            name, *numbers = line.decode().split()
+            found = answers[name](*map(int, numbers))
             writer.write(json.dumps(found).encode() + b"\n")
             await writer.drain()
     except ConnectionError:

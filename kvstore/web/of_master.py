@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import signal
 import socket
+import sys
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from kvstore import background
+from kvstore.background import start_task
 from kvstore.calls import ClusterStatus
 from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web import metrics
+from kvstore.web.dashboard import Dashboard
 from kvstore.web.events import Events, not_asked_for
+from kvstore.web.fleet import RECORDS_MAX, Record, read_records
+from kvstore.web.hosts import Hosts
 from kvstore.web.link import Link
 from kvstore.web.serving import Answers, Readiness, serving
 
@@ -38,6 +42,67 @@ SHARE: Final = 0.05
 its own duration, whatever the number of scrapes."""
 
 
+FRESH_S: Final = 1.0
+"""How long an answer is used again: the master is asked no more often, however many pages are
+open."""
+
+FLEET_S: Final = 30.0
+NOTICES_MAX: Final = 1_000
+
+
+ValueT = TypeVar("ValueT")
+
+
+class Seen(NamedTuple):
+    measured: dict[str, Any]
+    """The answer to ``measures``."""
+    status: ClusterStatus | None
+    """None: it does not lead, or the store could not be asked."""
+    leader: str
+    """Who leads instead, ``host:port``; empty: it does, or it knows of none."""
+    at_ms: int
+    """Wall clock, milliseconds since 1970."""
+
+
+class Noticed(NamedTuple):
+    """See ``kvstore.master.notices.Notices.after``."""
+
+    run: int
+    last: int
+    kept: deque[list[Any]]
+    """Number, time, event and fields of the last ones."""
+
+
+class Shared(Generic[ValueT]):
+    """A question that is asked once for all who want its answer meanwhile, or within some time
+    after it came. Those who wait share an error, too; the next one asks again."""
+
+    def __init__(
+        self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float
+    ) -> None:
+        self._name = name
+        self._ask = ask
+        self._fresh_s = fresh_s
+        self._fresh_until = 0.0
+        self._task: asyncio.Task[ValueT] | None = None
+
+    async def __call__(self) -> ValueT:
+        """Raises UnavailableError: the master does not answer."""
+        if self._task is None or (self._task.done() and time.monotonic() >= self._fresh_until):
+            self._task = start_task(self._name, self._answer(), expected=UnavailableError)
+        return await asyncio.shield(self._task)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _answer(self) -> ValueT:
+        self._fresh_until = 0.0
+        answer = await self._ask()
+        self._fresh_until = time.monotonic() + self._fresh_s
+        return answer
+
+
 class Served(NamedTuple):
     """What the master gives its child."""
 
@@ -53,6 +118,8 @@ class Served(NamedTuple):
     """Where it sends its events, if they were asked for."""
     events_at: str = ""
     """Where to publish them, too; see ``MasterConfig.events``."""
+    names: Sequence[str] = ()
+    """By which browsers may reach it, beside addresses and ``localhost``."""
 
 
 async def serve(served: Served) -> None:
@@ -65,36 +132,37 @@ async def serve(served: Served) -> None:
         loop.add_signal_handler(number, stopped.set)
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
-    master = _Master(served)
+    master = Master(served)
     answers = Answers(master.readiness, master.metrics)
     events = Events(served.events, master.readiness) if served.events else None
+    dashboard = Dashboard(master, Hosts(served.names), port=served.listener.getsockname()[1])
     publisher: Publisher | None = None
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        async with serving(
-            served.listener, answers, events.routes() if events else not_asked_for()
-        ):
+        routes = {**dashboard.routes(), **(events.routes() if events else not_asked_for())}
+        async with serving(served.listener, answers, dashboard.guarded(routes)):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:
         loop.remove_reader(served.parent.fd)
         if publisher is not None:
             await publisher.close()
+        await dashboard.close()
         if events is not None:
             await events.close()
         await master.close()
 
 
-def _publisher(served: Served, events: Events, master: _Master) -> Publisher:
+def _publisher(served: Served, events: Events, master: Master) -> Publisher:
     from kvstore.web.publisher import Publisher  # needs packages that are installed if asked for
 
     pool = served.cluster or "kvstore"
     return Publisher(served.events_at, pool, events.journal, events.streams, master.fleet)
 
 
-class _Master:
-    """The parent, as its child sees it."""
+class Master:
+    """The parent, as its child sees it. Its methods raise UnavailableError: it does not answer."""
 
     def __init__(self, served: Served) -> None:
         self._pid = served.pid
@@ -105,8 +173,16 @@ class _Master:
         self._asking = asyncio.Lock()
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
+        self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
+        self.seen = Shared("look", self._look, FRESH_S)
+        """What is measured, and known of the store."""
+        self.notices = Shared("notices", self._note, FRESH_S)
+        self.fleet_records = Shared("fleet", self._read_fleet, FLEET_S)
+        """Empty as long as they cannot be read."""
 
     async def close(self) -> None:
+        for shared in (self.seen, self.notices, self.fleet_records):
+            shared.close()
         self._link.close()
         await self._client.close()
 
@@ -119,26 +195,44 @@ class _Master:
             return Readiness(True, f"stands by; {said['leader']} leads")
         return Readiness(False, "stands by, and knows of no master that leads")
 
+    async def _look(self) -> Seen:
+        measured, leader, status = await self._ask("measures"), "", None
+        if measured["leads"]:
+            status = await self._store_status()
+        else:
+            leader = (await self._ask("role"))["leader"]
+        return Seen(measured, status, leader, time.time_ns() // 1_000_000)
+
+    async def _note(self) -> Noticed:
+        while True:
+            answer = await self._ask(f"notices {self._noticed.last}")
+            if answer["run"] != self._noticed.run:
+                self._noticed = Noticed(answer["run"], 0, deque(maxlen=NOTICES_MAX))
+                continue
+            self._noticed.kept.extend(answer["notices"])
+            self._noticed = self._noticed._replace(last=answer["last"])
+            if answer["is_all"]:
+                return self._noticed
+
     async def metrics(self) -> bytes:
-        measured = await self._ask("measures")
-        status = await self._store_status() if measured["leads"] else None
+        seen = await self.seen()
+        measured, status = seen.measured, seen.status
         return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
+
+    async def _read_fleet(self, records_max: int = RECORDS_MAX) -> list[Record]:
+        try:
+            return await read_records(self._client, records_max)
+        except KVStoreError as error:
+            log.warning("fleet_unknown reason=%s", error)
+            return []
 
     async def fleet(self) -> dict[str, tuple[str, int]]:
         """The model of each namespace that is in a record of the fleet, and tokens per block."""
-        found: dict[str, tuple[str, int]] = {}
-        try:
-            async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
-                raw = await self._client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
-                if not isinstance(raw, bytes):
-                    continue
-                with contextlib.suppress(ValueError, LookupError, TypeError):
-                    record = json.loads(raw)
-                    model = str(record["models"][0]), int(record.get("block_size", 0))
-                    found.update((str(name), model) for name in record["namespaces"])
-        except KVStoreError as error:
-            log.warning("fleet_unknown reason=%s", error)
-        return found
+        return {
+            name: (record.model, record.block_size)
+            for record in await self._read_fleet(sys.maxsize)
+            for name in record.namespaces
+        }
 
     async def _ask(self, question: str) -> dict[str, Any]:
         try:

@@ -247,7 +247,7 @@ def test_subscribers_that_read_nothing_hold_up_nobody(
     with contextlib.ExitStack() as stack, cluster_with_events.client() as client:
         for _ in range(70):
             idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            idle.sendall(b"GET /api/v1/events?snapshot=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+            idle.sendall(b"GET /api/v1/events?snapshot=1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         for number in range(200):
             client.put(b"%d" % number, b"")
         until(lambda: get(port, "/api/v1/events/snapshot").status == 503)

@@ -59,6 +59,14 @@ def test_the_links_for_tools_that_read_the_source_in_place(name: str) -> None:
     assert SETUPTOOLS["package-dir"][f"kvstore.{name}"] == name
 
 
+def test_the_files_of_the_dashboard_are_shipped() -> None:
+    web = ROOT / "kvstore/web"
+    listed = {path for glob in SETUPTOOLS["package-data"]["kvstore.web"] for path in web.glob(glob)}
+    there = {path for path in (web / "page").rglob("*") if path.is_file()}
+    assert there
+    assert there == listed
+
+
 def test_types_are_announced_and_shipped() -> None:
     data: dict[str, list[str]] = SETUPTOOLS["package-data"]
     assert (ROOT / "kvstore" / "py.typed").is_file()

@@ -1,0 +1,98 @@
+"""Fleet records (``kvstore.connectors.fleet``) as the dashboard shows them: which engines share
+blocks, and in which fields those of one model differ that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from kvstore.client.aio import AsyncClient
+from kvstore.limits import FLEET_NAMESPACE
+
+RECORDS_MAX: Final = 200
+"""What the dashboard shows."""
+
+RECORD_BYTES_MAX: Final = 1 << 16
+NAMESPACES_MAX: Final = 64
+"""Of one record."""
+
+FIELDS_MAX: Final = 64
+TEXT_MAX: Final = 200
+"""Characters of a value that is shown."""
+
+
+class Record(NamedTuple):
+    """One fingerprint: all engines that announced it share their blocks."""
+
+    engine: str
+    model: str
+    """The name or path that was loaded."""
+    fingerprint: str
+    namespaces: list[str]
+    description: dict[str, Any]
+    block_size: int
+    """Tokens per block; 0: not told."""
+
+
+async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
+    """The first ``records_max`` that can be read. Raises KVStoreError: the store did not answer."""
+    found: list[Record] = []
+    async for row in client.list_objects(namespace=FLEET_NAMESPACE):
+        if len(found) == records_max:
+            break
+        if row.size > RECORD_BYTES_MAX:
+            continue
+        raw = await client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
+        if isinstance(raw, bytes) and (record := parsed(raw)) is not None:
+            found.append(record)
+    return found
+
+
+def parsed(raw: bytes) -> Record | None:
+    """None: it is no record; anyone may have put it."""
+    try:
+        fields = json.loads(raw)
+        return Record(
+            engine=str(fields.get("engine", "vllm")),
+            model=str(fields["models"][0]),
+            fingerprint=str(fields.get("fingerprint", "")),
+            namespaces=[str(name) for name in fields["namespaces"]],
+            description=dict(fields.get("description", {})),
+            block_size=int(fields.get("block_size", 0)),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """By engine and model: the fields in which its records differ, and what each says there."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        name = record.model.rstrip("/").rpartition("/")[2]
+        groups.setdefault((record.engine, name), []).append(record)
+    return [
+        {"engine": engine, "model": model, **_compared(group)}
+        for (engine, model), group in sorted(groups.items())
+    ]
+
+
+def _compared(group: Sequence[Record]) -> dict[str, Any]:
+    told = [
+        {name: json.dumps(value, sort_keys=True) for name, value in record.description.items()}
+        for record in group
+    ]
+    names = sorted({name for each in told for name in each})
+    differing = [name for name in names if len({each.get(name) for each in told}) > 1]
+    return {
+        "differing": differing[:FIELDS_MAX],
+        "records": [
+            {
+                "fingerprint": record.fingerprint,
+                "loaded": record.model[:TEXT_MAX],
+                "namespaces": record.namespaces[:NAMESPACES_MAX],
+                "differing": [each.get(name, "")[:TEXT_MAX] for name in differing[:FIELDS_MAX]],
+            }
+            for record, each in zip(group, told)
+        ],
+    }

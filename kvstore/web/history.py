@@ -1,0 +1,169 @@
+"""The last hour of a master in points of ten seconds, for the charts and warnings of the dashboard.
+
+Pure: ``add`` is given what was measured and when. A point holds what happened since the sample
+before it; the first sample of a term, or after a gap, is only where the next point begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from kvstore.calls import ClusterStatus
+from kvstore.histograms import BUCKETS, quantile
+
+EVERY_S: Final = 10.0
+POINTS_MAX: Final = 360
+"""One hour."""
+
+UNSEEN: Final = ("Status", "Join")
+"""Calls of those who watch, which would be most of the calls of an idle store."""
+
+COUNTED: Final = (
+    "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
+    "refused_no_space", "corrupt_objects", "corrupt_replicas", "lost_objects", "dead_nodes",
+    "connections_refused", "connections_stalled", "events_dropped", "etcd_failures",
+)  # fmt: skip
+"""Counters whose growth each point holds."""
+
+Counts = Sequence[int]
+
+
+class Sample(NamedTuple):
+    """What has been counted since the start of the master, or of its term."""
+
+    at_ms: int
+    """Wall clock, milliseconds since 1970."""
+    epoch: int
+    leads: bool
+    counters: dict[str, int]
+    calls: int
+    call_us: Counts
+    """A histogram, as ``ages_ms`` and ``late_us``."""
+    ages_ms: Counts
+    late_us: Counts
+    used: int
+    size: int
+    objects: int
+
+
+class Point(NamedTuple):
+    """What happened in one interval, and what was there at its end."""
+
+    at_ms: int
+    seconds: float
+    grown: dict[str, int]
+    calls: int
+    call_us: Counts
+    ages_ms: Counts
+    late_us: Counts
+    used: int
+    size: int
+    objects: int
+
+
+def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> Sample:
+    """``measured``: the master's answer to ``measures``. ``status``: None: it is not known."""
+    calls = {name: row for name, row in measured["calls"].items() if name not in UNSEEN}
+    segments = [segment for node in status.nodes for segment in node.segments] if status else []
+    return Sample(
+        at_ms=at_ms,
+        epoch=measured["epoch"],
+        leads=measured["leads"] and status is not None,
+        counters={**(dict(status.counters) if status else {}), **measured["counters"]},
+        calls=sum(count for count, _, _ in calls.values()),
+        call_us=[sum(column) for column in zip(*(row[2][0] for row in calls.values()))]
+        or [0] * BUCKETS,
+        ages_ms=measured["eviction_age_ms"][0],
+        late_us=measured["late_us"][0],
+        used=sum(segment.used for segment in segments),
+        size=sum(segment.size for segment in segments),
+        objects=sum(row.objects for row in status.namespaces) if status else 0,
+    )
+
+
+class History:
+    """The points of the last hour. A master that stands by adds none."""
+
+    def __init__(self) -> None:
+        self._points: deque[Point] = deque(maxlen=POINTS_MAX)
+        self._before: Sample | None = None
+
+    def add(self, now: Sample) -> None:
+        """Takes a sample, a new point at most."""
+        before, self._before = self._before, now if now.leads else None
+        if before is None or not now.leads or before.epoch != now.epoch:
+            return
+        seconds = (now.at_ms - before.at_ms) / 1000
+        if not 0 < seconds <= 3 * EVERY_S:
+            return  # the clock was set, or nothing was known meanwhile
+        self._points.append(
+            Point(
+                at_ms=now.at_ms,
+                seconds=seconds,
+                grown={
+                    name: _grown(before.counters.get(name, 0), now.counters.get(name, 0))
+                    for name in COUNTED
+                },
+                calls=_grown(before.calls, now.calls),
+                call_us=_all_grown(before.call_us, now.call_us),
+                ages_ms=_all_grown(before.ages_ms, now.ages_ms),
+                late_us=_all_grown(before.late_us, now.late_us),
+                used=now.used,
+                size=now.size,
+                objects=now.objects,
+            )
+        )
+
+    def lately(self, now_ms: int, within_s: float) -> list[Point]:
+        """The points of the last ``within_s`` seconds."""
+        return [each for each in self._points if now_ms - each.at_ms <= within_s * 1000]
+
+    def as_columns(self, now_ms: int) -> dict[str, Any]:
+        """Lists of one length, for each kind of number: rates a second, times in seconds. None: it
+        did not happen in this interval."""
+        points = self.lately(now_ms, POINTS_MAX * EVERY_S + EVERY_S)
+
+        def rate(name: str) -> list[float]:
+            return [round(each.grown[name] / each.seconds, 3) for each in points]
+
+        def spread(counts: Sequence[Counts], share: float, unit: float) -> list[float | None]:
+            found = (quantile(each, share) for each in counts)
+            return [None if each is None else float(f"{each * unit:.4g}") for each in found]
+
+        took = [each.call_us for each in points]
+        return {
+            "every_s": EVERY_S,
+            "at_ms": [each.at_ms for each in points],
+            "matched_per_s": rate("matched_objects"),
+            "missed_per_s": rate("missed_objects"),
+            "stored_per_s": rate("stored_objects"),
+            "stored_bytes_per_s": rate("stored_bytes"),
+            "evicted_per_s": rate("evicted_objects"),
+            "calls_per_s": [round(each.calls / each.seconds, 3) for each in points],
+            "call_p50_s": spread(took, 0.5, 1e-6),
+            "call_p99_s": spread(took, 0.99, 1e-6),
+            "eviction_age_s": spread([each.ages_ms for each in points], 0.5, 1e-3),
+            "used_bytes": [each.used for each in points],
+            "size_bytes": [each.size for each in points],
+            "objects": [each.objects for each in points],
+        }
+
+
+def added(points: Sequence[Point], name: str) -> int:
+    """By how much a counter has grown."""
+    return sum(each.grown[name] for each in points)
+
+
+def spread_of(counts: Sequence[Counts], share: float) -> float | None:
+    """The quantile of several histograms together."""
+    return quantile([sum(column) for column in zip(*counts)], share)
+
+
+def _grown(before: int, now: int) -> int:
+    return max(0, now - before)
+
+
+def _all_grown(before: Counts, now: Counts) -> Counts:
+    return [max(0, after - one) for one, after in zip(before, now)]

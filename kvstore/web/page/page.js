@@ -1,0 +1,380 @@
+"use strict";
+// The dashboard. Everything that comes from the store goes to the page as text (`shown`), never as HTML.
+
+const STATUS_MS = 1000, HISTORY_MS = 10000, FLEET_MS = 15000, ANSWER_MS = 6000;
+const HOUR_MS = 3600e3, SPAN_MIN_MS = 300e3, EVENTS_MAX = 1000;
+const VIEWS = ["overview", "nodes", "namespaces", "events"];
+const $ = (id) => document.getElementById(id);
+
+// --- text ----------------------------------------------------------------------------------------
+
+/** A name with all that is invisible, or that changes the order of what follows, escaped. */
+function shown(text) {
+  return String(text).replace(/\\|[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}|\p{Default_Ignorable_Code_Point}/gu,
+    (sign) => sign === "\\" ? "\\\\" : `\\u{${sign.codePointAt(0).toString(16)}}`);
+}
+
+function bytes(number) {
+  if (number == null) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let unit = 0;
+  while (number >= (unit ? 999.5 : 1024) && unit < units.length - 1) { number /= 1024; unit++; }
+  return `${unit ? number.toPrecision(3) : Math.round(number)} ${units[unit]}`;
+}
+
+function count(number) {
+  if (number == null) return "–";
+  if (number >= 1e6) return `${(number / 1e6).toPrecision(3)} M`;
+  return number >= 100 ? Math.round(number).toLocaleString("en") : String(+number.toPrecision(2));
+}
+
+function time(seconds) {
+  if (seconds == null) return "–";
+  if (seconds < 1e-3) return `${Math.round(seconds * 1e6)} µs`;
+  if (seconds < 1) return `${+(seconds * 1e3).toPrecision(3)} ms`;
+  if (seconds < 60) return `${+seconds.toPrecision(3)} s`;
+  const [each, large, part, small] = seconds < 3600 ? [60, "min", 1, "s"]
+    : seconds < 86400 ? [3600, "h", 60, "min"] : [86400, "d", 3600, "h"];
+  const rest = Math.floor(seconds % each / part);
+  return `${Math.floor(seconds / each)} ${large}${rest ? ` ${rest} ${small}` : ""}`;
+}
+
+const percent = (share) => share == null ? "–" : `${+(share * 100).toFixed(share > 0.995 ? 2 : 1)} %`;
+const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
+const day = (ms) => new Date(ms).toLocaleString("sv-SE");
+const sum = (list) => list.reduce((one, other) => one + other, 0);
+
+// --- elements ------------------------------------------------------------------------------------
+
+function element(tag, kind = "", ...children) {
+  const made = document.createElement(tag);
+  if (kind) made.className = kind;
+  made.append(...children);
+  return made;
+}
+
+function drawn(tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+function put(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** Makes the children of `parent` as many as `wanted`, one for each, and lets `fill` update them. */
+function each(parent, wanted, make, fill) {
+  while (parent.children.length > wanted.length) parent.lastElementChild.remove();
+  wanted.forEach((what, index) => {
+    if (index === parent.children.length) parent.append(make(what));
+    fill(parent.children[index], what);
+  });
+}
+
+/** Rows of cells: [text, class]. */
+function table(body, rows) {
+  each(body, rows, () => element("tr"), (row, cells) =>
+    each(row, cells, () => element("td"), (cell, [text, kind]) => {
+      put(cell, text);
+      cell.className = kind || "";
+    }));
+}
+
+// --- overview ------------------------------------------------------------------------------------
+
+const CHARTS = [
+  { title: "Hit ratio", unit: percent, top: () => 1, lines: [["found", (h, i) => ratio(h.matched_per_s[i], h.missed_per_s[i])]] },
+  { title: "Blocks asked for", unit: (n) => `${count(n)}/s`, lines: [["found", "matched_per_s"], ["missed", "missed_per_s"]] },
+  { title: "Calls", unit: (n) => `${count(n)}/s`, lines: [["calls", "calls_per_s"]] },
+  { title: "Time of a call", unit: time, lines: [["half below", "call_p50_s"], ["99 % below", "call_p99_s"]] },
+  { title: "Memory", unit: bytes, top: (h) => Math.max(...h.size_bytes), lines: [["used", "used_bytes"]] },
+  { title: "Objects", unit: (n) => `${count(n)}/s`, lines: [["put", "stored_per_s"], ["evicted", "evicted_per_s"]] },
+  { title: "Bytes put", unit: (n) => `${bytes(n)}/s`, lines: [["put", "stored_bytes_per_s"]] },
+  { title: "Age at eviction", unit: time, lines: [["half unused for", "eviction_age_s"]] },
+];
+
+const ratio = (hits, misses) => hits + misses > 0 ? hits / (hits + misses) : null;
+
+class Chart {
+  constructor(described) {
+    this.described = described;
+    this.reading = element("span", "reading");
+    this.top = element("span");
+    this.span = element("span");
+    this.svg = drawn("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": described.title });
+    this.svg.append(drawn("line", { x1: 0, x2: 1000, y1: 50, y2: 50 }));
+    this.paths = described.lines.map((_, index) => {
+      const path = drawn("path", { class: index ? "second" : "first" });
+      this.svg.append(path);
+      return path;
+    });
+    const names = described.lines.map(([name], index) => element("span", index ? "second-name" : "first-name", name, " "));
+    this.element = element("div", "chart",
+      element("header", "", element("h3", "", described.title), this.reading), this.svg,
+      element("div", "scale", this.top, element("span", "", ...names), this.span));
+    this.svg.addEventListener("pointermove", (event) => this.read(event));
+    this.svg.addEventListener("pointerleave", () => this.read(null));
+  }
+
+  draw(history) {
+    this.history = history;
+    const at = history.at_ms, end = Date.now();
+    this.values = this.described.lines.map(([, of]) => typeof of === "string" ? history[of] : at.map((_, i) => of(history, i)));
+    const known = this.values.flat().filter((value) => value != null);
+    const top = this.described.top && known.length ? this.described.top(history) : Math.max(0, ...known) * 1.1;
+    // A history that has just begun is not a line at the right edge.
+    this.spanMs = Math.min(HOUR_MS, Math.max(SPAN_MIN_MS, end - (at[0] ?? end)));
+    put(this.span, time(Math.round(this.spanMs / 1000)));
+    const x = (ms) => 1000 * (1 - (end - ms) / this.spanMs);
+    this.values.forEach((values, index) => {
+      let text = "", before = null;
+      values.forEach((value, i) => {
+        if (value == null) { before = null; return; }
+        const joined = before != null && at[i] - before < 2.5 * HISTORY_MS;
+        const place = `${x(at[i]).toFixed(1)} ${(98 - 96 * (top ? value / top : 0)).toFixed(1)}`;
+        text += joined ? `L${place}` : `M${place}h.1`;
+        before = at[i];
+      });
+      this.paths[index].setAttribute("d", text);
+    });
+    put(this.top, known.length ? `0 to ${this.described.unit(top)}` : "nothing yet");
+    this.read(null);
+  }
+
+  /** Shows the values at the pointer, else the last ones. */
+  read(event) {
+    if (!this.history) return;
+    const at = this.history.at_ms;
+    let index = at.length - 1;
+    if (event) {
+      const box = this.svg.getBoundingClientRect();
+      const wanted = Date.now() - this.spanMs * (1 - (event.clientX - box.left) / box.width);
+      index = at.reduce((best, ms, i) => Math.abs(ms - wanted) < Math.abs(at[best] - wanted) ? i : best, 0);
+    }
+    const told = this.values.map((values) => this.described.unit(values[index] ?? null)).join(" · ");
+    put(this.reading, at.length ? (event ? `${clock(at[index])}  ${told}` : told) : "");
+  }
+}
+
+const charts = CHARTS.map((described) => new Chart(described));
+
+function showTiles(status, history) {
+  const minute = (name) => {
+    const values = (history ? history[name] : []).slice(-6);
+    return values.length ? sum(values) / values.length : null;
+  };
+  const last = (name) => history ? history[name].findLast((value) => value != null) : null;
+  const whole = (name) => history ? sum(history[name]) : 0;
+  const segments = status.nodes.flatMap((node) => node.segments);
+  const used = sum(segments.map((each) => each.used)), size = sum(segments.map((each) => each.size));
+  const objects = sum(status.namespaces.map((row) => row.objects)) + status.other_namespaces.objects;
+  each($("tiles"), [
+    ["Hit ratio", percent(ratio(minute("matched_per_s"), minute("missed_per_s"))), `${percent(ratio(whole("matched_per_s"), whole("missed_per_s")))} in the last hour`],
+    ["Memory", size ? percent(used / size) : "–", `${bytes(used)} of ${bytes(size)}`],
+    ["Objects", count(objects), `in ${status.namespaces.length + status.other_namespaces.namespaces} namespaces`],
+    ["Nodes", String(status.nodes.length), `${status.nodes.filter((node) => node.state === "alive").length} alive`],
+    ["Calls", `${count(minute("calls_per_s"))}/s`, `half below ${time(last("call_p50_s"))}, 99 % below ${time(last("call_p99_s"))}`],
+    ["Puts", `${count(minute("stored_per_s"))}/s`, `${bytes(minute("stored_bytes_per_s"))}/s`],
+    ["Evictions", `${count(minute("evicted_per_s"))}/s`, `half unused for ${time(last("eviction_age_s"))}`],
+  ], () => element("div", "tile", element("span"), element("b"), element("span")), (tile, texts) =>
+    texts.forEach((text, index) => put(tile.children[index], text)));
+}
+
+function showProblems(problems) {
+  const list = problems.length ? problems : [{ level: "well", text: "Nothing is wrong." }];
+  each($("problems"), list, () => element("li"), (item, problem) => {
+    item.className = ["bad", "warning", "note", "well"].includes(problem.level) ? problem.level : "note";
+    put(item, shown(problem.text));
+  });
+}
+
+// --- nodes ---------------------------------------------------------------------------------------
+
+const PARTS = ["stored", "pending", "quarantined", "reclaim"];
+
+function nodeCard() {
+  return element("article", "node",
+    element("div", "top", element("h3"), element("span", "state"), element("span", "quiet")),
+    element("div", "bar", ...PARTS.map((part) => element("i", part))),
+    element("p", "quiet"));
+}
+
+function showNode(card, node) {
+  const total = (name) => sum(node.segments.map((segment) => segment[name]));
+  const size = total("size");
+  const parts = { pending: total("pending"), quarantined: total("quarantined"), reclaim: total("reclaim") };
+  parts.stored = Math.max(0, total("used") - sum(Object.values(parts)));
+  const [top, bar, text] = card.children;
+  put(top.children[0], shown(node.name));
+  put(top.children[1], node.state);
+  top.children[1].className = `state ${node.state}`;
+  put(top.children[2], `host ${shown(node.host)} · ${shown(node.address || "no data port")} · ${node.transports.join(", ")} · heard ${time(node.silent_ms / 1000)} ago`);
+  PARTS.forEach((part, index) => { bar.children[index].style.width = `${size ? 100 * parts[part] / size : 0}%`; });
+  const free = size - total("used"), largest = Math.max(0, ...node.segments.map((segment) => segment.largest_free));
+  put(text, [
+    `${bytes(total("used"))} of ${bytes(size)} used`,
+    ...PARTS.slice(1).filter((part) => parts[part]).map((part) => `${bytes(parts[part])} ${{ pending: "being written", quarantined: "quarantined", reclaim: "awaiting reclaim" }[part]}`),
+    `${bytes(free)} free, the largest piece ${bytes(largest)}`,
+    ...(node.segments.length > 1 ? [`${node.segments.length} segments`] : []),
+  ].join(" · "));
+}
+
+// --- namespaces ----------------------------------------------------------------------------------
+
+let modelOf = new Map();
+
+function showNamespaces(status) {
+  const cells = (name, model, row) => [
+    [name, "name"], [model], [row.objects.toLocaleString("en"), "number"], [bytes(row.size), "number"],
+    [row.pinned_objects ? `${row.pinned_objects.toLocaleString("en")} (${bytes(row.pinned_bytes)})` : "", "number"],
+  ];
+  const rows = status.namespaces.map((row) => cells(shown(row.name), modelOf.get(row.name) || "", row));
+  const others = status.other_namespaces;
+  if (others.namespaces) rows.push(cells(`and ${others.namespaces.toLocaleString("en")} smaller ones`, "", others));
+  table($("namespace-rows"), rows.length ? rows : [[["no namespace holds an object"], [""], [""], [""], [""]]]);
+}
+
+function showFleet(models) {
+  modelOf = new Map();
+  for (const model of models) for (const record of model.records) for (const name of record.namespaces)
+    modelOf.set(name, `${shown(model.engine)}, ${shown(model.model)}`);
+  const parent = $("fleet");
+  if (!models.length) { put(parent, "No engine has announced itself."); return; }
+  parent.replaceChildren(...models.map((model) => {
+    const one = model.records.length === 1;
+    const why = one ? "one fingerprint: all of its engines share their blocks"
+      : `${model.records.length} fingerprints, which share no block; they differ in ${model.differing.map(shown).join(", ") || "the layout of the cache only"}`;
+    const head = element("tr", "", ...["fingerprint", ...model.differing.map(shown), "namespaces"].map((text) => element("th", "", text)));
+    const body = element("tbody");
+    table(body, model.records.map((record) => [
+      [shown(record.fingerprint), "name"], ...record.differing.map((text) => [shown(text), "name"]),
+      [record.namespaces.map(shown).join("\n"), "name"],
+    ]));
+    return element("div", "model", element("h3", "", `${shown(model.engine)}: ${shown(model.model)}`), element("p", "quiet", why),
+      element("div", "wide", element("table", "", element("thead", "", head), body)));
+  }));
+}
+
+// --- events --------------------------------------------------------------------------------------
+
+const WORDS = {
+  leads: (f) => `This master leads, epoch ${f.epoch}`,
+  stands_by: (f) => `This master stands by; leader: ${f.leader}`,
+  node_joined: (f) => `Node ${f.node} joined with ${bytes(f.bytes)}`,
+  node_resumed: (f) => `Node ${f.node} resumed its stream`,
+  node_stream_broken: (f) => `Node ${f.node} is suspect: its stream broke`,
+  node_dead: (f) => `Node ${f.node} is dead (${f.why}): ${bytes(f.bytes)} of memory gone`,
+  node_left: (f) => `Node ${f.node} left`,
+  node_draining: (f) => `Node ${f.node} is drained: no new object goes there`,
+  node_undrained: (f) => `Node ${f.node} gets new objects again`,
+  node_reported: (f) => `Node ${f.node} was reported as failing by ${f.by_client} on ${f.by_host}`,
+  corrupt_object: (f) => `Corrupt object ${f.key} of namespace ${f.namespace}, on ${f.nodes}`,
+};
+const told = { run: null, last: 0 };
+
+function showEvents(answer) {
+  if (answer.run !== told.run) {
+    $("event-rows").replaceChildren();
+    const again = told.last > 0;
+    Object.assign(told, { run: answer.run, last: 0 });
+    if (again) return;  // another start of the master, whose numbers begin at 1
+  }
+  for (const [, at, event, fields] of answer.notices) {
+    const plain = () => `${event} ${Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ")}`;
+    const text = shown(Object.hasOwn(WORDS, event) ? WORDS[event](fields) : plain());
+    const bad = ["node_dead", "node_stream_broken", "corrupt_object"].includes(event);
+    $("event-rows").prepend(element("tr", bad ? "bad" : "", element("td", "", day(at)), element("td", "", text)));
+  }
+  told.last = answer.last;
+  while ($("event-rows").children.length > EVENTS_MAX) $("event-rows").lastElementChild.remove();
+  $("no-events").hidden = $("event-rows").children.length > 0;
+}
+
+// --- asking --------------------------------------------------------------------------------------
+
+async function ask(path) {
+  const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+  if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
+  return answer.json();
+}
+
+let view = "overview", status = null, history = null, heardAt = null;
+
+function show() {
+  if (!status) return;
+  const leads = status.leads;
+  const bad = status.problems.filter((problem) => problem.level === "bad").length;
+  document.title = `${bad ? `(${bad}) ` : ""}kvstore ${shown(status.cluster)}`;
+  put($("cluster"), shown(status.cluster));
+  put($("role"), `${leads ? "leads" : "stands by"} · term ${status.epoch} · version ${shown(status.version)}`
+    + (leads ? ` · up ${time(Math.floor(status.uptime_ms / 1000))}` : ""));
+  showProblems(status.problems);
+  $("standby").hidden = leads;
+  $("tiles").hidden = $("charts").hidden = !leads;
+  if (!leads) {
+    const link = element("a", "", shown(status.leader));
+    if (status.leader_page.startsWith("http://")) link.href = status.leader_page;
+    $("standby").replaceChildren("This master stands by. ", ...(status.leader ? ["The one that leads: ", link] : ["It knows of no master that leads."]));
+    table($("namespace-rows"), []);
+    $("node-cards").replaceChildren();
+    return;
+  }
+  if (view === "overview") showTiles(status, history);
+  if (view === "nodes") each($("node-cards"), status.nodes, nodeCard, showNode);
+  if (view === "namespaces") showNamespaces(status);
+}
+
+// The first one tells whether the master answers at all.
+const POLLS = [
+  { every: STATUS_MS, wanted: () => true, run: async () => { status = await ask("api/v1/status"); heardAt = Date.now(); show(); } },
+  { every: HISTORY_MS, wanted: () => view === "overview", run: async () => {
+    history = await ask("api/v1/history");
+    charts.forEach((chart) => chart.draw(history));
+  } },
+  { every: STATUS_MS, wanted: () => view === "events", run: async () => {
+    showEvents(await ask(`api/v1/notices?after=${told.last}`));
+  } },
+  { every: FLEET_MS, wanted: () => view === "namespaces" && status?.leads, run: async () => showFleet((await ask("api/v1/fleet")).models) },
+];
+
+function showLost(error) {
+  const since = heardAt ? ` What is shown is of ${clock(heardAt)}.` : "";
+  put($("lost"), `The master does not answer (${shown(error.message)}).${since}`);
+  $("lost").hidden = false;
+}
+
+/** Asks again and again, one question at a time, while the page is visible and the view wants it. */
+async function poll(what) {
+  clearTimeout(what.timer);
+  if (what.running) return;
+  if (!document.hidden && what.wanted()) {
+    what.running = true;
+    try {
+      await what.run();
+      if (what === POLLS[0]) $("lost").hidden = true;
+    } catch (error) {
+      if (what === POLLS[0]) showLost(error);
+    } finally {
+      what.running = false;
+    }
+  }
+  what.timer = setTimeout(poll, what.every, what);
+}
+
+function choose() {
+  const wanted = location.hash.slice(1);
+  view = VIEWS.includes(wanted) ? wanted : "overview";
+  for (const name of VIEWS) $(`view-${name}`).hidden = name !== view;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${view}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  show();
+  POLLS.forEach(poll);
+}
+
+$("charts").append(...charts.map((chart) => chart.element));
+addEventListener("hashchange", choose);
+document.addEventListener("visibilitychange", () => POLLS.forEach(poll));
+choose();

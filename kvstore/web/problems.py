@@ -1,0 +1,150 @@
+"""What is wrong now, in words: pure, from what the master says and its last hour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from kvstore.calls import ClusterStatus, NodeStatus
+from kvstore.cli.show import duration_text, size_text
+from kvstore.web.history import History, added, spread_of
+
+RECENT_S: Final = 600.0
+HOUR_S: Final = 3600.0
+
+FULL: Final = 0.95
+"""Of the memory, what is used when the pool counts as full."""
+
+YOUNG_MS: Final = 600_000
+"""Objects that are evicted after less than ten minutes without use would often be used again."""
+
+QUARANTINE_SHARE: Final = 0.05
+RECLAIM_SHARE: Final = 0.25
+"""Shares of a node's memory."""
+
+LATE_US: Final = 50_000
+"""How late the loop may be in one of a hundred times."""
+
+NODES_NAMED: Final = 5
+"""Nodes that have a line of their own for one kind of problem."""
+
+
+class Problem(NamedTuple):
+    level: str
+    """bad: something is lost or refused; warning: look at it; note: it was asked for."""
+    text: str
+
+
+def of_the_store(status: ClusterStatus, history: History, now_ms: int) -> list[Problem]:
+    """Of a master that leads: the worst first."""
+    found = [*_nodes(status), *_memory(status, history, now_ms), *_lately(history, now_ms)]
+    order = ("bad", "warning", "note")
+    return sorted(found, key=lambda problem: order.index(problem.level))
+
+
+def of_a_standby(leader: str) -> list[Problem]:
+    if leader:
+        return []
+    return [Problem("bad", "No master leads: every call of clients waits or fails. Is etcd well?")]
+
+
+def _nodes(status: ClusterStatus) -> Iterator[Problem]:
+    if not status.nodes:
+        yield Problem("bad", "No node has joined: nothing can be stored.")
+    yield from _named(
+        "bad",
+        [
+            (node, f"not heard of for {duration_text(node.silent_ms)}; no new object goes there")
+            for node in status.nodes
+            if node.state == "suspect"
+        ],
+        "is suspect",
+    )
+    yield from _named(
+        "bad",
+        [(node, "its objects are gone") for node in status.nodes if node.state == "dead"],
+        "is dead",
+    )
+    yield from _named(
+        "note",
+        [(node, "its objects move away") for node in status.nodes if node.state == "draining"],
+        "is draining",
+    )
+    short = dict(status.counters).get("under_replicated_objects", 0)
+    if short:
+        yield Problem(
+            "warning", f"{_count(short, 'object')} with fewer replicas than were asked for."
+        )
+
+
+def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterator[Problem]:
+    for node, why in nodes[:NODES_NAMED]:
+        yield Problem(level, f"Node {node.name} ({node.address or node.host}) {what}: {why}.")
+    if len(nodes) > NODES_NAMED:
+        yield Problem(level, f"{len(nodes) - NODES_NAMED} more nodes: each {what}.")
+
+
+def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Problem]:
+    recent = history.lately(now_ms, RECENT_S)
+    segments = [segment for node in status.nodes for segment in node.segments]
+    size, used = (sum(getattr(each, of) for each in segments) for of in ("size", "used"))
+    refused = added(recent, "refused_no_space")
+    if refused:
+        yield Problem(
+            "bad",
+            f"{_count(refused, 'put')} found no room in the last 10 min: all that is there is "
+            "leased, pinned or being written.",
+        )
+    age_ms = spread_of([each.ages_ms for each in recent], 0.5)
+    if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
+        yield Problem(
+            "warning",
+            "The pool is full, and evicts objects soon after their last use: half of them within "
+            f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
+        )
+    heavy: list[tuple[NodeStatus, str]] = []
+    waiting: list[tuple[NodeStatus, str]] = []
+    for node in status.nodes:
+        whole = sum(each.size for each in node.segments)
+        quarantined = sum(each.quarantined for each in node.segments)
+        reclaim = sum(each.reclaim for each in node.segments)
+        if quarantined > QUARANTINE_SHARE * whole:
+            heavy.append(
+                (node, f"{size_text(quarantined)}, of writers that did not end their puts")
+            )
+        if reclaim > RECLAIM_SHARE * whole:
+            waiting.append((node, f"{size_text(reclaim)}, until leases on it have ended"))
+    yield from _named("warning", heavy, "has memory in quarantine")
+    yield from _named("warning", waiting, "has memory that awaits its reclaim")
+
+
+def _lately(history: History, now_ms: int) -> Iterator[Problem]:
+    hour, recent = history.lately(now_ms, HOUR_S), history.lately(now_ms, RECENT_S)
+    for points, of, within, level, one, text in (
+        (hour, "corrupt_objects", "hour", "bad", "object",
+         "had no replica with good bytes: look at the memory of its nodes (see Events)"),
+        (hour, "corrupt_replicas", "hour", "bad", "replica", "had bad bytes"),
+        (recent, "dead_nodes", "10 min", "bad", "node", "died"),
+        (recent, "lost_objects", "10 min", "warning", "object", "gone with their last node"),
+        (recent, "connections_stalled", "10 min", "warning", "connection",
+         "cut because the client did not read"),
+        (recent, "connections_refused", "10 min", "warning", "connection",
+         "refused: no token, too many, or another protocol"),
+        (recent, "events_dropped", "10 min", "warning", "event",
+         "dropped: subscribers begin anew"),
+        (recent, "etcd_failures", "10 min", "warning", "call", "to etcd failed"),
+    ):  # fmt: skip
+        count = added(points, of)
+        if count:
+            yield Problem(level, f"{_count(count, one)} {text}, in the last {within}.")
+    late_us = spread_of([each.late_us for each in history.lately(now_ms, 60.0)], 0.99)
+    if late_us is not None and late_us > LATE_US:
+        yield Problem(
+            "warning",
+            f"The master's loop is slow: one call in a hundred waits {late_us / 1000:.0f} ms "
+            "or more. Its host may lack processor time.",
+        )
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"

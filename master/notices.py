@@ -1,0 +1,57 @@
+"""The last notices of a master (nodes that join and die, elections, bad memory ...), for the
+dashboard; the log has them as well."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Final
+
+NOTICES_MAX: Final = 1_000
+"""How many are kept: of a busy day."""
+
+PAGE: Final = 100
+"""How many one answer has: 0.3 ms of the loop."""
+
+TEXT_MAX: Final = 256
+"""Characters of one field."""
+
+
+class Notices:
+    """Numbered from 1. Belongs to the loop's thread."""
+
+    def __init__(self, wall_clock_ms: Callable[[], int]) -> None:
+        self._wall_clock_ms = wall_clock_ms
+        self._run = wall_clock_ms()
+        self._number = 0
+        self._kept: deque[tuple[int, str, dict[str, str | int]]] = deque(maxlen=NOTICES_MAX)
+        """Time, event and fields of the last ones; the very last one has the number ``_number``."""
+
+    def add(self, event: str, fields: Mapping[str, str | int]) -> None:
+        self._number += 1
+        short = {
+            name: value[:TEXT_MAX] if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
+        self._kept.append((self._wall_clock_ms(), event, short))
+
+    def after(self, number: int) -> dict[str, object]:
+        """The first ``PAGE`` notices that are kept and come after this number.
+
+        Returns:
+            ``run``, which another start of the master changes; ``last``, the number of the last
+            notice in this answer; ``is_all``, whether no further one is there; ``notices``: number,
+            time in milliseconds since 1970, event and fields of each.
+        """
+        first = self._number - len(self._kept) + 1
+        begin = max(first, number + 1)
+        found = islice(self._kept, begin - first, begin - first + PAGE)
+        notices = [(begin + index, *each) for index, each in enumerate(found)]
+        last = notices[-1][0] if notices else self._number
+        return {
+            "run": self._run,
+            "last": last,
+            "is_all": last == self._number,
+            "notices": notices,
+        }

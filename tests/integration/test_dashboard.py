@@ -1,0 +1,330 @@
+"""The dashboard of real masters: what it serves, to whom, and what a real browser shows of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvstore.connectors.fleet import Fleet
+from kvstore.demo.processes import free_port
+from kvstore.limits import FLEET_NAMESPACE
+from kvstore.web.dashboard import NAMESPACES_SHOWN
+from tests.integration.browser import PHONE, Browser, browsing
+from tests.integration.cluster import MASTER, Cluster, until
+from tests.integration.etcd import running
+from tests.integration.http import get
+from tests.integration.test_high_availability import HaCluster
+from tests.integration.test_http import child_of
+
+VIEWS = ("overview", "nodes", "namespaces", "events")
+PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/notices", "/api/v1/fleet")
+
+PRINTABLE = "".join(map(chr, range(32, 127)))
+HOSTILE = {
+    "<script>document.title='run'</script>": "<script>document.title='run'</script>",
+    "\"'><img src=x onerror=document.title='run'>": "\"'><img src=x onerror=document.title='run'>",
+    "<b>&lt;&#x202e;</b>": "<b>&lt;&#x202e;</b>",
+    "right\u202eto\u2066left\u200f": "right\\u{202e}to\\u{2066}left\\u{200f}",
+    "nothing\u200b\u00ad\ufeff\u3164": "nothing\\u{200b}\\u{ad}\\u{feff}\\u{3164}",
+    "lines\n\r\t\x1b[31m\x00\u2028": "lines\\u{a}\\u{d}\\u{9}\\u{1b}[31m\\u{0}\\u{2028}",
+    "back\\u{202e}": "back\\\\u{202e}",
+    "a  b\u00a0c ": "a  b\\u{a0}c ",
+    "שלום": "שלום",
+    PRINTABLE: PRINTABLE.replace("\\", "\\\\"),
+    "x" * 128: "x" * 128,
+}
+"""Namespaces, and how they are shown."""
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: Message
+    text: str
+
+
+def asked(port: int, path: str, *, method: str = "GET", host: str = "") -> Reply:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method)
+    if host:
+        request.add_header("Host", host)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as got:
+            return Reply(got.status, got.headers, got.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Reply(error.code, error.headers, error.read().decode())
+
+
+def told(port: int, path: str) -> Any:
+    reply = asked(port, path)
+    assert reply.status == 200, reply.text
+    return json.loads(reply.text)
+
+
+def events(port: int) -> list[str]:
+    return [event for _, _, event, _ in told(port, "/api/v1/notices")["notices"]]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """A master and two nodes, with the times that they have by default."""
+    settings = {"http_port": free_port(), "http_names": "kv.example.com, kv"}
+    with Cluster(tmp_path, settings=settings) as cluster:
+        cluster.start(2)
+        yield cluster
+
+
+@pytest.fixture
+def port(cluster: Cluster) -> int:
+    return int(cluster.settings["http_port"])
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser
+
+
+# --- what is served -------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_files_allow_nothing_from_elsewhere(cluster: Cluster, port: int) -> None:
+    for path in ("/page.css", "/page.js", *PATHS):
+        reply = asked(port, path)
+        assert reply.status == 200, path
+        policy = reply.headers["Content-Security-Policy"]
+        for part in ("default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"):
+            assert part in policy
+        assert "unsafe" not in policy
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        assert reply.headers["Referrer-Policy"] == "no-referrer"
+        assert not [name for name in reply.headers if name.lower().startswith("access-control")]
+    page = asked(port, "/").text
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", ""), "nothing from elsewhere"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_only_known_names_and_only_reading(cluster: Cluster, port: int, path: str) -> None:
+    for host in ("localhost", "10.0.0.7", f"[::1]:{port}", "kv.example.com:443", "KV"):
+        assert asked(port, path, host=host).status == 200, host
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        refused = asked(port, path, host=host) if host else asked(port, path, host=" ")
+        assert refused.status in (400, 421), host
+        if refused.status == 421:
+            assert "--http-names" in refused.text
+    assert asked(port, path, method="HEAD").text == ""
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert asked(port, path, method=method).status == 405
+    assert asked(port, "/api/v1/events", host="evil.example").status == 421
+    for open_path in ("/healthz", "/readyz", "/metrics"):
+        assert asked(port, open_path, host="evil.example").status == 200
+
+
+def test_names_are_checked_when_the_master_starts(cluster: Cluster) -> None:
+    refused = cluster.launch(MASTER, {"port": 0, "http_names": "kv.example.com:80"})
+    assert refused.wait() != 0
+    assert "no name of a host" in refused.errors
+
+
+def test_the_status_is_that_of_the_client_and_bounded(cluster: Cluster, port: int) -> None:
+    with cluster.client() as client:
+        for number in range(NAMESPACES_SHOWN + 20):
+            client.put("k", b"x" * (100 + number), namespace=f"n{number:04}")
+
+    def whole() -> Any:
+        found = told(port, "/api/v1/status")
+        return found if found["counters"]["stored_objects"] == NAMESPACES_SHOWN + 20 else None
+
+    found = until(whole)
+    assert found["leads"]
+    assert len(found["nodes"]) == 2
+    assert found["nodes"][0]["transports"] == ["shm", "tcp"]
+    assert len(found["namespaces"]) == NAMESPACES_SHOWN
+    assert found["namespaces"][0]["name"] == f"n{NAMESPACES_SHOWN + 19:04}"
+    others = found["other_namespaces"]
+    assert (others["namespaces"], others["objects"]) == (20, 20)
+    assert others["size"] == sum(100 + number for number in range(20))
+    assert found["problems"] == [] or "slow" in found["problems"][0]["text"]
+
+
+def test_the_history_fills_also_when_no_page_is_open(cluster: Cluster, port: int) -> None:
+    with cluster.client() as client:
+        client.put_chain(["a", "b"], [b"x", b"y"])
+        # The first point comes after two samples.
+        until(lambda: client.match_prefix(["a", "c"]) and told(port, "/api/v1/history")["at_ms"],
+              within_s=40, every_s=0.5)  # fmt: skip
+    found = told(port, "/api/v1/history")
+    assert found["calls_per_s"][0] > 0
+    assert found["matched_per_s"][0] > 0
+    assert found["size_bytes"][0] == 64 << 20
+    assert 0 < found["call_p50_s"][0] < 1
+
+
+def test_events_survive_the_child_and_a_history_begins_anew(cluster: Cluster, port: int) -> None:
+    assert events(port) == ["leads", "node_joined", "node_joined"]
+    assert cluster.master_server is not None
+    before = told(port, "/api/v1/notices")
+    os.kill(child_of(cluster.master_server), signal.SIGKILL)
+    after = json.loads(get(port, "/api/v1/notices", timeout_s=60).text)
+    assert after == before
+    cluster.nodes[0].terminate()
+    until(lambda: events(port)[-1] == "node_left")
+    last = told(port, f"/api/v1/notices?after={before['last']}")
+    assert last["notices"][0][3]["node"] == cluster.nodes[0].name
+    for bad in ("-1", "x", "1e3", "9" * 100, "%D9%A1"):
+        assert asked(port, f"/api/v1/notices?after={bad}").status == 400
+
+
+def test_a_master_that_hangs_makes_no_queue_of_readers(cluster: Cluster, port: int) -> None:
+    assert cluster.master_server is not None
+    assert asked(port, "/api/v1/status").status == 200
+    cluster.master_server.freeze()
+    try:
+        started = time.monotonic()
+        with ThreadPoolExecutor(30) as threads:
+            replies = list(threads.map(lambda _: asked(port, "/api/v1/status"), range(30)))
+        assert time.monotonic() - started < 8.0
+        assert {reply.status for reply in replies} <= {200, 503}
+        until(lambda: "does not answer" in asked(port, "/api/v1/status").text)
+        assert "does not answer" in asked(port, "/api/v1/notices").text
+    finally:
+        cluster.master_server.resume()
+    until(lambda: asked(port, "/api/v1/status").status == 200)
+
+
+def test_a_master_that_stands_by_says_who_leads(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        cluster = HaCluster(tmp_path, stack.enter_context(running(tmp_path / "etcd")))
+        stack.callback(cluster.close)
+        first = cluster.add_master()
+        until(lambda: cluster.leader() == first)
+        port = free_port()
+        second = cluster.add_master(http_port=port)
+        found = until(lambda: (found := told(port, "/api/v1/status"))["leader"] and found)
+        assert not found["leads"]
+        assert found["leader"] == first
+        assert found["leader_page"] == f"http://127.0.0.1:{port}/"
+        assert found["problems"] == []
+        assert told(port, "/api/v1/history")["at_ms"] == []
+        assert events(port)[-1] == "stands_by"
+        browser = stack.enter_context(browsing())
+        browser.open(port)
+        until(lambda: first in browser.text("#standby"))
+        link = browser.run("return document.querySelector('#standby a').href")
+        assert link == found["leader_page"]
+        cluster.masters[first].kill()
+        cluster.another_leads(first)
+        assert cluster.leader() == second
+        until(lambda: events(port)[-1] == "leads")
+        until(lambda: browser.text("#tiles") and not browser.text("#standby"))
+
+
+# --- what a browser shows -------------------------------------------------------------------------
+
+
+def test_a_browser_shows_a_cluster_and_asks_nobody_else(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    with cluster.client(namespace="vllm/ab/p0") as client:
+        for mark, dtype in (("ab", "bfloat16"), ("cd", "float8")):
+            Fleet(client, logging.getLogger("test")).announce(
+                "vllm", ["/models/m"], mark, {"dtype": dtype, "block": 16}, [f"vllm/{mark}/p0"]
+            )
+        client.put_chain(["a", "b"], [b"x" * 5000, b"y" * 5000])
+        browser.open(port)
+        until(lambda: "Hit ratio" in browser.text("#tiles"))
+        until(lambda: client.match_prefix(["a", "b", "c"])
+              and all("/s" in browser.texts(".reading")[each] for each in (1, 2)),
+              within_s=40, every_s=0.5)  # fmt: skip
+        assert browser.run("return document.querySelector('.chart path').getAttribute('d')")
+    browser.view("nodes")
+    until(lambda: len(browser.texts(".node")) == 2)
+    for node in cluster.nodes:
+        assert node.name in browser.text("#view-nodes")
+    browser.view("namespaces")
+    until(lambda: "they differ in dtype" in browser.text("#fleet"))
+    assert '"float8"' in browser.text("#fleet")
+    until(lambda: "vllm, m" in browser.text("#namespace-rows"))
+    browser.view("events")
+    until(lambda: len(browser.texts("#event-rows tr")) == 3)
+    assert "leads" in browser.texts("#event-rows tr")[-1]
+    asked_for = browser.requests()
+    assert f"http://127.0.0.1:{port}/api/v1/fleet" in asked_for
+    for address in asked_for:
+        assert address.startswith((f"http://127.0.0.1:{port}/", "data:")), address
+    assert browser.complaints() == []
+
+
+def test_a_killed_node_is_shown_within_three_seconds(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    browser.open(port)
+    until(lambda: "Hit ratio" in browser.text("#tiles"))
+    node = cluster.nodes[0]
+    node.kill()
+    killed = time.monotonic()
+    until(lambda: f"Node {node.name}" in browser.text("#problems"), within_s=3.0)
+    took_s = time.monotonic() - killed
+    assert took_s < 3.0
+    assert "suspect" in browser.text("#problems")
+    assert browser.driver.title.startswith("(1) ")
+    browser.view("events")
+    until(lambda: "is dead" in browser.text("#event-rows"))
+
+
+def test_hostile_names_are_shown_and_never_run(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    record = {
+        "format": 1, "engine": "<img src=x onerror=document.title='run'>", "fingerprint": "\u202ef",
+        "models": ["<script>document.title='run'</script>\u202e"],
+        "namespaces": list(HOSTILE), "description": {"<b>\u202e": "</td><script>"},
+    }  # fmt: skip
+    with cluster.client() as client:
+        for name in HOSTILE:
+            client.put("k", b"x", namespace=name)
+        for key, more in ((b"1", {}), (b"2", {"description": {"__proto__": 1}})):
+            client.put(key, json.dumps(record | more).encode(), namespace=FLEET_NAMESPACE)
+        client.put(b"3", b"\xff no record", namespace=FLEET_NAMESPACE)
+    browser.open(port, "namespaces")
+    until(lambda: set(HOSTILE.values()) <= set(browser.texts("#namespace-rows td:first-child")))
+    until(lambda: "share no block" in browser.text("#fleet"))
+    assert "<b>\\u{202e}" in browser.text("#fleet")
+    for size in (PHONE, (320, 600), (1280, 900)):
+        browser.open(port, "namespaces", size=size)
+        for view in VIEWS:
+            browser.view(view)
+            until(lambda: browser.text("h1"))
+            time.sleep(0.3)
+            wide, window = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
+            assert wide <= window, (view, size)
+    assert browser.driver.title.startswith(("kvstore", "("))
+    assert "run" not in browser.driver.title
+    made = "return document.querySelectorAll('main script, main img, main b:not(.tile b)').length"
+    assert browser.run(made) == 0
+    assert browser.complaints() == []
+
+
+def test_a_page_that_is_open_says_that_the_master_is_gone_and_goes_on(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    browser.open(port)
+    until(lambda: "Hit ratio" in browser.text("#tiles"))
+    assert cluster.master_server is not None
+    cluster.master_server.kill()
+    until(lambda: "does not answer" in browser.text("#lost"))
+    cluster.master()
+    until(lambda: not browser.text("#lost"), within_s=30)
+    until(lambda: "2 alive" in browser.text("#tiles"), within_s=30)
