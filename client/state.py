@@ -38,6 +38,8 @@ class ClientStats(NamedTuple):
     """The epoch of the master that was last joined; 0 before."""
     transports: Mapping[str, int]
     """Transfers (of a batch of objects, from or to one segment) by transport."""
+    reached: bool = False
+    """Whether a master has answered."""
 
 
 class ClientState:
@@ -148,7 +150,7 @@ class ClientState:
         if whole is not None:
             self.movers.unregister(whole)
 
-    def stats(self, epoch: int) -> ClientStats:
+    def stats(self, epoch: int, *, reached: bool) -> ClientStats:
         context = self.context
         return ClientStats(
             dict(context.counters),
@@ -156,6 +158,7 @@ class ClientState:
             len(self.views),
             epoch,
             dict(self.movers.moved),
+            reached,
         )
 
     def close(self) -> None:

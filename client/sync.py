@@ -534,7 +534,7 @@ class Client:
 
     def stats(self) -> ClientStats:
         """What this client has done. Makes no call."""
-        return self._state.stats(self._stub.epoch)
+        return self._state.stats(self._stub.epoch, reached=self._stub.reached)
 
     # --- keeping ------------------------------------------------------------------------------
 

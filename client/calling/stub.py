@@ -90,6 +90,7 @@ class MasterStub:
         self._on_join = on_join
         self._joining = threading.Lock()
         self._closed = threading.Event()
+        self._answered = False
         self._idle: deque[LaneConnection] = deque()
         self._lock = threading.Lock()  # guards the one below
         self._connections: set[LaneConnection] = set()
@@ -104,6 +105,11 @@ class MasterStub:
     def epoch(self) -> int:
         """The epoch of the master that was last joined; 0 before."""
         return self._link.joined.epoch if self._link.joined is not None else 0
+
+    @property
+    def reached(self) -> bool:
+        """Whether a master has answered a call, or a join."""
+        return self._answered or self._link.joined is not None
 
     def join(self, deadline: float) -> Joined:
         """Joins now if the stub has not joined, as any other call would.
@@ -149,6 +155,7 @@ class MasterStub:
                 broken = error
         under_way = attempts(self._link, call, deadline, uptime, broken)
         reply = decode_reply(call, self._run(under_way, call, payload, deadline, silence_s))
+        self._answered = True
         if isinstance(reply, Joined):
             self._accept(reply, self._link.address)
         return reply

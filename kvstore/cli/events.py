@@ -38,7 +38,16 @@ def events(invocation: Invocation, at: tuple[str, ...], snapshot: bool, since: s
     """Follow what becomes visible in the store and what is gone."""
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     places = at or _leaders(invocation)
-    for told in follow(places, namespace=namespace, whole=snapshot, since=since):
+    said = ""
+
+    def failed(why: str) -> None:
+        nonlocal said
+        if why != said and not invocation.as_json:
+            click.echo(f"kvstore: {why}; trying again (--http names other ports)", err=True)
+        said = why
+
+    for told in follow(places, namespace=namespace, whole=snapshot, since=since, failed=failed):
+        said = ""
         if invocation.as_json:
             print_json({"event": told.name, "id": told.place, **told.data})
         else:

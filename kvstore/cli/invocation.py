@@ -47,7 +47,7 @@ class Invocation:
 
     def _tell_waiting(self, client: Client) -> None:
         """Tells a person why nothing happens; a program gets the error at the end."""
-        if not self.as_json and not client.stats().epoch:
+        if not self.as_json and not client.stats().reached:
             place, longest_s = shown_place(self.config.master), self.config.timeout_ms / 1000
             click.echo(
                 f"kvstore: waiting for a master at {place}, up to {longest_s:.1f} s (--timeout-ms)",

@@ -6,7 +6,7 @@ import http.client
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
@@ -41,6 +41,7 @@ def follow(
     whole: bool = True,
     since: str = "",
     patience_s: float | None = None,
+    failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Told]:
     """Yields events as they come, across restarts of masters and elections. Blocks.
 
@@ -52,6 +53,7 @@ def follow(
             ``stored`` ..., ``whole``); applied in order, the events give the exact set.
         since: resume after this place.
         patience_s: how long no master may answer; None: for ever.
+        failed: called with the reason when a connection fails or ends, before the next attempt.
 
     Raises:
         UnavailableError: ``patience_s`` is over, or a master has no events;
@@ -70,6 +72,7 @@ def follow(
             why = f"{address} has ended its stream"
         except (OSError, http.client.HTTPException) as error:
             why = f"{address}: {error}"
+        failed(why)
         if patience_s is not None and time.monotonic() - heard > patience_s:
             raise UnavailableError(f"no events for {patience_s:.0f} s: {why}")
         time.sleep(PAUSE_S)

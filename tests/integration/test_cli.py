@@ -181,6 +181,10 @@ def test_a_command_that_waits_for_a_master_says_so() -> None:
     assert json.loads(silent.err)["error"]["code"] == "master_unreachable"
 
 
+def test_a_command_that_runs_on_does_not_wait_for_a_master(kv: KV) -> None:
+    assert kv("top", "--interval-s", "1.2", "--count", "2").err == ""
+
+
 def test_a_reader_that_goes_away_is_no_error_message(kv: KV, address: str) -> None:
     kv("put", "long", "-", stdin=bytes(4 << 20))
     process = subprocess.Popen(

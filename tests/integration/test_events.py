@@ -333,6 +333,19 @@ def test_the_command_follows(cluster_with_events: Cluster, port: int) -> None:
             as_json.close()
 
 
+def test_the_command_says_why_it_hears_nothing(cluster: Cluster) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    command = Server(
+        "kvstore.cli.main", ["events", "--http", nobody], log=cluster.directory / "events"
+    )
+    try:
+        until(lambda: "--http names other ports" in command.errors)
+        assert f"kvstore: {nobody}: [Errno 111] Connection refused; trying again" in command.errors
+        assert command.errors.count("trying again") == 1
+    finally:
+        command.close()
+
+
 def test_without_events_the_answer_says_how_to_get_them(cluster: Cluster) -> None:
     cluster.settings["http_port"] = port = free_port()
     cluster.master()
