@@ -19,6 +19,7 @@ from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web import metrics
+from kvstore.web.api import Api
 from kvstore.web.dashboard import Dashboard
 from kvstore.web.events import Events, not_asked_for
 from kvstore.web.fleet import RECORDS_MAX, Record, read_records
@@ -140,8 +141,11 @@ async def serve(served: Served) -> None:
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        routes = {**dashboard.routes(), **(events.routes() if events else not_asked_for())}
-        async with serving(served.listener, answers, dashboard.guarded(routes)):
+        api = Api(master.client)
+        told = events.routes() if events else not_asked_for()
+        routes = dashboard.guarded({**dashboard.routes(), **told, **api.gets()})
+        posts = dashboard.guarded(api.posts())
+        async with serving(served.listener, answers, routes, posts):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:
@@ -167,7 +171,7 @@ class Master:
     def __init__(self, served: Served) -> None:
         self._pid = served.pid
         self._link = Link(served.link)
-        self._client = AsyncClient(
+        self.client = AsyncClient(
             served.master, cluster=served.cluster, name="kvstore-web", timeout_ms=STATUS_MS
         )
         self._asking = asyncio.Lock()
@@ -184,7 +188,7 @@ class Master:
         for shared in (self.seen, self.notices, self.fleet_records):
             shared.close()
         self._link.close()
-        await self._client.close()
+        await self.client.close()
 
     async def readiness(self) -> Readiness:
         """Whether clients may be sent here: it leads, or knows who does."""
@@ -221,7 +225,7 @@ class Master:
 
     async def _read_fleet(self, records_max: int = RECORDS_MAX) -> list[Record]:
         try:
-            return await read_records(self._client, records_max)
+            return await read_records(self.client, records_max)
         except KVStoreError as error:
             log.warning("fleet_unknown reason=%s", error)
             return []
@@ -245,7 +249,7 @@ class Master:
             started = time.monotonic()
             if started >= self._fresh_until:
                 try:
-                    self._status = await self._client.status()
+                    self._status = await self.client.status()
                 except KVStoreError as error:
                     log.warning("status_unknown reason=%s", error)
                     self._status = None

@@ -78,16 +78,20 @@ def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
 
 
 Routes = Mapping[str, Handler]
-"""Handlers of GET by path."""
+"""Handlers by path."""
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    listener: socket.socket, answers: Answers, routes: Routes | None = None
+    listener: socket.socket,
+    answers: Answers,
+    routes: Routes | None = None,
+    posts: Routes | None = None,
 ) -> AsyncIterator[None]:
-    """Serves inside the block, and ``routes`` as well. Closes ``listener``."""
+    """Serves inside the block, and GET of ``routes`` and POST of ``posts`` as well. Closes
+    ``listener``."""
     doors = Doors(connections_max(REQUESTS_MAX))
-    application = _application(answers, doors, routes or {})
+    application = _application(answers, doors, routes or {}, posts or {})
     async with answering(
         application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
     ):
@@ -98,7 +102,7 @@ async def serving(
             server.close()
 
 
-def _application(answers: Answers, doors: Doors, routes: Routes) -> web.Application:
+def _application(answers: Answers, doors: Doors, routes: Routes, posts: Routes) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         del request
         await answers.readiness()
@@ -129,4 +133,6 @@ def _application(answers: Answers, doors: Doors, routes: Routes) -> web.Applicat
         application.router.add_get(path, handler)
     for path, further in routes.items():
         application.router.add_get(path, further)
+    for path, further in posts.items():
+        application.router.add_post(path, further)
     return application

@@ -1,0 +1,150 @@
+"""``/api/v1`` for programs: real masters and nodes, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvstore.demo.processes import free_port
+from kvstore.web.api import EXISTS_PATH, MATCH_PATH, OPENAPI_PATH, STAT_PATH, openapi
+from tests.integration.cluster import Cluster, Node
+from tests.integration.http import get
+
+KEYS = [bytes([number]) * 16 for number in range(1, 6)]
+
+
+class Store(NamedTuple):
+    cluster: Cluster
+    port: int
+    node: Node
+
+
+@pytest.fixture
+def store(cluster: Cluster) -> Store:
+    """Three blocks of a chain in the namespace ``n``."""
+    cluster.settings["http_port"] = free_port()
+    cluster.master()
+    node = cluster.node()
+    with cluster.client(namespace="n") as client:
+        client.put_chain(KEYS[:3], [b"x", b"yy", b"zzz"])
+    return Store(cluster, cluster.settings["http_port"], node)
+
+
+def post(
+    port: int, path: str, body: Any, *, kind: str = "application/json", host: str = ""
+) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": kind, **({"Host": host} if host else {})}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def hexes(*keys: bytes) -> list[str]:
+    return [key.hex() for key in keys]
+
+
+def test_how_far_a_chain_is_there_and_where(store: Store) -> None:
+    asked = {"keys": hexes(*KEYS), "namespaces": ["n", "other"]}
+    status, answer = post(store.port, MATCH_PATH, asked)
+    assert status == 200
+    assert answer["matches"] == [
+        {"namespace": "n", "matched": 3, "being_written": 0, "nodes": [store.node.name]},
+        {"namespace": "other", "matched": 0, "being_written": 0, "nodes": []},
+    ]
+    assert post(store.port, MATCH_PATH, {"keys": []})[1]["matches"][0]["matched"] == 0
+
+
+def test_what_exists(store: Store) -> None:
+    asked = {"keys": hexes(KEYS[4], KEYS[1]), "namespace": "n"}
+    assert post(store.port, EXISTS_PATH, asked) == (200, {"exists": [False, True]})
+
+
+def test_one_object(store: Store) -> None:
+    found = get(store.port, f"{STAT_PATH}?namespace=n&key={KEYS[1].hex()}")
+    assert found.status == 200
+    told = json.loads(found.text)
+    assert (told["size"], told["depth"], told["state"]) == (2, 1, "complete")
+    assert (told["key"], told["parent"]) == (KEYS[1].hex(), KEYS[0].hex())
+    assert [place["node"] for place in told["places"]] == [store.node.name]
+    assert get(store.port, f"{STAT_PATH}?key={KEYS[1].hex()}").status == 404
+    assert get(store.port, f"{STAT_PATH}?key=xyz") == (400, "'xyz' is not hexadecimal\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "the body"),
+        (b"\xff\xfe", "the body"),
+        (b"[" * 100_000, "the body"),
+        ({"keys": ["0g"]}, "keys.0"),
+        ({"keys": "00"}, "keys"),
+        ({"keys": [None]}, "keys.0"),
+        ({"keys": ["00" * 300]}, "key"),
+        ({"keys": [""]}, "key"),
+        ({"keys": ["00"], "limit": 1}, "limit"),
+        ({"keys": ["00"] * 20_000}, "keys"),
+        ({}, "keys"),
+    ],
+)
+def test_a_wrong_question_is_told_what_is_wrong(store: Store, body: Any, why: str) -> None:
+    for path in (MATCH_PATH, EXISTS_PATH):
+        status, text = post(store.port, path, body)
+        assert (status, why in text) == (400, True), text
+        assert len(text) < 500
+
+
+def test_a_form_of_another_site_is_refused(store: Store) -> None:
+    asked = {"keys": hexes(*KEYS)}
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert post(store.port, MATCH_PATH, asked, kind=kind)[0] == 400
+    assert post(store.port, MATCH_PATH, asked, host="evil.example")[0] == 421
+
+
+def test_a_question_that_is_too_long_is_refused(store: Store) -> None:
+    assert post(store.port, MATCH_PATH, b" " * (2 << 20))[0] == 413
+
+
+def test_without_a_master_that_leads_programs_are_told_to_ask_again(store: Store) -> None:
+    master = store.cluster.master_server
+    assert master is not None
+    master.freeze()
+    try:
+        status, text = post(store.port, EXISTS_PATH, {"keys": ["00"]})
+    finally:
+        master.resume()
+    assert status == 503
+    assert text
+
+
+def test_what_is_described_is_what_is_served(store: Store) -> None:
+    served = json.loads(get(store.port, OPENAPI_PATH).text)
+    assert served == json.loads(json.dumps(openapi()))
+    for path, methods in served["paths"].items():
+        for method in methods:
+            if method == "get":
+                assert get(store.port, path).status in (200, 400)
+            else:
+                assert post(store.port, path, {})[0] == 400
+    for reference in _references(served):
+        assert reference.removeprefix("#/components/schemas/") in served["components"]["schemas"]
+    _, answer = post(store.port, MATCH_PATH, {"keys": hexes(*KEYS)})
+    schema = served["components"]["schemas"]["MatchAnswer"]
+    assert set(answer["matches"][0]) == set(schema["required"])
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if "$ref" in value else []
+        return own + [each for part in value.values() for each in _references(part)]
+    if isinstance(value, list):
+        return [each for part in value for each in _references(part)]
+    return []
