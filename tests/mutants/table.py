@@ -406,10 +406,16 @@ MUTANTS: Final = (
     Mutant(
         "lookup-is-not-leased",
         ASKING,
-        "                record.last_used_ms = now_ms\n"
-        "                record.lease_until_ms = lease_until_ms\n"
-        "            else:",
-        "                record.last_used_ms = now_ms\n            else:",
+        "            record.last_used_ms = now_ms\n            record.lease_until_ms = lease_until_ms\n"
+        "        if uses:",
+        "            record.last_used_ms = now_ms\n        if uses:",
+        MASTER,
+    ),
+    Mutant(
+        "leased-exists-is-not-leased",
+        ASKING,
+        "        if request.lease and table is not None:\n",
+        "        if False:\n",
         MASTER,
     ),
     Mutant(
