@@ -406,7 +406,8 @@ MUTANTS: Final = (
     Mutant(
         "lookup-is-not-leased",
         ASKING,
-        "            record.last_used_ms = now_ms\n            record.lease_until_ms = lease_until_ms\n"
+        "            record.last_used_ms = now_ms\n"
+        "            record.lease_until_ms = lease_until_ms\n"
         "        if uses:",
         "            record.last_used_ms = now_ms\n        if uses:",
         MASTER,
