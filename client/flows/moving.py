@@ -173,17 +173,7 @@ def _read(
     deadline: float,
 ) -> Flow[int]:
     """Fill ``data`` and, where all is right, ``header``; returns how many are corrupt."""
-    transfers: dict[int, Transfer] = {}
-    for copy in copies:
-        segment_id, offset = copy.source
-        if segment_id not in segments:
-            continue
-        transfer = transfers.setdefault(
-            segment_id, Transfer(segments[segment_id], [], False, deadline)
-        )
-        transfer.moves.append(Move(offset, memoryview(copy.head)))
-        if copy.size:
-            transfer.moves.append(Move(offset + HEADER_BYTES, memoryview(copy.data), copy.hasher))
+    transfers = _reads(copies, segments, deadline, payload=True)
     failed = yield from carry_out(context, transfers)
     wrong: list[_Copy] = []
     for copy in copies:
@@ -198,6 +188,28 @@ def _read(
         else:
             wrong.append(copy)
     return (yield from _count_corrupt(context, wrong, segments, deadline)) if wrong else 0
+
+
+def _reads(
+    copies: Sequence[_Copy],
+    segments: Mapping[int, SegmentInfo],
+    deadline: float,
+    *,
+    payload: bool,
+) -> dict[int, Transfer]:
+    """By segment: reads of the headers, each before its payload if that is wanted."""
+    transfers: dict[int, Transfer] = {}
+    for copy in copies:
+        segment_id, offset = copy.source
+        if segment_id not in segments:
+            continue
+        transfer = transfers.setdefault(
+            segment_id, Transfer(segments[segment_id], [], False, deadline)
+        )
+        transfer.moves.append(Move(offset, memoryview(copy.head)))
+        if payload and copy.size:
+            transfer.moves.append(Move(offset + HEADER_BYTES, memoryview(copy.data), copy.hasher))
+    return transfers
 
 
 def _present_header(copy: _Copy, segments: Mapping[int, SegmentInfo]) -> Header | None:
@@ -218,14 +230,7 @@ def _count_corrupt(
     """How many of these are still there, so that their memory is bad. The others were removed
     between their header and their payload: without a lease their memory may be given to another
     object, but not before their header is wiped."""
-    transfers: dict[int, Transfer] = {}
-    for copy in wrong:
-        segment_id, offset = copy.source
-        transfer = transfers.setdefault(
-            segment_id, Transfer(segments[segment_id], [], False, deadline)
-        )
-        transfer.moves.append(Move(offset, memoryview(copy.head)))
-    failed = yield from carry_out(context, transfers)
+    failed = yield from carry_out(context, _reads(wrong, segments, deadline, payload=False))
     corrupt = 0
     for copy in wrong:
         if copy.source[0] not in failed and _present_header(copy, segments) is not None:
