@@ -100,7 +100,6 @@ class Asking:
 
     def match_prefix(self, now_ms: int, request: calls.MatchPrefix) -> calls.Matched:
         common = self._common
-        lease_until_ms = now_ms + common.rules.lease_ms
         count = len(request.keys)
         matches = []
         for namespace in request.namespaces:
@@ -119,10 +118,7 @@ class Asking:
             )
             if self._forest.unfinished:
                 break
-            for record in holding:
-                self.reuses_ms.add(max(0, now_ms - record.last_used_ms))
-                record.last_used_ms = now_ms
-                record.lease_until_ms = lease_until_ms
+            self._lease(now_ms, holding)
             being_written = 0
             for index in range(matched, count):
                 record_after = table.get(keys[index])
