@@ -211,39 +211,37 @@ class Objects:
         return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
-        names = names_of(keys)
-        there = [name for name in names if name]
+        """Leases those that are there; per key its payload bytes or None."""
 
-        def lookup(client: Client, timeout_ms: int) -> list[int | None]:
-            return [
-                size
-                for some in slices(there)
-                for size in client.lookup(some, timeout_ms=timeout_ms)
-            ]
+        def lookup(client: Client, names: list[bytes], timeout_ms: int) -> list[int | None]:
+            return client.lookup(names, timeout_ms=timeout_ms)
 
-        sizes = self.ask(lookup)
-        if isinstance(sizes, Code) or len(sizes) == len(names):
-            return sizes
-        found = dict(zip(there, sizes, strict=True))
-        return [found.get(name) for name in names]
+        return self._ask_for_each(keys, lookup, None)
 
     def are_stored(self, keys: Sequence[str]) -> list[bool] | Code:
         """Leases those that are."""
+
+        def exist(client: Client, names: list[bytes], timeout_ms: int) -> list[bool]:
+            return client.exists_many(names, lease=True, timeout_ms=timeout_ms)
+
+        return self._ask_for_each(keys, exist, False)
+
+    def _ask_for_each(
+        self,
+        keys: Sequence[str],
+        call: Callable[[Client, list[bytes], int], list[ResultT]],
+        absent: ResultT,
+    ) -> list[ResultT] | Code:
+        """Per key what ``call(client, names, timeout_ms)`` says; ``absent`` for an empty one."""
         names = names_of(keys)
-        wanted = names if all(names) else [name for name in names if name]
-
-        def ask(client: Client, timeout_ms: int) -> list[bool]:
-            return [
-                there
-                for some in slices(wanted)
-                for there in client.exists_many(some, lease=True, timeout_ms=timeout_ms)
-            ]
-
-        stored = self.ask(ask)
-        if isinstance(stored, Code) or wanted is names:
-            return stored
-        found = dict(zip(wanted, stored, strict=True))
-        return [found.get(name, False) for name in names]
+        asked = names if all(names) else [name for name in names if name]
+        told = self.ask(
+            lambda client, ms: [each for some in slices(asked) for each in call(client, some, ms)]
+        )
+        if isinstance(told, Code) or asked is names:
+            return told
+        by_name = dict(zip(asked, told, strict=True))
+        return [by_name.get(name, absent) for name in names]
 
     def remove(self, keys: Sequence[str]) -> list[int]:
         names = names_of(keys)
