@@ -18,6 +18,7 @@ from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.fleet import RECORD_BYTES_MAX, RECORDS_MAX
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
@@ -116,10 +117,10 @@ class StoreLookup:
     async def _read(self) -> None:
         found: dict[bytes, FleetRecord] = {}
         async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
-            if row.size > records.RECORD_BYTES_MAX or row.state != "complete":
+            if row.size > RECORD_BYTES_MAX or row.state != "complete":
                 continue
             await self._read_one(found, row.key)
-            if len(found) == records.RECORDS_MAX:
+            if len(found) == RECORDS_MAX:
                 break
         if found.keys() != self._records.keys():
             log.info("fleet_read records=%d", len(found))
@@ -132,7 +133,7 @@ class StoreLookup:
         except UnavailableError:
             raise
         except KVStoreError as error:  # this record is bad; the others may be good
-            if key not in self._refused and len(self._refused) < records.RECORDS_MAX:
+            if key not in self._refused and len(self._refused) < RECORDS_MAX:
                 self._refused.add(key)
                 log.warning("record_refused key=%r reason=%s", key, error)
             return

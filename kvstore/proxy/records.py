@@ -1,7 +1,7 @@
 """Records that connectors put into the store, from which the proxy computes the keys of a prompt.
 
 A connector puts one object per fingerprint (equal for engines that can share) into the namespace
-``vllm-fleet``: JSON of at most ``RECORD_BYTES_MAX``.
+``vllm-fleet``: JSON of at most ``kvstore.fleet.RECORD_BYTES_MAX``.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.fleet import FORMAT
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, check_namespace
 from kvstore.proxy.hashes import ALGORITHMS, block_hashes
-
-FORMAT: Final = 1
-RECORD_BYTES_MAX: Final = 1 << 20
-RECORDS_MAX: Final = 256
 
 
 class FleetRecord(NamedTuple):

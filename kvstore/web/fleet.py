@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore.client.aio import AsyncClient
+from kvstore.fleet import short_name
 from kvstore.limits import FLEET_NAMESPACE
 
 RECORDS_MAX: Final = 200
@@ -69,8 +70,7 @@ def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
     """By engine and model: the fields in which its records differ, and what each says there."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        name = record.model.rstrip("/").rpartition("/")[2]
-        groups.setdefault((record.engine, name), []).append(record)
+        groups.setdefault((record.engine, short_name(record.model)), []).append(record)
     return [
         {"engine": engine, "model": model, **_compared(group)}
         for (engine, model), group in sorted(groups.items())
