@@ -511,6 +511,10 @@ class ClusterStatus(NamedTuple):
     next_cursor: int = 0
     """Not 0: there are more nodes or namespaces. Counters are part of the first page only."""
 
+    def nodes_by_segment(self) -> dict[int, str]:
+        """The name of the node of each segment."""
+        return {each.segment_id: node.name for node in self.nodes for each in node.segments}
+
     def with_page(self, page: ClusterStatus) -> ClusterStatus:
         """This status with the rows of the next page added; sorted once that page is the last."""
         nodes = [*self.nodes, *page.nodes]

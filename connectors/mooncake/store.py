@@ -456,7 +456,7 @@ class MooncakeDistributedStore(Tensors):
         status = self._objects.ask(lambda client, ms: client.status(timeout_ms=ms))
         if isinstance(status, Code):
             return {}
-        nodes = {each.segment_id: node.name for node in status.nodes for each in node.segments}
+        nodes = status.nodes_by_segment()
         found = {}
         for key in keys:
             placed = self._objects.placed(name_of(key))

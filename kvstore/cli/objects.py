@@ -72,7 +72,7 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
         found = client.stat(wanted, namespace=invocation.namespace)
         if found is None or found.detail.row is None:
             return not_there(invocation, [wanted])
-        nodes = {s.segment_id: node.name for node in client.status().nodes for s in node.segments}
+        nodes = client.status().nodes_by_segment()
     detail, header, row = found.detail, found.header, found.detail.row
     places = detail.placements
     fields = {

@@ -5,8 +5,10 @@ It only reads. Keys are bytes, so they travel in hexadecimal.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, Final, TypeVar
 
 from aiohttp import web
@@ -32,6 +34,10 @@ from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
 from kvstore.web.serving import Routes
 
 TIMEOUT_MS: Final = 2_000
+"""Of one call to the store."""
+
+ANSWER_S: Final = 10.0
+"""Of one request, which may need a call for each namespace."""
 
 MATCH_PATH: Final = "/api/v1/match"
 EXISTS_PATH: Final = "/api/v1/exists"
@@ -126,8 +132,12 @@ QuestionT = TypeVar("QuestionT", bound=_Question)
 class Api:
     """Answers programs, as a client of the master does. Use it in one event loop."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(
+        self, client: AsyncClient, known: Callable[[], Awaitable[Mapping[int, str]]]
+    ) -> None:
+        """``known``: the node of each segment, of a moment ago."""
         self._client = client
+        self._known = known
 
     def gets(self) -> Routes:
         return {STAT_PATH: _answered(self._stat), OPENAPI_PATH: _answered(self._openapi)}
@@ -140,18 +150,20 @@ class Api:
         found = await self._client.matches(
             asked.keys, namespaces=asked.namespaces, timeout_ms=TIMEOUT_MS
         )
-        names = await self._nodes() if any(match.matched for match in found) else {}
+        segments = [
+            await self._segments(namespace, asked.keys[match.matched - 1]) if match.matched else []
+            for namespace, match in zip(asked.namespaces, found, strict=True)
+        ]
+        names = await self._nodes(chain.from_iterable(segments))
         return MatchAnswers(
             matches=[
                 MatchAnswer(
                     namespace=namespace,
                     matched=match.matched,
                     being_written=match.being_written,
-                    nodes=await self._nodes_of(namespace, asked.keys[match.matched - 1], names)
-                    if match.matched
-                    else [],
+                    nodes=[names[each] for each in holding if each in names],
                 )
-                for namespace, match in zip(asked.namespaces, found, strict=True)
+                for namespace, match, holding in zip(asked.namespaces, found, segments, strict=True)
             ]
         )
 
@@ -171,7 +183,8 @@ class Api:
         found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
         if found is None or found.detail.row is None:
             raise web.HTTPNotFound(text="no such object\n")
-        detail, row, names = found.detail, found.detail.row, await self._nodes()
+        detail, row = found.detail, found.detail.row
+        names = await self._nodes(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
         return StatAnswer(
             namespace=row.namespace,
@@ -196,14 +209,17 @@ class Api:
         del request
         return openapi()
 
-    async def _nodes(self) -> dict[int, str]:
-        status = await self._client.status(timeout_ms=TIMEOUT_MS)
-        return {each.segment_id: node.name for node in status.nodes for each in node.segments}
-
-    async def _nodes_of(self, namespace: str, key: bytes, names: dict[int, str]) -> list[str]:
+    async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
+        """Where the object is."""
         found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
-        segments = [] if found is None else found.detail.placements.segments
-        return [names[segment] for segment in segments if segment in names]
+        return [] if found is None else found.detail.placements.segments
+
+    async def _nodes(self, segments: Iterable[int]) -> Mapping[int, str]:
+        """The nodes of these segments, among others. Asks the master only for new ones."""
+        names = await self._known()
+        if not names.keys() >= set(segments):
+            names = (await self._client.status(timeout_ms=TIMEOUT_MS)).nodes_by_segment()
+        return names
 
 
 async def _question(request: web.Request, kind: type[QuestionT]) -> QuestionT:
@@ -225,7 +241,10 @@ def _answered(
 
     async def handler(request: web.Request) -> web.Response:
         try:
-            found = await answer(request)
+            async with asyncio.timeout(ANSWER_S):
+                found = await answer(request)
+        except TimeoutError:
+            return web.Response(status=503, text=f"no answer within {ANSWER_S:g} s\n")
         except (UnavailableError, MasterUnreachableError, DeadlineExceededError) as error:
             return web.Response(status=503, text=f"{error}\n")
         except KVStoreError as error:

@@ -141,7 +141,7 @@ async def serve(served: Served) -> None:
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        api = Api(master.client)
+        api = Api(master.client, master.nodes_by_segment)
         told = events.routes() if events else not_asked_for()
         routes = dashboard.guarded({**dashboard.routes(), **told, **api.gets()})
         posts = dashboard.guarded(api.posts())
@@ -174,7 +174,6 @@ class Master:
         self.client = AsyncClient(
             served.master, cluster=served.cluster, name="kvstore-web", timeout_ms=STATUS_MS
         )
-        self._asking = asyncio.Lock()
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
         self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
@@ -223,6 +222,11 @@ class Master:
         measured, status = seen.measured, seen.status
         return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
 
+    async def nodes_by_segment(self) -> dict[int, str]:
+        """The node of each segment, as far as the last look at the store shows."""
+        status = (await self.seen()).status
+        return {} if status is None else status.nodes_by_segment()
+
     async def _read_fleet(self, records_max: int = RECORDS_MAX) -> list[Record]:
         try:
             return await read_records(self.client, records_max)
@@ -245,14 +249,13 @@ class Master:
             raise UnavailableError(f"the master does not answer: {error.message}") from None
 
     async def _store_status(self) -> ClusterStatus | None:
-        async with self._asking:
-            started = time.monotonic()
-            if started >= self._fresh_until:
-                try:
-                    self._status = await self.client.status()
-                except KVStoreError as error:
-                    log.warning("status_unknown reason=%s", error)
-                    self._status = None
-                ended = time.monotonic()
-                self._fresh_until = ended + (ended - started) / SHARE
-            return self._status
+        started = time.monotonic()
+        if started >= self._fresh_until:
+            try:
+                self._status = await self.client.status()
+            except KVStoreError as error:
+                log.warning("status_unknown reason=%s", error)
+                self._status = None
+            ended = time.monotonic()
+            self._fresh_until = ended + (ended - started) / SHARE
+        return self._status
