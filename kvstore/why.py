@@ -181,7 +181,7 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
         text = "no node serves memory now, so nothing can be stored"
         return [Cause("no_node", text, "Start one: kvstore-node --master ADDRESS --memory SIZE.")]
     if not any(party.objects or party.wanted or party.asked for party in parties):
-        return [_nothing(evidence)]
+        return [_nothing()]
     causes = []
     for party in parties:
         for rule in _RULES:
@@ -396,8 +396,7 @@ _RULES: Final[tuple[Rule, ...]] = (
 )  # fmt: skip
 
 
-def _nothing(evidence: Evidence) -> Cause:
-    del evidence
+def _nothing() -> Cause:
     return Cause(
         "nothing",
         "since the master's start no client has put anything or asked for anything here",
