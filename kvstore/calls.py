@@ -567,6 +567,8 @@ class ObjectDetail(NamedTuple):
     idle_ms: int
     """Time since the object was last matched, looked up or put."""
     placements: Placements
+    epoch: int = 0
+    """In which the segments of ``placements`` have their numbers; 0 from older masters."""
 
 
 class Traffic(NamedTuple):

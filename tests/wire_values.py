@@ -295,6 +295,7 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         st.builds(calls.Version, U64, U64),
         U64,
         placements(),
+        U64,
     ),
 }
 

@@ -117,7 +117,8 @@ def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | 
     detail = yield from ask(calls.StatObject(namespace, key), calls.ObjectDetail)
     if detail.row is None:
         return None
-    placed = yield from learn(context, detail.version.epoch, detail.placements, asked + 1.0)
+    epoch = detail.epoch or detail.version.epoch  # of the object: wrong once the master restarted
+    placed = yield from learn(context, epoch, detail.placements, asked + 1.0)
     if not placed or placed[0] is None:
         return ObjectStat(detail, None)
     segment, offset = placed[0].replicas[0]

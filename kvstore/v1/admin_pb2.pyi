@@ -387,11 +387,14 @@ class StatObjectReply(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     parent: _builtins.bytes
     """Empty: a root."""
     children: _builtins.int
     idle_ms: _builtins.int
     """Since it was last matched, looked up or put."""
+    epoch: _builtins.int
+    """In which the segments have their numbers; 0 from older masters."""
     @_builtins.property
     def row(self) -> Global___ObjectRow:
         """Absent: no such object."""
@@ -409,10 +412,11 @@ class StatObjectReply(_message.Message):
         version: _common_pb2.Version | None = ...,
         idle_ms: _builtins.int = ...,
         placements: _common_pb2.Placements | None = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placements", b"placements", "row", b"row", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "idle_ms", b"idle_ms", "parent", b"parent", "placements", b"placements", "row", b"row", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "epoch", b"epoch", "idle_ms", b"idle_ms", "parent", b"parent", "placements", b"placements", "row", b"row", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -108,6 +108,7 @@ class Report:
             version=Version(record.epoch, record.counter),
             idle_ms=now_ms - record.last_used_ms,
             placements=common.placements([record if is_there else None], now_ms),
+            epoch=common.epoch,
         )
 
     def traffic(self, now_ms: int, request: calls.Traffic) -> calls.TrafficReport:

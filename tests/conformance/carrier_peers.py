@@ -95,6 +95,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
                 calls.Version(7, 1),
                 5,
                 calls.Placements([4096], [7], [1], [1], [3], [0]),
+                8,
             ),
         ),
         (

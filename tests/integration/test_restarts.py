@@ -97,6 +97,8 @@ def test_replicas_are_replicas_again(cluster: Cluster) -> None:
     stat = cluster.client().stat(KEYS[0])
     assert stat is not None
     assert stat.detail.placements.replicas == [2]
+    assert stat.header is not None, "its memory has not been read"
+    assert stat.header.epoch < stat.detail.epoch
 
 
 def test_a_full_cache_comes_back_and_is_evicted_in_its_order(cluster: Cluster) -> None:
