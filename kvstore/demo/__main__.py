@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -9,12 +10,13 @@ import os
 import signal
 import statistics
 import sys
+from collections.abc import Iterator
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.demo.processes import ChildError, Children
+from kvstore.demo.processes import ChildError, Children, free_port
 from kvstore.demo.scenario import (
     BLOCK_TOKENS,
     KV_BYTES_PER_TOKEN,
@@ -54,8 +56,14 @@ Example:
     show_default=True,
     help="Transport of the bytes: shared memory or a socket.",
 )
+@click.option(
+    "--stay/--no-stay",
+    default=None,
+    help="At the end, keep the store and its dashboard until Enter or Ctrl-C."
+    "  [default: in a terminal]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of text.")
-def main(prefix_tokens: int, seed: int, transport: str, as_json: bool) -> None:
+def main(prefix_tokens: int, seed: int, transport: str, stay: bool | None, as_json: bool) -> None:
     """Watch one process reuse the KV cache that another one computed.
 
     Starts a master and a node, then a producer, which computes a long prompt and puts its KV
@@ -64,20 +72,28 @@ def main(prefix_tokens: int, seed: int, transport: str, as_json: bool) -> None:
     the same tokens. The model is a small Llama with random weights, created locally: no download.
 
     The last line begins with "demo:". The exit status is 0 only if the outputs were identical and
-    every shared block came from the store.
+    every shared block came from the store. The master serves a dashboard, which shows these blocks.
     """
     scenario = Scenario(prefix_tokens=prefix_tokens, seed=seed, transport=transport)
     console = Console(quiet=as_json, highlight=False, soft_wrap=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # to end like Ctrl-C: cleaning up
     report: dict[str, object] = {"scenario": dataclasses.asdict(scenario)}
+    if stay is None:
+        stay = not as_json and sys.stdin.isatty() and sys.stdout.isatty()
+    has_ended = False
     try:
-        produced, consumed = run(scenario, console)
-        problems = find_problems(scenario, produced, consumed)
-        show(consumed, console)
-        summary, status = summarize(scenario, consumed, problems), 1 if problems else 0
-        report["produced"] = dataclasses.asdict(produced)
-        report["consumed"] = dataclasses.asdict(consumed)
+        with running(scenario, console) as (dashboard, produced, consumed):
+            problems = find_problems(scenario, produced, consumed)
+            show(consumed, console)
+            summary, status = summarize(scenario, consumed, problems), 1 if problems else 0
+            report["produced"] = dataclasses.asdict(produced)
+            report["consumed"] = dataclasses.asdict(consumed)
+            report |= {"ok": status == 0, "summary": summary}
+            click.echo(json.dumps(report) if as_json else summary)
+            has_ended = True
+            if stay:
+                wait_for_user(dashboard)
     except ChildError as error:
         what, _, output = str(error).partition("\n")
         if output:
@@ -85,20 +101,35 @@ def main(prefix_tokens: int, seed: int, transport: str, as_json: bool) -> None:
         summary, status = f"demo: FAILED: {what}", 1
     except KeyboardInterrupt:
         summary, status = "demo: interrupted", 128 + signal.SIGINT
-    report |= {"ok": status == 0, "summary": summary}
-    click.echo(json.dumps(report) if as_json else summary)
+    if not has_ended:
+        report |= {"ok": False, "summary": summary}
+        click.echo(json.dumps(report) if as_json else summary)
     sys.exit(status)
 
 
-def run(scenario: Scenario, console: Console) -> tuple[Produced, Consumed]:
-    """Run the four processes; all of them have ended when this returns."""
+def wait_for_user(dashboard: str) -> None:
+    """Returns after a line, or the end, of standard input, or after Ctrl-C."""
+    click.echo(f"\nThe store still runs. Look at {dashboard}; Enter ends it.", err=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.stdin.readline()
+
+
+@contextlib.contextmanager
+def running(scenario: Scenario, console: Console) -> Iterator[tuple[str, Produced, Consumed]]:
+    """Run the producer and the consumer; the address of the dashboard, and what they did. Master
+    and node run inside the block; all processes have ended after it."""
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise ChildError(f"{module} is not installed; pip install torch transformers")
     with Children(_environment()) as children:
-        master = children.start("master", "kvstore.cli.master", "--port", "0", "--http-port", "0")
-        address = children.ready(master, r"listening on (\S+:\d+)", READY_SECONDS)[1]
-        console.print(f"master     pid {master.process.pid}, {address}")
+        master = children.start(
+            "master", "kvstore.cli.master", "--port", "0", "--http-port", str(free_port())
+        )
+        said = children.ready(
+            master, r"listening on (\S+:\d+)[^\0]*dashboard on (http://\S+)", READY_SECONDS
+        )
+        address, dashboard = said.groups()
+        console.print(f"master     pid {master.process.pid}, {address}, dashboard {dashboard}")
 
         memory = ["--memory", f"{_pool_mib(scenario)}MiB"]
         node = children.start("node", "kvstore.cli.node", "--master", address, *memory)
@@ -119,7 +150,7 @@ def run(scenario: Scenario, console: Console) -> tuple[Produced, Consumed]:
             f"consumer   pid {consumed.pid}, prompt of {consumed.prompt_tokens} tokens:"
             f" {consumed.blocks_reused} of its {consumed.blocks_asked} blocks are in the store"
         )
-        return produced, consumed
+        yield dashboard, produced, consumed
 
 
 def find_problems(scenario: Scenario, produced: Produced, consumed: Consumed) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -57,6 +58,19 @@ def test_prefix_of_one_process_is_reused_by_another(demos: list[Demo]) -> None:
         r"time to first token \d+ ms -> \d+ ms \(\d+\.\dx\)",
         last,
     )
+
+
+def test_the_dashboard_stays_until_the_user_has_seen_the_blocks(demos: list[Demo]) -> None:
+    demos.append(demo := Demo("--stay"))
+    page = demo.line(r"dashboard (http://127\.0\.0\.1:\d+/)")[1]
+    demo.line(r"^demo: outputs identical")
+    with urllib.request.urlopen(f"{page}api/v1/status", timeout=10) as answer:
+        status = json.load(answer)
+    assert sum(row["objects"] for row in status["namespaces"]) == BLOCKS + 1
+    assert demo.process.poll() is None
+    status_at_end, lines, errors = demo.output()  # closes its standard input
+    assert (status_at_end, lines) == (0, [])
+    assert page in errors
 
 
 def test_json_over_tcp(demos: list[Demo]) -> None:
