@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
     if variable != NATIVE_VARIABLE:
         del os.environ[variable]
 os.environ["KVSTORE_CONFIG"] = ""
+
+# A shell that runs the tests in the background lets them ignore Ctrl-C, and processes inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # "fixed" draws the same examples on every machine, so that a red run is red for everybody;
 # HYPOTHESIS_PROFILE=explore draws new ones, more of them, and prints how to repeat a failure.

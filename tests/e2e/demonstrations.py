@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import uuid
@@ -24,8 +23,6 @@ class Demonstration:
         self._seconds = seconds
         self.mark = f"KV_DEMO_TEST={uuid.uuid4()}"  # inherited by every process below it
         name, _, value = self.mark.partition("=")
-        # A test run in the background ignores Ctrl-C, and would hand that down.
-        interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -34,7 +31,6 @@ class Demonstration:
             text=True,
             env=os.environ | {name: value},
         )
-        signal.signal(signal.SIGINT, interrupt)
 
     def line(self, pattern: str) -> re.Match[str]:
         """Read its output up to a line that matches."""
