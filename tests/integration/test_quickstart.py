@@ -2,87 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from kvstore import Client
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
 from tests.integration.cluster import ROOT, STOP_S, is_running, until
 from tests.integration.http import get
-
-READY = re.compile(rb"Dashboard: http://127\.0\.0\.1:(\d+)/\n")
-
-
-class Quickstart:
-    """One in a terminal of its own, as its foreground job."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.terminal, theirs = os.openpty()
-        self.process = subprocess.Popen(
-            [
-                "setsid",
-                "--ctty",
-                sys.executable,
-                "-m",
-                "kvstore.cli.main",
-                "quickstart",
-                *arguments,
-            ],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            cwd=ROOT,
-            env={**os.environ, "KVSTORE_CONFIG": "", "COLUMNS": "400"},
-        )
-        os.close(theirs)
-        self._said = b""
-        self.port = self.http_port = 0
-
-    def ready(self) -> None:
-        found = until(lambda: READY.search(self.said()), within_s=60)
-        self.http_port = int(found[1])
-        self.port = int(re.findall(r"ready at 127\.0\.0\.1:(\d+)", self.text)[0])
-
-    def said(self) -> bytes:
-        os.set_blocking(self.terminal, False)
-        with contextlib.suppress(BlockingIOError, OSError):  # EIO: it has ended
-            while data := os.read(self.terminal, 1 << 16):
-                self._said += data.replace(b"\r\n", b"\n")
-        return self._said
-
-    @property
-    def text(self) -> str:
-        return self.said().decode()
-
-    def line(self, first: str) -> str:
-        (found,) = re.findall(rf"^  ({re.escape(first)}.*)$", self.text, re.MULTILINE)
-        return str(found)
-
-    def group(self) -> list[int]:
-        """All processes of its session."""
-        found = []
-        for each in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                if int(each.read_text().rpartition(")")[2].split()[3]) == self.process.pid:
-                    found.append(int(each.parent.name))
-        return found
-
-    def close_terminal(self) -> None:
-        terminal, self.terminal = self.terminal, -1
-        if terminal >= 0:
-            os.close(terminal)
-
-    def entries(self) -> list[Path]:
-        return list(Path(SHM_DIRECTORY).glob(f"{SHM_PREFIX}quickstart-*-{self.port}"))
+from tests.integration.quickstarts import Quickstart
 
 
 @pytest.fixture
@@ -95,14 +27,7 @@ def quickstart() -> Iterator[Callable[..., Quickstart]]:
 
     yield start
     for each in started:
-        for pid in each.group():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        each.process.wait()
-        each.close_terminal()
-        if each.port:
-            for entry in each.entries():
-                entry.unlink()
+        each.end()
 
 
 def test_the_lines_that_it_prints_work(quickstart: Callable[..., Quickstart]) -> None:
