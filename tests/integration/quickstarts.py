@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ class Quickstart:
         self.terminal, theirs = os.openpty()
         self.process = subprocess.Popen(
             [
-                "setsid",
+                shutil.which("setsid") or "setsid",  # not by the PATH of ``variables``
                 "--ctty",
                 python,
                 "-m",
