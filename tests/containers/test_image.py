@@ -150,10 +150,10 @@ def test_engines_copy_nothing_with_the_shared_memory_of_the_host_and_use_tcp_wit
 def test_too_little_shared_memory_and_too_low_a_limit_are_said(docker: Docker) -> None:
     for options, words in (
         ((), "/dev/shm has"),  # Docker's 64 MiB
-        (("--shm-size", "1g", "--memory", "100m", "--memory-swap", "100m"), "memory limit"),
+        (("--shm-size", "4g", "--memory", "300m", "--memory-swap", "300m"), "memory limit"),
     ):
         refused = docker.run(
-            *MASTER, "--memory", "256MiB", options=[*READ_ONLY, *options], image="kvstore"
+            *MASTER, "--memory", "1GiB", options=[*READ_ONLY, *options], image="kvstore"
         )
         assert refused.ended() == 1
         assert words in refused.said()
