@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(1_200)
 
 def names_in(wheel: str) -> set[str]:
     with zipfile.ZipFile(DIST / wheel) as archive:
-        return set(archive.namelist())
+        return {name for name in archive.namelist() if not name.endswith("/")}
 
 
 def metadata_of(wheel: str) -> Message:
