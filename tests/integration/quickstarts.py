@@ -55,8 +55,8 @@ class Quickstart:
         self.port = self.http_port = 0
 
     def ready(self) -> None:
-        found = until(lambda: READY.search(self.said()), within_s=60)
-        self.http_port = int(found[1])
+        found = until(lambda: READY.findall(self.said()), within_s=60)
+        self.http_port = int(found[0])
         self.port = int(re.findall(r"ready at 127\.0\.0\.1:(\d+)", self.text)[0])
 
     def said(self) -> bytes:

@@ -101,7 +101,7 @@ def test_a_container_fits_its_command(container: dict[str, Any]) -> None:
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     kind = UNITS[container["command"][0]]
     defaults = kind()
-    assert ports["http"] == defaults.http_port  # type: ignore[attr-defined]
+    assert ports["http"] == defaults.http_port
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[name]["httpGet"]["port"] in ports
         assert container[name]["httpGet"]["path"] in ("/healthz", "/readyz")
