@@ -265,7 +265,7 @@ def answering(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
             self.send_response(request.param if self.path == "/healthz" else 404)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
