@@ -204,7 +204,7 @@ class Docker:
         name = f"c{self._names}"
         volumes = [word for each in mounted() for word in ("--volume", f"{each}:{each}:ro")]
         # Scratch space for iptables' lock and whatever else wants to write.
-        variables = ("PYTHONDONTWRITEBYTECODE=1", "KVSTORE_CONFIG=")
+        variables = ("PYTHONDONTWRITEBYTECODE=1", "KVSTORE_CONFIG=", f"PYTHONPATH={ROOT}")
         given = ["--tmpfs", "/run", *(word for each in variables for word in ("--env", each))]
         self(
             "run", "--detach", "--name", name, "--hostname", name, "--workdir", "/tmp",
