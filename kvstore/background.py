@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -108,6 +109,15 @@ class End:
 
     async def wait(self) -> None:
         await self._asked.wait()
+
+
+def end_signals() -> list[signal.Signals]:
+    """The signals that end a server cleanly. SIGHUP comes from a terminal that is closed; a server
+    that ``nohup`` has started outlives it."""
+    ends = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ends.append(signal.SIGHUP)
+    return ends
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -10,10 +10,10 @@ import logging
 import math
 import re
 import secrets
-import signal
 import socket
 import time
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 from kvstore import background, descriptors
 from kvstore._version import __version__
@@ -66,9 +66,21 @@ _NO_RECEIVER: Final = "ExecuteBatchError"
 EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
-def run(config: MasterConfig, parent_fd: int | None = None) -> int:
-    """Serves until SIGTERM or SIGINT, or until the parent is gone. Returns the exit status:
-    ``EXIT_BROKEN`` if a background task died that the master needs.
+class Temporary(NamedTuple):
+    """A store that ends with this process, however it ends: the next one finds no memory of it."""
+
+    name: str
+    """What the name of its node begins with."""
+    started: Callable[[int, int], None]
+    """Called when all of it serves, with the ports of gRPC and of HTTP (0: there is none). The
+    master prints nothing itself."""
+
+
+def run(
+    config: MasterConfig, parent_fd: int | None = None, *, temporary: Temporary | None = None
+) -> int:
+    """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
+    exit status: ``EXIT_BROKEN`` if a background task died that the master needs.
 
     ``parent_fd``: the child's end of a ``kvstore.children`` pair, by which the parent is told where
     the master listens.
@@ -80,7 +92,7 @@ def run(config: MasterConfig, parent_fd: int | None = None) -> int:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     try:
         with asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner:
-            return runner.run(_serve(config, parent))
+            return runner.run(_serve(config, parent, temporary))
     except KVStoreError as error:
         if not parent.waits:
             raise
@@ -104,12 +116,12 @@ def _is_news(record: logging.LogRecord) -> bool:
     return getattr(kind, "__name__", "") != _NO_RECEIVER
 
 
-async def _serve(config: MasterConfig, parent: ParentLink) -> int:
+async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary | None) -> int:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)
     background.watch_threads()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in background.end_signals():
         loop.add_signal_handler(number, stopped.set)
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
@@ -159,16 +171,30 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
                 feed=master.feed, events_at=config.events_at, names=_names(config),
             )  # fmt: skip
             tasks.append(start_task("http", serving, died=broken))
-        _greet(config, endpoints, listener)
+        if temporary is None:
+            _greet(config, endpoints, listener)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
             await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
             known.cancel()
         if config.memory and not stopped.is_set() and broken.error is None:
-            is_own = parent.fd is None
-            child = await asyncio.to_thread(_start_node, config, endpoints, is_own=is_own)
+            is_own = parent.fd is None and temporary is None
+            prefix = "" if temporary is None else f"{temporary.name}-"
+            try:
+                child = await asyncio.to_thread(
+                    _start_node, config, endpoints, is_own=is_own, prefix=prefix
+                )
+            except KVStoreError:
+                if not stopped.is_set():  # Ctrl-C reaches the node, too
+                    raise
+                return 0
+            if is_own:
+                owned = f"{config.memory >> 20} MiB as node {child.said['name']}"
+                print(f"kvstore-master owns {owned}", flush=True)
             tasks.append(start_task("child", _watch(child), expected=StartupError))
         parent.tell(port=endpoints.port)
+        if temporary is not None and not stopped.is_set():
+            temporary.started(endpoints.port, listener.getsockname()[1] if listener else 0)
         await asyncio.wait((stopping, breaking, *tasks), return_when=asyncio.FIRST_COMPLETED)
         if broken.error is not None:
             return EXIT_BROKEN
@@ -427,25 +453,23 @@ def _node_advertised(config: MasterConfig) -> str:
     return host
 
 
-def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool) -> Child:
+def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, prefix: str) -> Child:
     """``is_own``: a user runs this master, not a parent process, and starts it again after it
-    ends."""
+    ends. ``prefix``: of the node's name."""
     host = config.host if config.host not in EVERY_INTERFACE else "127.0.0.1"
     # A stable name: a master that is killed and started again finds its memory by it.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
-    child = start_node(
+    return start_node(
         master=str(config.etcd_place or join_address(host, endpoints.port)),
         memory=config.memory,
         host=config.host,
         port=None if is_own else 0,
         advertise=_node_advertised(config),
-        name=f"{base or 'master'}-{endpoints.port}",
+        name=f"{prefix}{base or 'master'}-{endpoints.port}",
         cluster=config.cluster,
         keep=config.keep,
         keep_orphaned=is_own,
     )
-    print(f"kvstore-master owns {config.memory >> 20} MiB as node {child.said['name']}", flush=True)
-    return child
 
 
 async def _watch(child: Child) -> None:

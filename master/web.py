@@ -66,7 +66,8 @@ async def keep_serving(
                 events.close()
             try:
                 status = await asyncio.to_thread(child.wait)
-                log.warning("http_child_ended status=%d: it is started again", status)
+                level = logging.WARNING if status else logging.INFO  # 0: Ctrl-C reaches it, too
+                log.log(level, "http_child_ended status=%d: it is started again", status)
             finally:
                 answering.cancel()
                 if feed is not None:

@@ -27,6 +27,7 @@ GARBAGE_THRESHOLD = 50_000
 
 EXAMPLE = """\b
 Examples:
+  kvstore quickstart
   kvstore status
   kvstore put greeting hello.txt && kvstore get greeting
   kvstore ls --prefix gre --json
@@ -81,6 +82,7 @@ LATE: Final = {
     "clean": "Remove memory that dead nodes left on this host.",
     "doctor": "Check this host, its programs and the connection to the cluster.",
     "why": "Say who writes and who asks, and why nothing is found.",
+    "quickstart": "Run a whole store on this host, and show how vLLM, SGLang and Python use it.",
     "events": "Follow what becomes visible in the store and what is gone.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }

@@ -78,8 +78,8 @@ def run(
     keep_orphaned: bool = False,
     repairs: Callable[[NodeConfig, str], Repairs] | None = None,
 ) -> int:
-    """Serves until SIGTERM or SIGINT, or until the parent is gone, and returns the exit status:
-    ``EXIT_BROKEN`` if a part died that the node needs.
+    """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
+    exit status: ``EXIT_BROKEN`` if a part died that the node needs.
 
     Args:
         config: the node's settings.
@@ -92,7 +92,8 @@ def run(
     """
     parent = ParentLink(parent_fd)
     # From here on a signal means a clean end, also while gigabytes are being reserved.
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in background.end_signals():
+        signal.signal(number, _interrupt)
     try:
         with ExitStack() as stack:
             if config.numa_node >= 0:
@@ -127,7 +128,8 @@ def run(
             if copying is not None:
                 stack.callback(copying.stop)
             # Callbacks run last in, first out: no signal interrupts the clean-up that follows.
-            stack.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+            for number in background.end_signals():
+                stack.callback(signal.signal, number, signal.SIG_IGN)
             try:
                 drained = asyncio.run(
                     _serve(config, segment, server, engine, parent, served, copying, listener)
@@ -192,7 +194,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)
     background.watch_threads()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in background.end_signals():
         loop.add_signal_handler(number, agent.stop)
     if parent.fd is not None:
         loop.add_reader(parent.fd, agent.stop)

@@ -90,6 +90,19 @@ class Container:
         return str(next(iter(networks.values()))["IPAddress"])
 
     @property
+    def health(self) -> str:
+        """``starting``, ``healthy`` or ``unhealthy``."""
+        return str(self._inspect()["State"]["Health"]["Status"])
+
+    def stop(self) -> int:
+        """``docker stop``; the status by which it ended."""
+        self._docker("stop", "--time", "30", self.name)
+        return int(self._inspect()["State"]["ExitCode"])
+
+    def start(self) -> None:
+        self._docker("start", self.name)
+
+    @property
     def killed_for_memory(self) -> bool:
         return bool(self._inspect()["State"]["OOMKilled"])
 
@@ -168,13 +181,15 @@ class Docker:
             assert time.monotonic() < deadline, self._log.read_text()[-3_000:]
             time.sleep(0.1)
 
-    def __call__(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def __call__(
+        self, *arguments: str, check: bool = True, timeout_s: float = LONG_S
+    ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             ["docker", "--host", self._socket, *arguments],
             capture_output=True,
             text=True,
             check=False,
-            timeout=LONG_S,
+            timeout=timeout_s,
         )
         assert done.returncode == 0 or not check, f"{arguments}: {done.stderr}"
         return done
@@ -189,7 +204,7 @@ class Docker:
         name = f"c{self._names}"
         volumes = [word for each in mounted() for word in ("--volume", f"{each}:{each}:ro")]
         # Scratch space for iptables' lock and whatever else wants to write.
-        variables = ("PYTHONDONTWRITEBYTECODE=1", "KVSTORE_CONFIG=")
+        variables = ("PYTHONDONTWRITEBYTECODE=1", "KVSTORE_CONFIG=", f"PYTHONPATH={ROOT}")
         given = ["--tmpfs", "/run", *(word for each in variables for word in ("--env", each))]
         self(
             "run", "--detach", "--name", name, "--hostname", name, "--workdir", "/tmp",
@@ -205,6 +220,26 @@ class Docker:
     def idle(self, options: Sequence[str] = ()) -> Container:
         """One in which ``run`` finds room for a client."""
         return self.start("sleep", "infinity", options=options)
+
+    def run(self, *command: str, options: Sequence[str] = (), image: str) -> Container:
+        """A container of an image that was built."""
+        self._names += 1
+        name = f"c{self._names}"
+        self("run", "--detach", "--name", name, "--hostname", name, *options, image, *command)
+        return Container(self, name)
+
+    def compose(self, file: Path, *arguments: str, **variables: str) -> str:
+        """What ``docker-compose`` prints."""
+        done = subprocess.run(
+            ["docker-compose", "--file", str(file), *arguments],
+            env={**os.environ, **variables, "DOCKER_HOST": self._socket},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=3 * LONG_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def clear(self) -> None:
         """Remove all containers."""

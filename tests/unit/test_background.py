@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import threading
 
 import pytest
@@ -110,3 +111,16 @@ def test_the_first_reason_to_end_counts_and_comes_from_any_thread() -> None:
         return end.error
 
     assert str(asyncio.run(main())) == "first"
+
+
+@pytest.mark.parametrize(
+    ("handler", "ends"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)], ids=["usual", "nohup"]
+)
+def test_a_closed_terminal_ends_a_server_unless_nohup_started_it(
+    handler: signal.Handlers, ends: bool
+) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        assert (signal.SIGHUP in background.end_signals()) == ends
+    finally:
+        signal.signal(signal.SIGHUP, before)

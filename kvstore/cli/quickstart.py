@@ -1,0 +1,189 @@
+"""``kvstore quickstart``: a whole store on this host until Ctrl-C, and the lines that use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+from typing import Final
+
+import click
+
+from kvstore import logs
+from kvstore.addresses import join_address
+from kvstore.cli.options import CONTEXT, SOURCES, config_options, debug_option
+from kvstore.cli.show import size_text
+from kvstore.config import MasterConfig, load
+from kvstore.errors import SharedMemoryTooSmallError
+from kvstore.memory import cgroup
+from kvstore.memory.entries import SHM_DIRECTORY
+
+SETTINGS: Final = ("host", "port", "http_port", "log_level")
+
+MEMORY_MAX: Final = 4 << 30
+"""Taken in a few seconds, and much for a first look."""
+
+MEMORY_MIN: Final = 16 << 20
+MEMORY_STEP: Final = 16 << 20
+
+PORT_STEP: Final = 200
+"""A second store on a host takes the port so far above, clear of all other default ports."""
+
+PORT_TRIES: Final = 6
+
+EXAMPLE = """\b
+Examples:
+  kvstore quickstart                         up to 4 GiB, on this host only
+  kvstore quickstart --memory 512MiB
+  kvstore quickstart --host 10.0.0.7         engines on other hosts may use it, too
+
+\b
+Ctrl-C, SIGTERM or closing the terminal ends all of it and frees the memory. For a store that
+outlives its terminal or has several hosts: kvstore-master --help, kvstore-node --help.
+"""
+
+
+@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="Memory of the store (2GiB). By default what this host can spare: half of what is free in "
+    "/dev/shm and within the limit of memory, or a quarter of the free memory, whichever is least, "
+    "up to 4 GiB.  [KVSTORE_MASTER_MEMORY]",
+)
+@config_options(MasterConfig, only=SETTINGS)
+@debug_option
+def quickstart(config_path: str | None, **flags: object) -> int:
+    """Run a whole store on this host, and show how vLLM, SGLang and Python use it.
+
+    If the default port is taken, for example by another quickstart, the store takes a free one.
+    """
+    config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
+    # One master, whose memory goes with it, whatever a file says about the real ones.
+    change: dict[str, object] = {"etcd": "", "keep": False}
+    if not config.memory:
+        change["memory"] = spare_memory()
+    if "port" not in config.model_fields_set:
+        change["port"] = free_port(config.host, config.port)
+    if "log_level" not in config.model_fields_set:
+        change["log_level"] = "warning"
+    config = config.model_copy(update=change)
+    logs.configure(config.log_level)
+    click.echo(f"kvstore quickstart: takes {size_text(config.memory)} of memory (--memory) ...")
+
+    from kvstore.host import own_address  # these after the settings: a typo is reported at once
+    from kvstore.master.app import EVERY_INTERFACE, Temporary
+    from kvstore.master.app import run as serve
+
+    host = own_address() if config.host in EVERY_INTERFACE else config.host
+
+    def started(port: int, http_port: int) -> None:
+        page = f"http://{join_address(host, http_port)}/" if http_port else ""
+        click.echo(text(join_address(host, port), page))
+
+    return serve(config, temporary=Temporary("quickstart", started))
+
+
+def spare_memory() -> int:
+    """Bytes that a store may take here without harm to other programs.
+
+    Raises:
+        SharedMemoryTooSmallError: less than ``MEMORY_MIN``.
+    """
+    from kvstore.doctor.host import memory_available
+
+    room = os.statvfs(SHM_DIRECTORY)
+    shared = room.f_bavail * room.f_frsize if room.f_blocks else None
+    limit = next((limit.room for limit in cgroup.limits()), None)
+    free = memory_available()
+    bounds = {
+        SHM_DIRECTORY: None if shared is None else shared // 2,
+        "the memory limit of this control group": None if limit is None else limit // 2,
+        "this host": None if free is None else free // 4,
+    }
+    size, where = min(
+        ((size, where) for where, size in bounds.items() if size is not None),
+        default=(MEMORY_MAX, ""),
+    )
+    size = min(size, MEMORY_MAX) // MEMORY_STEP * MEMORY_STEP
+    if size < MEMORY_MIN:
+        raise SharedMemoryTooSmallError(
+            f"{where} has not enough free memory for a store of {size_text(MEMORY_MIN)}",
+            advice="kvstore clean frees memory of dead nodes, kvstore doctor says what is there; "
+            "or give --memory.",
+            needed_bytes=MEMORY_MIN,
+            available_bytes=size,
+        )
+    return size
+
+
+def free_port(host: str, port: int) -> int:
+    """``port``, or a higher one, that is free with the next one for the lane; 0: none of them is.
+    Another process may take it before it is used, which is then an error as usual."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for each in range(port, port + PORT_STEP * PORT_TRIES, PORT_STEP):
+        try:
+            with (
+                socket.create_server((host, each), family=family),
+                socket.create_server((host, each + 1), family=family),
+            ):
+                return each
+        except OSError:
+            continue
+    return 0
+
+
+def text(master: str, page: str) -> str:
+    """What to do with a store at ``master``, whose dashboard is at ``page`` (empty: there is
+    none)."""
+    lines = [f"The store is ready at {master}. Ctrl-C ends it and frees its memory."]
+    lines += ["", "vLLM:", f"  {vllm_line(master)}"]
+    lines += ["", "SGLang:", f"  {sglang_line(master)}"]
+    lines += ["", "Python:", f"  {python_line(master)}", ""]
+    lines.append(f"Dashboard: {page}" if page else "There is no dashboard (--http-port 0).")
+    return "\n".join(lines)
+
+
+def vllm_line(master: str) -> str:
+    return f"vllm serve MODEL --kv-transfer-config {_json(VLLM | _extra(master))}"
+
+
+def sglang_line(master: str) -> str:
+    flags = (
+        "--enable-hierarchical-cache --hicache-mem-layout page_first_direct "
+        "--hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
+    )
+    config = _json(SGLANG | {"master": master})
+    return f"python -m sglang.launch_server --model-path MODEL {flags} {config}"
+
+
+def python_line(master: str) -> str:
+    code = (
+        f'from kvstore import Client; c = Client("{master}"); c.put("k", b"v"); print(c.get("k"))'
+    )
+    return f"python -c {shlex.quote(code)}"
+
+
+VLLM: Final[dict[str, object]] = {
+    "kv_connector": "KVStoreConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+"""As docs/vllm.md has it; a test compares them. The same for SGLang's."""
+
+SGLANG: Final[dict[str, object]] = {
+    "backend_name": "kvstore",
+    "module_path": "kvstore.connectors.sglang",
+    "class_name": "KVStoreHiCache",
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+}
+
+
+def _extra(master: str) -> dict[str, object]:
+    return {"kv_connector_extra_config": {"master": master}}
+
+
+def _json(value: dict[str, object]) -> str:
+    return shlex.quote(json.dumps(value))

@@ -1,0 +1,98 @@
+"""``kvstore quickstart`` as a user runs it: its lines work, and nothing stays when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstore import Client
+from tests.integration.cluster import ROOT, STOP_S, is_running, until
+from tests.integration.http import get
+from tests.integration.quickstarts import Quickstart
+
+
+@pytest.fixture
+def quickstart() -> Iterator[Callable[..., Quickstart]]:
+    started: list[Quickstart] = []
+
+    def start(*arguments: str) -> Quickstart:
+        started.append(Quickstart(*arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def test_the_lines_that_it_prints_work(quickstart: Callable[..., Quickstart]) -> None:
+    store = quickstart("--memory", "32MiB")
+    store.ready()
+    line = store.line("python -c").replace("python", sys.executable, 1)
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "b'v'\n"
+    assert "<html" in get(store.http_port, "/").text
+    assert get(store.http_port, "/readyz").status == 200
+    assert f'"master": "127.0.0.1:{store.port}"' in store.line("vllm serve")
+    assert f'"master": "127.0.0.1:{store.port}"' in store.line("python -m sglang")
+
+
+ENDS: dict[str, Callable[[Quickstart], object]] = {
+    "ctrl-c": lambda store: os.write(store.terminal, b"\x03"),
+    "sigterm": lambda store: store.process.send_signal(signal.SIGTERM),
+    "terminal": Quickstart.close_terminal,
+    "kill-9": lambda store: store.process.kill(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_stays(quickstart: Callable[..., Quickstart], end: str) -> None:
+    store = quickstart("--memory", "32MiB")
+    store.ready()
+    assert store.entries()
+    everyone = store.group()
+    assert len(everyone) >= 3  # the master, its node and its page
+    ENDS[end](store)
+    status = store.process.wait(STOP_S)
+    assert status == (-signal.SIGKILL if end == "kill-9" else 0), store.text
+    until(lambda: not any(map(is_running, everyone)))
+    assert not store.entries()
+    if end != "terminal":
+        after = store.text.rpartition("Dashboard")[2].splitlines()[1:]
+        assert [line for line in after if line not in ("", "^C")] == []
+
+
+def test_a_second_one_takes_other_ports(quickstart: Callable[..., Quickstart]) -> None:
+    first = quickstart("--memory", "16MiB")
+    first.ready()
+    second = quickstart("--memory", "16MiB")
+    second.ready()
+    assert {first.port, first.http_port}.isdisjoint({second.port, second.http_port})
+    for store in (first, second):
+        with Client(f"127.0.0.1:{store.port}") as client:
+            client.put("who", str(store.port).encode())
+            assert client.get("who") == str(store.port).encode()
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_an_error(
+    quickstart: Callable[..., Quickstart],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        store = quickstart("--port", str(port), "--memory", "16MiB")
+        assert store.process.wait(STOP_S) == 1
+    assert f"127.0.0.1:{port}" in store.text
+    assert "Traceback" not in store.text
+
+
+def test_more_memory_than_there_is_is_an_error(quickstart: Callable[..., Quickstart]) -> None:
+    store = quickstart("--memory", "60TiB")
+    assert store.process.wait(STOP_S) == 1
+    assert "/dev/shm has" in store.text
+    assert "Ask for less memory" in store.text
+    assert "Traceback" not in store.text
