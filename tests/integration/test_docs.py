@@ -284,7 +284,7 @@ def has_all(code: str) -> bool:
     command: click.Command | None = COMMANDS.get(name)
     if command is None:
         return True
-    if isinstance(command, click.Group) and words and words[0].replace("-", "").isalpha():
+    if isinstance(command, click.Group) and words and not words[0].startswith("-"):
         command = command.get_command(click.Context(command), words[0])
     flags = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--"}
     return command is not None and flags <= options_of(command)
