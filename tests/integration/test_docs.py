@@ -40,7 +40,7 @@ COMMANDS: Final = {
     "kvstore-node": node.command,
     "kvstore-proxy": proxy.command,
 }
-SERVERS: Final = {
+SERVERS: Final[dict[str, type[Config]]] = {
     "kvstore-master": config.MasterConfig,
     "kvstore-node": config.NodeConfig,
     "kvstore-proxy": config.ProxyConfig,
@@ -180,9 +180,9 @@ def checked(words: list[str]) -> None:
     context = command.make_context(name, given)
     if isinstance(command, click.Group):
         rest = [*context._protected_args, *context.args]
-        name, below, rest = command.resolve_command(context, rest)
+        _, below, rest = command.resolve_command(context, rest)
         assert below is not None
-        below.make_context(name, rest, parent=context)
+        below.make_context(below.name, rest, parent=context)
     else:
         given_values = {key: value for key, value in context.params.items() if value is not None}
         kind = SERVERS[words[0]]
