@@ -17,6 +17,7 @@ smartquotes = False  # --host is no dash
 
 html_theme = "furo"
 html_title = f"kvstore {release}"
+html_favicon = "icon.svg"
 html_copy_source = False
 html_show_sphinx = False
 

@@ -3,9 +3,10 @@ nothing from elsewhere."""
 
 from __future__ import annotations
 
-import functools
-import http.server
-import threading
+import contextlib
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 import pytest
 
 from kvstore.config import MasterConfig, settings
+from kvstore.demo.processes import free_port
 from kvstore.errors import BY_CODE
 from tests.integration.browser import Browser, browsing
 from tests.integration.cluster import until
@@ -21,22 +23,25 @@ from tests.programs import skip
 HTML: Final = Path(__file__).parents[2] / "build/docs/html"
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
+    """Served by a process of its own: a browser keeps connections open as it likes."""
     if not (HTML / "index.html").exists():
         skip("there is no site: make docs")
-    handler = functools.partial(Quiet, directory=HTML)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+    with subprocess.Popen(command, cwd=HTML, stderr=subprocess.DEVNULL) as server:
+        try:
+            until(lambda: answers(port), within_s=30)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +97,7 @@ def test_the_reference_has_every_flag_error_and_verb(browser: Browser, address: 
 
 def test_the_search_finds_a_setting(browser: Browser, address: str) -> None:
     browser.driver.get(f"{address}/search.html?q=quarantine")
-    found = until(lambda: browser.texts("#search-results li a"), within_s=30)
-    assert any("Glossary" in each for each in found)
+    until(lambda: "Glossary" in " ".join(browser.texts("#search-results li a")), within_s=30)
 
 
 def test_a_link_to_a_heading_of_another_page(browser: Browser, address: str) -> None:
