@@ -29,7 +29,7 @@ WHEEL = $(BUILD) -m pip --disable-pip-version-check wheel --quiet --no-deps $(PI
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-vllm test-engines test-containers test-dist dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
+.PHONY: help docs test test-docs test-vllm test-engines test-containers test-dist dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ help: ## Show this list
 	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
 
 test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
-	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --ignore tests/packages --durations=15 --durations-min=1 $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --ignore tests/packages --ignore tests/site --durations=15 --durations-min=1 $(ARGS)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
 	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
@@ -64,6 +64,12 @@ dist: $(VENV)/.dist ## Build the source distribution and the wheels, into dist/
 
 test-dist: dist $(VENV)/.dev ## Install what `make dist` builds into empty environments, and use it
 	$(BIN)/python -m pytest tests/packages --durations=15 $(ARGS)
+
+docs: $(VENV)/.docs ## Build the documentation site, build/docs/html
+	$(BIN)/python docs/site/build.py build/docs
+
+test-docs: docs ## Read the documentation site in a browser (needs chromium-driver)
+	$(BIN)/python -m pytest tests/site $(ARGS)
 
 sim: $(VENV)/.dev ## Look for bugs in a simulated cluster, until stopped (SEEDS=200: so many)
 	$(BIN)/python -m tests.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(ARGS)
@@ -152,6 +158,10 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml setup.py $(CONSTRAINTS)
 
 $(VENV)/.dist: $(VENV)/.dev
 	$(PIP) --editable '.[dist]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) --editable '.[dev,demo,docs]'
 	@touch $@
 
 # The torchvision, torchaudio and torchcodec that come along are built for CUDA and break the

@@ -50,6 +50,7 @@ class Client:
         DeadlineExceededError: the master was found, but did not answer in time.
         InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
         ClosedError: after ``close``.
+
     A failed call leaves the client as it was; nothing needs to be cleaned up.
 
     After ``os.fork`` (also by ``multiprocessing``) the client can be used in both processes: in

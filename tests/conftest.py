@@ -22,18 +22,19 @@ from tests import apart, leaks
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
 """Their conftest leaves out every file where vLLM is not installed."""
-APART = {
+ON_THEIR_OWN = {
     ROOT / "tests/containers": "make test-containers",
     ROOT / "tests/packages": "make test-dist",
+    ROOT / "tests/site": "make test-docs",
 }
-"""Tests with a target of their own."""
+"""Folders that ``make test`` leaves out, and what runs them."""
 ENGINES = [file.parent for file in sorted((ROOT / "tests/engines").glob("*/requirements.txt"))]
 """Tests with an engine's own classes. Their conftest leaves out every file where the module of the
 folder's name is not installed."""
 
 SUITES = (
     "unit", "conformance", "model", "simulation", "integration", "e2e", "engines", "netns",
-    "containers", "packages",
+    "containers", "packages", "site",
 )  # fmt: skip
 
 # The developer's own settings must not decide a test. KVSTORE_NATIVE=0 chooses what is tested.
@@ -140,7 +141,9 @@ def _not_collected(config: pytest.Config) -> list[str]:
         if importlib.util.find_spec(folder.name) is None
     ]
     left_out += [
-        (folder, f"are run by {how}") for folder, how in APART.items() if folder in ignored
+        (folder, f"are run by {command}")
+        for folder, command in ON_THEIR_OWN.items()
+        if folder in ignored
     ]
     return [
         f"{folder.relative_to(ROOT)}: {len(list(folder.glob('test_*.py')))} files {why}"

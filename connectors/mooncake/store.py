@@ -82,8 +82,8 @@ class MooncakeDistributedStore(Tensors):
                 variable ``KVSTORE_MASTER`` takes precedence.
             tenant_id: the namespace; ``"default"``: the configured one.
             metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the
-                SSD tier and the HTTP server: have no effect here. ``KVSTORE_PROTOCOL`` and
-                ``KVSTORE_DEVICE_NAME`` let a transfer engine move the bytes.
+                SSD tier and the HTTP server: have no effect here. ``KVSTORE_CLIENT_PROTOCOL``
+                and ``KVSTORE_CLIENT_DEVICE_NAME`` let a transfer engine move the bytes.
 
         Returns:
             0, or a code: then the log says why, and ``setup`` can be called again. A store that is

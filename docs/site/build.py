@@ -1,0 +1,194 @@
+"""Builds the documentation site: ``python docs/site/build.py OUT``; warnings are errors.
+
+The pages are those of the repository, at the same relative places, so that links lead to the same
+pages here and there. ``index.md`` beside this file is the table of contents. The reference of
+settings, commands and calls is written from the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvstore import calls
+from kvstore.cli import main, master, node, proxy
+from kvstore.cli.options import SOURCES
+from kvstore.config import (
+    ClientConfig,
+    Config,
+    ConnectorConfig,
+    MasterConfig,
+    NodeConfig,
+    ProxyConfig,
+    settings,
+)
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+HERE: Final = Path(__file__).parent
+PAGES: Final = (
+    "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
+    "tests/README.md", "docs", "deploy",
+)  # fmt: skip
+SERVERS: Final[dict[str, tuple[click.Command, type[Config]]]] = {
+    "kvstore-master": (master.command, MasterConfig),
+    "kvstore-node": (node.command, NodeConfig),
+    "kvstore-proxy": (proxy.command, ProxyConfig),
+}
+OTHERS: Final[dict[str, type[Config]]] = {
+    "Client, and every command of kvstore": ClientConfig,
+    "The vLLM connector": ConnectorConfig,
+}
+EVERYWHERE: Final = {"--help", "--debug", "--json", "--config", "--strict-config"}
+
+
+def stage(source: Path) -> None:
+    """Puts all pages into an empty folder."""
+    shutil.rmtree(source, ignore_errors=True)
+    for name in PAGES:
+        place = ROOT / name
+        if place.is_dir():
+            shutil.copytree(place, source / name, ignore=shutil.ignore_patterns("site"))
+        else:
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(place, source / name)
+    shutil.copy(HERE / "index.md", source)
+    for page in source.rglob("*.md"):
+        page.write_text(re.sub(r"\]\(((?:docs/)?adr)/?\)", r"](\1/index.md)", page.read_text()))
+    (source / "docs/adr/index.md").write_text("\n".join(decisions()))
+    (source / "reference").mkdir()
+    for name, lines in {
+        "settings": of_settings(),
+        "commands": of_commands(),
+        "client": of_client(),
+        "calls": of_calls(),
+    }.items():
+        (source / f"reference/{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def decisions() -> Iterator[str]:
+    yield "# Decisions\n\n```{toctree}\n:maxdepth: 1\n"
+    yield from (page.stem for page in sorted((ROOT / "docs/adr").glob("0*.md")))
+    yield "```\n"
+
+
+def cell(text: str) -> str:
+    """Text of a cell, in which no character of Markdown or HTML has a meaning."""
+    return re.sub(r"([\\|<>*_\[\]`$])", r"\\\1", " ".join(text.split()))
+
+
+def code(text: str) -> str:
+    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
+
+
+def of_settings() -> Iterator[str]:
+    yield f"# Settings\n\n{cell(SOURCES)}\n"
+    titles = {name: kind for name, (_, kind) in SERVERS.items()} | OTHERS
+    for title, kind in titles.items():
+        yield f"## {title}\n\nSection `[{kind.section}]` of the file.\n"
+        yield "| name in the file | flag | variable | default | |\n|---|---|---|---|---|"
+        for each in settings(kind):
+            other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
+            flag = each.flag + other
+            flag = flag if kind is not ConnectorConfig else ""
+            variables = ", ".join(map(code, each.variables))
+            row = code(each.key), code(flag), variables, code(each.default), cell(each.help)
+            yield f"| {' | '.join(row)} |"
+        yield ""
+
+
+def of_commands() -> Iterator[str]:
+    yield "# Commands\n"
+    yield "Flags that are settings are in [Settings](settings.md). Every command has `--help`,"
+    yield "`--debug` and `--config FILE`; commands that print results have `--json`. Exit codes: 0"
+    yield "done, 1 failed, 2 wrong usage, 3 no such object, 130 interrupted.\n"
+    context = click.Context(main.cli, info_name="kvstore")
+    for name in main.cli.list_commands(context):
+        command = main.cli.get_command(context, name)
+        assert command is not None
+        yield from of_command(f"kvstore {name}", command, ClientConfig)
+    for name, (command, kind) in SERVERS.items():
+        yield from of_command(name, command, kind)
+
+
+def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterator[str]:
+    context = click.Context(command, info_name=name)
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield f"## {name}\n\n{cell(command.help or '')}\n\n    {name} {usage}\n"
+    known = {each.flag: each.help for each in settings(kind)}
+
+    def is_setting(option: click.Option) -> bool:
+        flag = option.opts[0]
+        return flag in known and (option.help or "").startswith(known[flag])
+
+    options = [
+        each
+        for each in command.params
+        if isinstance(each, click.Option) and not each.hidden and not set(each.opts) & EVERYWHERE
+    ]
+    own = [each for each in options if not is_setting(each)]
+    if own:
+        yield "| flag | |\n|---|---|"
+        for each in own:
+            metavar = "" if each.is_flag else f" {each.make_metavar(context)}"
+            flag = ", ".join([*each.opts, *each.secondary_opts]) + metavar
+            yield f"| {code(flag)} | {cell(each.help or '')} |"
+        yield ""
+    taken = [code(each.opts[0]) for each in options if is_setting(each)]
+    if taken and name not in SERVERS:
+        yield f"Settings: {', '.join(taken)}.\n"
+    elif taken:
+        yield f"All settings of [{name}](settings.md#{name}).\n"
+    examples = (command.epilog or "").replace("\b", "").partition("\n\n")[0].strip("\n")
+    if examples.strip().startswith("Example"):
+        _, _, lines = examples.partition("\n")
+        yield f"```console\n{inspect.cleandoc(lines)}\n```\n"
+
+
+def of_client() -> Iterator[str]:
+    yield "# Client\n"
+    yield from auto("autoclass:: kvstore.Client", "members", "special-members: __init__")
+    yield "## AsyncClient\n"
+    yield from auto("autoclass:: kvstore.AsyncClient")
+    yield "## Results\n"
+    for name in ("kvstore.PutOutcome", "kvstore.Lease"):
+        yield from auto(f"autoclass:: {name}", "members", "undoc-members")
+    yield "## Errors\n\nThe codes are in [Errors](../docs/errors.md).\n"
+    yield from auto("autoclass:: kvstore.KVStoreError")
+
+
+def of_calls() -> Iterator[str]:
+    yield "# Calls to the master\n"
+    yield "What clients and nodes ask a master, as values (`kvstore.calls`). A program uses"
+    yield "[Client](client.md) instead.\n"
+    for name, kind in vars(calls).items():
+        if isinstance(kind, type) and kind.__module__ == calls.__name__ and kind.__doc__:
+            yield from auto(f"autoclass:: kvstore.calls.{name}", "no-index")
+
+
+def auto(directive: str, *options: str) -> Iterator[str]:
+    yield f"```{{eval-rst}}\n.. {directive}"
+    yield from (f"   :{option if ':' in option else option + ':'}" for option in options)
+    yield "```\n"
+
+
+def run(out: Path) -> int:
+    source = out / "source"
+    stage(source)
+    shutil.rmtree(out / "html", ignore_errors=True)  # pages that are no more
+    command: list[Any] = [
+        sys.executable, "-m", "sphinx", "--fail-on-warning", "--fresh-env", "--quiet", "-b", "html",
+        "-c", HERE, "-d", out / "cache", source, out / "html",
+    ]  # fmt: skip
+    return subprocess.run(command, check=False, cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1]).resolve()))
