@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from kvstore.config.base import (
     CONFIG_VARIABLE,
+    HTTP_TOKEN_VARIABLE,
     NATIVE_VARIABLE,
     STRICT_VARIABLE,
     Config,
@@ -58,6 +59,7 @@ __all__ = [
     "DATA_PORTS",
     "DEFAULT_PORT",
     "HTTP_PORT",
+    "HTTP_TOKEN_VARIABLE",
     "KINDS",
     "NATIVE_VARIABLE",
     "P2P",
