@@ -41,7 +41,13 @@ from kvstore.config.connector import ConnectorConfig
 from kvstore.config.master import MasterConfig
 from kvstore.config.node import NodeConfig
 from kvstore.config.proxy import ProxyConfig
-from kvstore.config.reading import KINDS, load, unknown_settings
+from kvstore.config.reading import (
+    KINDS,
+    http_token_given,
+    load,
+    read_token,
+    unknown_settings,
+)
 from kvstore.config.values import (
     DATA_PORTS,
     DEFAULT_PORT,
@@ -75,8 +81,10 @@ __all__ = [
     "Setting",
     "Verify",
     "format_size",
+    "http_token_given",
     "load",
     "parse_size",
+    "read_token",
     "settings",
     "unknown_settings",
 ]

@@ -17,14 +17,12 @@ import hmac
 import ipaddress
 import ssl
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from kvstore.config.values import RefusedError, check_token
-from kvstore.errors import ConfigError
+from kvstore.config import read_token
 from kvstore.web.certificates import tls_of
 from kvstore.web.doors import Handler
 from kvstore.web.hosts import Hosts
@@ -40,9 +38,6 @@ HEADERS: Final = {
 }
 """Of every answer under ``/`` and ``/api``."""
 
-TOKEN_BYTES_MAX: Final = 4_096
-"""Of a file with a token."""
-
 MISDIRECTED: Final = (
     "This name is not known here. Use an address, or have the master know the name: "
     "kvstore-master --http-names NAME\n"
@@ -52,7 +47,7 @@ NOT_HERE: Final = (
     "This is answered from loopback on the host of the master only, because it was started without "
     "a token: kvstore-master --http-token-file FILE\n"
 )
-NEEDS_TOKEN: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
+LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
 
 
 class HttpSettings(Protocol):
@@ -112,19 +107,6 @@ def secured_by(config: HttpSettings) -> Secured:
     secured = Secured(token_of(config), config.http_reads, config.http_cert, config.http_key)
     secured.tls()
     return secured
-
-
-def read_token(path: str) -> str:
-    """The token in a file: one line. Raises ConfigError, as ``token_of``."""
-    try:
-        with Path(path).expanduser().open("rb") as file:
-            text = file.read(TOKEN_BYTES_MAX).decode("ascii", "replace").strip()
-        return check_token(text)
-    except OSError as error:
-        what, advice = f"cannot be read: {error.strerror}", ""
-    except RefusedError as error:
-        what, advice = f"holds no token: it {error}", error.advice
-    raise ConfigError(f"http_token_file {path} {what}", advice=advice, key="http_token_file")
 
 
 class Access:
@@ -227,4 +209,4 @@ def _refusal(status: int, text: str) -> web.Response:
 
 def _unauthorized() -> web.Response:
     headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
-    return web.Response(status=401, text=NEEDS_TOKEN, headers=headers)
+    return web.Response(status=401, text=LOCKED, headers=headers)

@@ -101,7 +101,9 @@ def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))[:64]
-        raise InvalidArgumentError(f"{place or whole}: {first['msg']}") from None
+        raise InvalidArgumentError(
+            f"{place or whole}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 # --- answers --------------------------------------------------------------------------------------
