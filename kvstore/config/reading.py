@@ -129,7 +129,7 @@ def read_token(path: str) -> str:
 
 def http_token_given() -> str:
     """The token in the environment, for a program that asks; empty: there is none."""
-    return os.environ.get(HTTP_TOKEN_VARIABLE, "")
+    return os.environ.get(HTTP_TOKEN_VARIABLE, "").strip()
 
 
 _told: set[str] = set()

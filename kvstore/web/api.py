@@ -16,7 +16,16 @@ from kvstore.cli.show import key_text
 from kvstore.client.aio import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
 from kvstore.web.objects import TIMEOUT_MS, ObjectQuestion
-from kvstore.web.openapi import Described, HexKey, Question, answered, body_of, query_of, refusal
+from kvstore.web.openapi import (
+    Answer,
+    Described,
+    HexKey,
+    Question,
+    answered,
+    body_of,
+    query_of,
+    refusal,
+)
 from kvstore.web.serving import Route
 
 MATCH_PATH: Final = "/api/v1/match"
@@ -97,10 +106,12 @@ class Api:
         self._known = known
 
     def routes(self) -> list[tuple[Described, Route]]:
-        answers = {MATCH: self._match, EXISTS: self._exists, STAT: self._stat}
-        return [
-            (each, Route(each.method, each.path, answered(way))) for each, way in answers.items()
+        answers: list[tuple[Described, Answer]] = [
+            (MATCH, self._match),
+            (EXISTS, self._exists),
+            (STAT, self._stat),
         ]
+        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
 
     async def _match(self, request: web.Request) -> BaseModel:
         asked = await body_of(request, MatchQuestion)

@@ -23,7 +23,16 @@ from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.web.access import HEADERS
-from kvstore.web.openapi import Described, Question, answered, as_json, body_of, query_of, refusal
+from kvstore.web.openapi import (
+    Answer,
+    Described,
+    Question,
+    answered,
+    as_json,
+    body_of,
+    query_of,
+    refusal,
+)
 from kvstore.web.serving import Route
 
 NODES_PATH: Final = "/api/v1/nodes"
@@ -173,15 +182,13 @@ class Nodes:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def routes(self) -> list[tuple[Described, Route]]:
-        answers = {
-            NODES: self._nodes,
-            PROGRESS: self._progress,
-            DRAIN: self._drain,
-            UNDRAIN: self._undrain,
-        }
-        return [
-            (each, Route(each.method, each.path, answered(way))) for each, way in answers.items()
+        answers: list[tuple[Described, Answer]] = [
+            (NODES, self._nodes),
+            (PROGRESS, self._progress),
+            (DRAIN, self._drain),
+            (UNDRAIN, self._undrain),
         ]
+        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
 
     async def close(self) -> None:
         for drain in self._drains.values():

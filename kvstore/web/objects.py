@@ -214,16 +214,16 @@ class Objects:
         self._room = Room(ROOM_BYTES)
 
     def routes(self) -> list[tuple[Described, Route]]:
-        answers = {
-            GET: answered(self._get, within_s=0),
-            PUT: answered(self._put, within_s=0),
-            DELETE: answered(self._delete),
-            LIST: answered(self._list),
-            REMOVE: answered(self._remove),
-            PIN: answered(self._pin),
-            UNPIN: answered(self._unpin),
-        }
-        return [(each, Route(each.method, each.path, way)) for each, way in answers.items()]
+        answers = [
+            (GET, answered(self._get, within_s=0)),
+            (PUT, answered(self._put, within_s=0)),
+            (DELETE, answered(self._delete)),
+            (LIST, answered(self._list)),
+            (REMOVE, answered(self._remove)),
+            (PIN, answered(self._pin)),
+            (UNPIN, answered(self._unpin)),
+        ]
+        return [(each, Route(each.method, each.path, way)) for each, way in answers]
 
     # --- bytes --------------------------------------------------------------------------------
 
