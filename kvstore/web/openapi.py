@@ -89,8 +89,7 @@ async def body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
 
 def query_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
     """Raises InvalidArgumentError."""
-    names = list(request.query)
-    if len(set(names)) != len(names):
+    if len(set(request.query)) != len(request.query):
         raise InvalidArgumentError("a parameter is given twice")
     return _checked(lambda: kind.model_validate(dict(request.query)), "the address")
 

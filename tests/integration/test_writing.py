@@ -161,14 +161,15 @@ def test_a_list_comes_in_pages(store: Store) -> None:
     with store.cluster.client() as client:
         client.put_many([(key, b"x") for key in keys], namespace="n")
         client.put("other", b"x", namespace="m")
-    found, cursor, pages = [], 0, 0
+    found, cursor = [], 0
     while True:
         page = store.ask("GET", f"{LIST_PATH}?namespace=n&cursor={cursor}").json
         found += [bytes.fromhex(row["key"]) for row in page["objects"]]
-        cursor, pages = page["cursor"], pages + 1
+        assert len(page["objects"]) <= 1_000
+        cursor = page["cursor"]
         if not cursor:
             break
-    assert (sorted(found), pages) == (keys, 3)
+    assert sorted(found) == keys
     some = store.ask("GET", f"{LIST_PATH}?prefix={b'0001'.hex()}").json["objects"]
     assert sorted(row["text"] for row in some) == [f"0001{digit}" for digit in range(10)]
     everything = {"keys": [key.hex() for key in keys[:2_000]] + ["ff"], "namespace": "n"}
