@@ -37,7 +37,7 @@ def tls_of(cert: str, key: str) -> ssl.SSLContext:
         connection.context = now
 
     context = _loaded(cert, key)
-    context.sni_callback = choose  # type: ignore[assignment]  # called without a name, too
+    context.sni_callback = choose  # is called without a name, too
     return context
 
 

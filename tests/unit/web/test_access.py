@@ -35,7 +35,8 @@ def status(access: Access, way: str, request: web.Request) -> int:
     async def done(_: web.Request) -> web.Response:
         return web.Response(status=204)
 
-    return asyncio.run(getattr(access, way)(done)(request)).status
+    found: web.StreamResponse = asyncio.run(getattr(access, way)(done)(request))
+    return found.status
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -138,7 +139,8 @@ def test_a_token_comes_from_a_file_or_a_variable_and_from_no_flag(tmp_path: Path
     flags = {setting.key: setting.flag for setting in settings(MasterConfig)}
     assert flags["http_token"] == ""
     assert flags["http_token_file"] == "--http-token-file"
-    for kind in (MasterConfig, NodeConfig):
+    kinds: tuple[type[MasterConfig | NodeConfig], ...] = (MasterConfig, NodeConfig)
+    for kind in kinds:
         found = load(kind, {}, config_path="", environ={"KVSTORE_HTTP_TOKEN": TOKEN})
         assert found.http_token == TOKEN
         assert TOKEN not in repr(found)
@@ -174,7 +176,7 @@ def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
         {"http_token": TOKEN, "http_token_file": "f"},
     ],
 )  # fmt: skip
-def test_settings_that_do_not_go_together(given: dict[str, str]) -> None:
+def test_settings_that_do_not_go_together(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
         MasterConfig(**given)
     assert TOKEN not in str(refused.value)

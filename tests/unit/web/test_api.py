@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from kvstore.web import openapi
@@ -17,9 +18,9 @@ def test_a_store_that_hangs_in_call_after_call_ends_with_the_request(
     """A match may need a call for each namespace: each has a deadline, and so have all."""
     monkeypatch.setattr(openapi, "ANSWER_S", 0.05)
 
-    async def hangs(_: Any) -> dict[str, Any]:
+    async def hangs(_: Any) -> web.Response:
         await asyncio.Event().wait()
-        return {}
+        return web.Response()
 
     async def ask() -> Any:
         return await openapi.answered(hangs)(make_mocked_request("GET", "/"))
