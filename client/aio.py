@@ -110,6 +110,7 @@ class AsyncClient:
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)
     get_into = _awaited(Client.get_into)
+    get_raw = _awaited(Client.get_raw)
     get_ranges = _awaited(Client.get_ranges)
 
     match_prefix = _awaited(Client.match_prefix)
@@ -119,6 +120,7 @@ class AsyncClient:
     exists = _awaited(Client.exists)
     exists_many = _awaited(Client.exists_many)
     stat = _awaited(Client.stat)
+    list_page = _awaited(Client.list_page)
     status = _awaited(Client.status)
     traffic = _awaited(Client.traffic)
 
@@ -134,9 +136,7 @@ class AsyncClient:
         """As ``Client.list_objects``."""
         cursor: int | None = 0
         while cursor is not None:
-            page = await self._carry_out(
-                Client._list_page, namespace, prefix, cursor, timeout_ms=timeout_ms
-            )
+            page = await self.list_page(namespace, prefix, cursor, timeout_ms=timeout_ms)
             for row in page.objects:
                 yield row
             cursor = page.next_cursor or None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
 import numpy as np
 
 from kvstore import calls
-from kvstore.calls import DrainStep, PutOutcome, SegmentInfo
+from kvstore.calls import DrainStep, PutOutcome, SegmentInfo, Version
 from kvstore.client.flows import asking, getting, moving, putting
 from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.getting import Bad, Target
@@ -29,6 +29,7 @@ from kvstore.client.movers import Movers
 from kvstore.client.values import (
     Buffer,
     Bytes1D,
+    Described,
     Kind,
     Storable,
     Value,
@@ -41,6 +42,7 @@ from kvstore.client.values import (
 )
 from kvstore.config import ClientConfig
 from kvstore.errors import (
+    BufferMismatchError,
     InvalidArgumentError,
     InvalidRangeError,
     NodeUnreachableError,
@@ -76,6 +78,34 @@ View = Value | memoryview
 Range = tuple[int, Buffer]
 """Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
+
+
+class Raw(NamedTuple):
+    """A value as bytes."""
+
+    data: memoryview
+    """Its payload."""
+    described: Described
+    version: Version
+
+
+class _Bounded(Target):
+    """A target that is read only up to a size."""
+
+    __slots__ = ("size_max",)
+
+    def __init__(self, key: Key, size_max: int | None) -> None:
+        super().__init__(key)
+        self.size_max = size_max
+
+    def make_room(self, size: int) -> list[memoryview]:
+        if self.size_max is not None and size > self.size_max:
+            raise BufferMismatchError(
+                f"the object has {size} bytes, more than {self.size_max}",
+                size_bytes=size,
+                key=self.key.hex(),
+            )
+        return super().make_room(size)
 
 
 class Operations:
@@ -277,6 +307,21 @@ class Operations:
             else decode(target.descriptor, target.data, kind)
             for target in targets
         ]
+
+    def get_raw(
+        self,
+        key: AnyKey,
+        namespace: str | None,
+        size_max: int | None,
+        timeout_ms: int | None = None,
+    ) -> Flow[Raw | None]:
+        target = _Bounded(check_key(key), size_max)
+        yield from getting.get(self.context, self._namespace(namespace), [target], timeout_ms)
+        if target.descriptor is None or target.data is None or target.placed is None:
+            return None
+        data = memoryview(target.data)  # type: ignore[arg-type]
+        version = Version(target.placed.epoch, target.placed.counter)
+        return Raw(data, read_descriptor(target.descriptor), version)
 
     def get_into(
         self,

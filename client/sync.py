@@ -17,7 +17,7 @@ from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
-from kvstore.client.operations import AnyKey, DType, Range, View, seconds
+from kvstore.client.operations import AnyKey, DType, Range, Raw, View, seconds
 from kvstore.client.state import ClientState, ClientStats
 from kvstore.client.tracing import tracing
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
@@ -340,6 +340,25 @@ class Client:
             self._operations.get_many(keys, namespace, copy, kind, timeout_ms), timeout_ms
         )
 
+    def get_raw(
+        self,
+        key: AnyKey,
+        *,
+        size_max: int | None = None,
+        namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> Raw | None:
+        """The bytes of a value, and what was put; None on a miss. Needs neither torch nor the
+        dtype. The bytes are a copy, verified as those of ``get``.
+
+        Args:
+            size_max: the largest payload to read, in bytes; None: any.
+
+        Raises:
+            BufferMismatchError: it is larger; ``fields["size_bytes"]``. Nothing was read.
+        """
+        return self._run(self._operations.get_raw(key, namespace, size_max, timeout_ms), timeout_ms)
+
     def get_into(
         self,
         keys: Sequence[AnyKey] | AnyKey,
@@ -524,13 +543,18 @@ class Client:
         """
         cursor: int | None = 0
         while cursor is not None:
-            page = self._list_page(namespace, prefix, cursor, timeout_ms=timeout_ms)
+            page = self.list_page(namespace, prefix, cursor, timeout_ms=timeout_ms)
             yield from page.objects
             cursor = page.next_cursor or None
 
-    def _list_page(
-        self, namespace: str, prefix: bytes, cursor: int, *, timeout_ms: int | None
+    def list_page(
+        self, namespace: str, prefix: bytes, cursor: int, *, timeout_ms: int | None = None
     ) -> calls.Listed:
+        """One page of ``list_objects``: up to 1,000 objects, and the cursor of the next page.
+
+        Args:
+            cursor: 0: the first page.
+        """
         return self._run(self._operations.list_page(namespace, prefix, cursor), timeout_ms)
 
     def stats(self) -> ClientStats:

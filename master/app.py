@@ -36,6 +36,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.web.access import secured_by
 from kvstore.web.feed import Feed
 from kvstore.web.link import Answers
 from kvstore.web.serving import bind
@@ -129,6 +130,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
         raise StartupError(
             "events by ZeroMQ need pyzmq and msgpack", advice="pip install pyzmq msgpack"
         )
+    secured = secured_by(config)
     place = config.etcd_place
     etcd = None if place is None else Etcd(place)
     broken = background.End()
@@ -169,10 +171,11 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
             serving = web.keep_serving(
                 listener, answers, master=at, cluster=config.cluster,
                 feed=master.feed, events_at=config.events_at, names=_names(config),
+                secured=secured,
             )  # fmt: skip
             tasks.append(start_task("http", serving, died=broken))
         if temporary is None:
-            _greet(config, endpoints, listener)
+            _greet(config, endpoints, listener, secured.scheme)
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
             await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
@@ -493,7 +496,9 @@ def _reached(host: str) -> str:
     return "127.0.0.1" if host in EVERY_INTERFACE else host
 
 
-def _greet(config: MasterConfig, endpoints: Endpoints, http: socket.socket | None) -> None:
+def _greet(
+    config: MasterConfig, endpoints: Endpoints, http: socket.socket | None, scheme: str
+) -> None:
     at = join_address(config.host, endpoints.port)
     only = (
         "; this host only, use --host to serve others"
@@ -505,9 +510,9 @@ def _greet(config: MasterConfig, endpoints: Endpoints, http: socket.socket | Non
         flush=True,
     )
     if http is not None:
-        at = join_address(config.host, http.getsockname()[1])
+        at = f"{scheme}://{join_address(config.host, http.getsockname()[1])}"
         print(
-            f"kvstore-master serves metrics on http://{at}/metrics, and a dashboard on http://{at}/",
+            f"kvstore-master serves metrics on {at}/metrics, and a dashboard on {at}/",
             flush=True,
         )
 

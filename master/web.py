@@ -6,12 +6,14 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvstore.background import start_task
 from kvstore.children import Child
+from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.errors import KVStoreError
+from kvstore.web.access import NOT_SECURED, Secured
 from kvstore.web.feed import Feed
 from kvstore.web.link import Answers, answer_forever
 
@@ -34,14 +36,17 @@ async def keep_serving(
     feed: Feed | None = None,
     events_at: str = "",
     names: Sequence[str] = (),
+    secured: Secured = NOT_SECURED,
 ) -> None:
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
     ``feed``: whose events the child serves; ``events_at``: where it publishes them, too;
-    ``names``: by which browsers may reach it.
+    ``names``: by which browsers may reach it; ``secured``: who else may, and how.
     """
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
-    flags += ["--names", ",".join(names)]
+    flags += ["--names", ",".join(names), "--reads", secured.reads]
+    flags += ["--cert", secured.cert, "--key", secured.key]
+    environ = {HTTP_TOKEN_VARIABLE: secured.token}  # every user of the host can read the flags
     pause = RESTART_S
     while True:
         began = time.monotonic()
@@ -53,7 +58,7 @@ async def keep_serving(
             given["events"] = their_events
         try:
             with theirs, their_events:
-                child = await asyncio.to_thread(_start, given, flags)
+                child = await asyncio.to_thread(_start, given, flags, environ)
         except KVStoreError as error:
             ours.close()
             events.close()
@@ -79,8 +84,10 @@ async def keep_serving(
         pause = min(2 * pause, RESTART_MAX_S)
 
 
-def _start(given: dict[str, socket.socket], flags: list[str]) -> Child:
+def _start(
+    given: Mapping[str, socket.socket], flags: list[str], environ: Mapping[str, str]
+) -> Child:
     for name, each in given.items():
         flags = [*flags, f"--{name}", str(each.fileno())]
     fds = [each.fileno() for each in given.values()]
-    return Child.start("kvstore.cli.web", *flags, pass_fds=fds)
+    return Child.start("kvstore.cli.web", *flags, environ=environ, pass_fds=fds)

@@ -12,7 +12,7 @@ from kvstore.addresses import join_address, split_address
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
 from kvstore.cli.show import key_text, name_text, print_json, size_text
-from kvstore.config.values import HTTP_PORT
+from kvstore.config import HTTP_PORT, HTTP_TOKEN_VARIABLE, http_token_given, read_token
 from kvstore.errors import KVStoreError
 from kvstore.web.following import Told, follow
 
@@ -30,14 +30,38 @@ PAUSE_S = 1.0
     "at",
     multiple=True,
     metavar="HOST:PORT",
-    help=f"HTTP of each master; without: port {HTTP_PORT} of the one that leads.",
+    help="HTTP of each master, or https://HOST:PORT; without: port "
+    f"{HTTP_PORT} of the one that leads.",
+)
+@click.option(
+    "--cacert",
+    default="",
+    metavar="FILE",
+    help="Use HTTPS, and check the masters' certificates against those in this file (PEM).",
+)
+@click.option(
+    "--http-token-file",
+    default="",
+    metavar="FILE",
+    help=f"File with the token of the masters' HTTP.  [{HTTP_TOKEN_VARIABLE}: the token itself]",
 )
 @click.option("--snapshot", is_flag=True, help="Begin with all that is there.")
 @click.option("--from", "since", default="", metavar="ID", help="Resume after this event.")
-def events(invocation: Invocation, at: tuple[str, ...], snapshot: bool, since: str) -> None:
+def events(
+    invocation: Invocation,
+    at: tuple[str, ...],
+    cacert: str,
+    http_token_file: str,
+    snapshot: bool,
+    since: str,
+) -> None:
     """Follow what becomes visible in the store and what is gone."""
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
-    places = at or _leaders(invocation)
+    scheme = "https://" if cacert else ""
+    places = [each if "://" in each else scheme + each for each in at] or _leaders(
+        invocation, scheme
+    )
+    token = read_token(http_token_file) if http_token_file else http_token_given()
     said = ""
 
     def failed(why: str) -> None:
@@ -46,7 +70,10 @@ def events(invocation: Invocation, at: tuple[str, ...], snapshot: bool, since: s
             click.echo(f"kvstore: {why}; trying again (--http names other ports)", err=True)
         said = why
 
-    for told in follow(places, namespace=namespace, whole=snapshot, since=since, failed=failed):
+    for told in follow(
+        places, namespace=namespace, whole=snapshot, since=since, token=token, cacert=cacert,
+        failed=failed,
+    ):  # fmt: skip
         said = ""
         if invocation.as_json:
             print_json({"event": told.name, "id": told.place, **told.data})
@@ -55,7 +82,7 @@ def events(invocation: Invocation, at: tuple[str, ...], snapshot: bool, since: s
         sys.stdout.flush()
 
 
-def _leaders(invocation: Invocation) -> Iterator[str]:
+def _leaders(invocation: Invocation, scheme: str) -> Iterator[str]:
     """Where the present leader serves HTTP, each time anew."""
     master, known = invocation.config.master, False
     with invocation.client() as client:
@@ -69,7 +96,7 @@ def _leaders(invocation: Invocation) -> Iterator[str]:
                 continue
             known = True
             leads = status.leader or master.split(",")[0]
-            yield join_address(split_address(leads)[0], HTTP_PORT)
+            yield scheme + join_address(split_address(leads)[0], HTTP_PORT)
 
 
 def _cells(told: Told) -> list[str]:

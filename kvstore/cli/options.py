@@ -48,6 +48,8 @@ def config_options(
             if setting.key in without or (only and setting.key not in only):
                 continue
             flag = setting.flag
+            if not flag:
+                continue
             note = f"  [{', '.join(setting.variables)}; default: {setting.default or 'empty'}]"
             command = click.option(
                 flag if setting.metavar else f"{flag}/--no-{flag[2:]}",

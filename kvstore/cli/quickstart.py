@@ -79,7 +79,8 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     host = own_address() if config.host in EVERY_INTERFACE else config.host
 
     def started(port: int, http_port: int) -> None:
-        page = f"http://{join_address(host, http_port)}/" if http_port else ""
+        scheme = "https" if config.http_cert else "http"
+        page = f"{scheme}://{join_address(host, http_port)}/" if http_port else ""
         click.echo(text(join_address(host, port), page))
 
     return serve(config, temporary=Temporary("quickstart", started))

@@ -11,6 +11,7 @@ import click
 
 from kvstore import logs
 from kvstore.children import ParentLink
+from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.errors import KVStoreError
 
 
@@ -22,6 +23,9 @@ from kvstore.errors import KVStoreError
 @click.option("--events", type=int, help="The socket for events of the parent.")
 @click.option("--events-at", default="")
 @click.option("--names", default="", help="By which browsers may reach it, besides addresses.")
+@click.option("--reads", default="all")
+@click.option("--cert", default="")
+@click.option("--key", default="")
 @click.option("--cluster", default="")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
@@ -33,12 +37,16 @@ def command(
     events: int | None,
     events_at: str,
     names: str,
+    reads: str,
+    cert: str,
+    key: str,
     cluster: str,
     config: str,
     log_level: str,
 ) -> None:
     del config  # every child of ours is given one
     logs.configure(log_level)
+    from kvstore.web.access import Secured
     from kvstore.web.of_master import Served, serve
 
     parent = ParentLink(parent_fd)
@@ -55,6 +63,7 @@ def command(
                     events=None if events is None else socket.socket(fileno=events),
                     events_at=events_at,
                     names=tuple(names.split(",")) if names else (),
+                    secured=Secured(os.environ.pop(HTTP_TOKEN_VARIABLE, ""), reads, cert, key),
                 )
             )
         )

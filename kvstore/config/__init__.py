@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from kvstore.config.base import (
     CONFIG_VARIABLE,
+    HTTP_TOKEN_VARIABLE,
     NATIVE_VARIABLE,
     STRICT_VARIABLE,
     Config,
@@ -40,7 +41,13 @@ from kvstore.config.connector import ConnectorConfig
 from kvstore.config.master import MasterConfig
 from kvstore.config.node import NodeConfig
 from kvstore.config.proxy import ProxyConfig
-from kvstore.config.reading import KINDS, load, unknown_settings
+from kvstore.config.reading import (
+    KINDS,
+    http_token_given,
+    load,
+    read_token,
+    unknown_settings,
+)
 from kvstore.config.values import (
     DATA_PORTS,
     DEFAULT_PORT,
@@ -58,6 +65,7 @@ __all__ = [
     "DATA_PORTS",
     "DEFAULT_PORT",
     "HTTP_PORT",
+    "HTTP_TOKEN_VARIABLE",
     "KINDS",
     "NATIVE_VARIABLE",
     "P2P",
@@ -73,8 +81,10 @@ __all__ = [
     "Setting",
     "Verify",
     "format_size",
+    "http_token_given",
     "load",
     "parse_size",
+    "read_token",
     "settings",
     "unknown_settings",
 ]

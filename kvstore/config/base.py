@@ -13,10 +13,18 @@ PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 MASTER_VARIABLE = "KVSTORE_MASTER"
 CLUSTER_VARIABLE = "KVSTORE_CLUSTER"
+HTTP_TOKEN_VARIABLE = "KVSTORE_HTTP_TOKEN"  # noqa: S105 - the name of a variable
 STRICT_VARIABLE = "KVSTORE_STRICT_CONFIG"
 """If it is not empty, unknown settings are refused; ``--strict-config`` sets it."""
 NATIVE_VARIABLE = "KVSTORE_NATIVE"
 """Not a setting: ``kvstore.native`` reads it."""
+
+_SHARED = {
+    "master": MASTER_VARIABLE,
+    "cluster": CLUSTER_VARIABLE,
+    "http_token": HTTP_TOKEN_VARIABLE,
+}
+"""Variables that several kinds of process read."""
 
 
 class Config(BaseModel):
@@ -45,6 +53,7 @@ class Setting(NamedTuple):
 
     key: str
     flag: str
+    """Empty: it cannot be given on a command line."""
     variables: tuple[str, ...]
     metavar: str
     """Empty for a switch."""
@@ -58,14 +67,14 @@ def settings(kind: type[Config]) -> list[Setting]:
     """The settings of a kind, in the order of their definition."""
     found = []
     for key, field in kind.model_fields.items():
-        shown = next((item for item in field.metadata if isinstance(item, As)), As(""))
+        shown = _shown(kind, key)
         metavar = shown.metavar
         if not metavar and field.annotation not in (bool, bool | None):
             metavar = "|".join(getattr(field.annotation, "__args__", ()))
         found.append(
             Setting(
                 key=key,
-                flag="--" + key.replace("_", "-"),
+                flag="--" + key.replace("_", "-") if shown.has_flag else "",
                 variables=variables_of(kind, key),
                 metavar=metavar,
                 default=_default_text(field.default, metavar),
@@ -79,8 +88,14 @@ def settings(kind: type[Config]) -> list[Setting]:
 def variables_of(kind: type[Config], key: str) -> tuple[str, ...]:
     """The environment variables of a field, the one that wins first."""
     own = f"{PREFIX}{kind.section.upper()}_{key.upper()}"
-    shared = {"master": MASTER_VARIABLE, "cluster": CLUSTER_VARIABLE}.get(key)
+    shared = _SHARED.get(key)
     return (own,) if shared is None else (own, shared)
+
+
+def _shown(kind: type[Config], key: str) -> As:
+    field = kind.model_fields.get(key)
+    metadata = () if field is None else field.metadata
+    return next((item for item in metadata if isinstance(item, As)), As(""))
 
 
 def _default_text(default: object, metavar: str) -> str:
@@ -101,6 +116,28 @@ def at_least(config: Config, key: str, least: int, meaning: str, reason: str) ->
             f"The reason: {reason}.",
             key=key,
         )
+
+
+def check_http(config: Config) -> None:
+    """The rules between the settings of a port for HTTP. Raises RefusedError."""
+    token, file, reads, cert, key = (
+        getattr(config, f"http_{name}") for name in ("token", "token_file", "reads", "cert", "key")
+    )
+    if token and file:
+        raise RefusedError(
+            f"is given beside {HTTP_TOKEN_VARIABLE}", "Drop one of both.", key="http_token_file"
+        )
+    if reads == "token" and not (token or file):
+        raise RefusedError(
+            "is token, and there is none",
+            f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
+            key="http_reads",
+        )
+    for given, other, name in ((cert, key, "http_key"), (key, cert, "http_cert")):
+        if given and not other:
+            raise RefusedError(
+                "is missing", "Give --http-cert and --http-key, or none of both.", key=name
+            )
 
 
 def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
@@ -131,7 +168,8 @@ def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
             what = "must be text"
         case _:
             what = str(first["msg"])
-    given = "" if not first["loc"] else f" = {first['input']!r}"
+    is_hidden = not first["loc"] or _shown(kind, key).is_secret
+    given = "" if is_hidden else f" = {first['input']!r}"
     return ConfigError(
         f"{key}{given}: {what}" if given else f"{key} {what}", advice=advice, key=key
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvstore.config.base import (
     CONFIG_VARIABLE,
+    HTTP_TOKEN_VARIABLE,
     NATIVE_VARIABLE,
     PREFIX,
     STRICT_VARIABLE,
@@ -24,6 +25,7 @@ from kvstore.config.connector import ConnectorConfig
 from kvstore.config.master import MasterConfig
 from kvstore.config.node import NodeConfig
 from kvstore.config.proxy import ProxyConfig
+from kvstore.config.values import RefusedError, check_token
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("kvstore.config")
@@ -36,6 +38,8 @@ _SERVICE_VARIABLE = re.compile(
     r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
+
+_TOKEN_BYTES_MAX = 4_096
 
 KINDS: tuple[type[Config], ...] = (
     MasterConfig,
@@ -105,6 +109,27 @@ def unknown_settings(config_path: str | os.PathLike[str] | None = None) -> list[
     for _ in _from_environment(ClientConfig, os.environ, unknown):
         pass
     return unknown
+
+
+def read_token(path: str) -> str:
+    """The token of a port for HTTP, in a file: one line.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no token. The error does not show it.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return check_token(file.read(_TOKEN_BYTES_MAX).decode("ascii", "replace").strip())
+    except OSError as error:
+        what, advice = f"cannot be read: {error.strerror}", ""
+    except RefusedError as error:
+        what, advice = f"holds no token: it {error}", error.advice
+    raise ConfigError(f"http_token_file {path} {what}", advice=advice, key="http_token_file")
+
+
+def http_token_given() -> str:
+    """The token in the environment, for a program that asks; empty: there is none."""
+    return os.environ.get(HTTP_TOKEN_VARIABLE, "").strip()
 
 
 _told: set[str] = set()

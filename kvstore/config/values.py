@@ -217,6 +217,16 @@ def _device_name(value: str) -> str:
     return value
 
 
+def check_token(value: str) -> str:
+    """``value``. Raises RefusedError, which does not show it."""
+    if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
+        raise RefusedError(
+            "must be 16 to 256 letters, digits and signs of ._~+/-",
+            "Make one: openssl rand -hex 32 > FILE",
+        )
+    return value
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -237,6 +247,10 @@ class As(NamedTuple):
     metavar: str
     many: bool = False
     """Whether the flag may be given several times."""
+    is_secret: bool = False
+    """Whether errors hide the value."""
+    has_flag: bool = True
+    """Whether it may be given on a command line, which every user of the host can read."""
 
 
 Bytes = Annotated[int, As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
@@ -276,7 +290,44 @@ HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeV
 LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 Group = Annotated[str, As("GROUP")]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
-Secret = Annotated[str, As("TEXT")]
+Secret = Annotated[str, As("TEXT", is_secret=True)]
+HttpToken = Annotated[
+    str,
+    As("TEXT", is_secret=True, has_flag=False),
+    AfterValidator(lambda value: check_token(value) if value else value),
+    Field(
+        repr=False,
+        description="The token of --http-token-file itself; only as a variable, or in the file.",
+    ),
+]
+HttpTokenFile = Annotated[
+    str,
+    As("FILE"),
+    Field(
+        description="File with a token. Over HTTP, requests that change something or fetch bytes "
+        "need it (Authorization: Bearer TOKEN). Empty, and no KVSTORE_HTTP_TOKEN: such requests "
+        "are answered from loopback only.",
+    ),
+]
+HttpReads = Annotated[
+    Literal["all", "token"],
+    BeforeValidator(_lower),
+    Field(
+        description="Who may read status, metrics and the dashboard over HTTP: all, or requests "
+        "with the token. /healthz and /readyz answer all.",
+    ),
+]
+HttpCert = Annotated[
+    str,
+    As("FILE"),
+    Field(
+        description="Serve HTTPS instead of HTTP, with the certificate chain in this file (PEM). "
+        "Replaced files are used from the next connection on.",
+    ),
+]
+HttpKey = Annotated[
+    str, As("FILE"), Field(description="File with the key of --http-cert (PEM, no passphrase).")
+]
 EngineProtocol = Annotated[Literal["", "tcp", "rdma"], As("tcp|rdma"), BeforeValidator(_lower)]
 Devices = Annotated[
     str,

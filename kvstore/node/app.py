@@ -51,6 +51,7 @@ from kvstore.node.web import answers_of
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
+from kvstore.web.access import Access, Secured, secured_by
 from kvstore.web.serving import bind, serving
 
 log = logging.getLogger("kvstore.node")
@@ -96,6 +97,7 @@ def run(
         signal.signal(number, _interrupt)
     try:
         with ExitStack() as stack:
+            secured = secured_by(config)
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
@@ -132,7 +134,9 @@ def run(
                 stack.callback(signal.signal, number, signal.SIG_IGN)
             try:
                 drained = asyncio.run(
-                    _serve(config, segment, server, engine, parent, served, copying, listener)
+                    _serve(
+                        config, segment, server, engine, parent, served, copying, listener, secured
+                    )
                 )
             except KVStoreError:
                 raise
@@ -161,6 +165,7 @@ async def _serve(
     served: list[MasterAccepted],
     copying: Repairs | None,
     listener: socket.socket | None,
+    secured: Secured,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` is called
     at each join."""
@@ -201,11 +206,13 @@ async def _serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
+                answers = answers_of(agent, segment, server)
+                access = Access(None, token=secured.token, reads=secured.reads)
                 await stack.enter_async_context(
-                    serving(listener, answers_of(agent, segment, server))
+                    serving(listener, answers, access=access, tls=secured.tls())
                 )
                 at = join_address(config.host, listener.getsockname()[1])
-                log.info("http_served address=%s", at)
+                log.info("http_served address=%s://%s", secured.scheme, at)
             await agent.run()
     finally:
         if parent.fd is not None:

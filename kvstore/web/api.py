@@ -1,70 +1,39 @@
-"""``/api/v1`` for programs: how much of a chain is stored and where, what exists, one object.
+"""Questions of programs over HTTP: how much of a chain is stored and where, what exists, an object.
 
-It only reads. Keys are bytes, so they travel in hexadecimal.
+Keys are bytes, so they travel in hexadecimal.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, Final, TypeVar
+from typing import Final
 
 from aiohttp import web
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, Field
 
 from kvstore.cli.show import key_text
 from kvstore.client.aio import AsyncClient
-from kvstore.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    KVStoreError,
-    MasterUnreachableError,
-    UnavailableError,
-)
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
-from kvstore.web.serving import Routes
-
-TIMEOUT_MS: Final = 2_000
-"""Of one call to the store."""
-
-ANSWER_S: Final = 10.0
-"""Of one request, which may need a call for each namespace."""
+from kvstore.web.objects import TIMEOUT_MS, ObjectQuestion
+from kvstore.web.openapi import (
+    Answer,
+    Described,
+    HexKey,
+    Question,
+    answered,
+    body_of,
+    query_of,
+    refusal,
+)
+from kvstore.web.serving import Route
 
 MATCH_PATH: Final = "/api/v1/match"
 EXISTS_PATH: Final = "/api/v1/exists"
 STAT_PATH: Final = "/api/v1/stat"
-OPENAPI_PATH: Final = "/api/v1/openapi.json"
 
 
-def _key(text: object) -> bytes:
-    """Raises ValueError."""
-    try:
-        return bytes.fromhex(str(text))
-    except ValueError:
-        raise ValueError(f"{str(text)[:64]!r} is not hexadecimal") from None
-
-
-HexKey = Annotated[
-    bytes,
-    BeforeValidator(_key),
-    WithJsonSchema({"type": "string", "pattern": "^([0-9a-fA-F]{2})+$"}),
-]
-
-
-class _Question(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class MatchQuestion(_Question):
+class MatchQuestion(Question):
     """How many of these keys, from the first on, are stored?"""
 
     keys: list[HexKey] = Field(
@@ -78,7 +47,7 @@ class MatchQuestion(_Question):
     )
 
 
-class ExistsQuestion(_Question):
+class ExistsQuestion(Question):
     """Which of these keys are stored?"""
 
     keys: list[HexKey] = Field(max_length=BATCH_KEYS_MAX, description="In hexadecimal.")
@@ -126,9 +95,6 @@ class StatAnswer(BaseModel):
     places: list[Place]
 
 
-QuestionT = TypeVar("QuestionT", bound=_Question)
-
-
 class Api:
     """Answers programs, as a client of the master does. Use it in one event loop."""
 
@@ -139,14 +105,16 @@ class Api:
         self._client = client
         self._known = known
 
-    def gets(self) -> Routes:
-        return {STAT_PATH: _answered(self._stat), OPENAPI_PATH: _answered(self._openapi)}
-
-    def posts(self) -> Routes:
-        return {MATCH_PATH: _answered(self._match), EXISTS_PATH: _answered(self._exists)}
+    def routes(self) -> list[tuple[Described, Route]]:
+        answers: list[tuple[Described, Answer]] = [
+            (MATCH, self._match),
+            (EXISTS, self._exists),
+            (STAT, self._stat),
+        ]
+        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
 
     async def _match(self, request: web.Request) -> BaseModel:
-        asked = await _question(request, MatchQuestion)
+        asked = await body_of(request, MatchQuestion)
         found = await self._client.matches(
             asked.keys, namespaces=asked.namespaces, timeout_ms=TIMEOUT_MS
         )
@@ -168,21 +136,17 @@ class Api:
         )
 
     async def _exists(self, request: web.Request) -> BaseModel:
-        asked = await _question(request, ExistsQuestion)
+        asked = await body_of(request, ExistsQuestion)
         found = await self._client.exists_many(
             asked.keys, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
         return ExistsAnswer(exists=found)
 
-    async def _stat(self, request: web.Request) -> BaseModel:
-        namespace = request.query.get("namespace", DEFAULT_NAMESPACE)
-        try:
-            key = _key(request.query.get("key", ""))
-        except ValueError as error:
-            raise InvalidArgumentError(str(error)) from None
-        found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
+    async def _stat(self, request: web.Request) -> BaseModel | web.StreamResponse:
+        asked = query_of(request, ObjectQuestion)
+        found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
         if found is None or found.detail.row is None:
-            raise web.HTTPNotFound(text="no such object\n")
+            return refusal(404, "no such object")
         detail, row = found.detail, found.detail.row
         names = await self._nodes(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
@@ -205,10 +169,6 @@ class Api:
             ],
         )
 
-    async def _openapi(self, request: web.Request) -> dict[str, Any]:
-        del request
-        return openapi()
-
     async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
         """Where the object is."""
         found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
@@ -222,87 +182,16 @@ class Api:
         return names
 
 
-async def _question(request: web.Request, kind: type[QuestionT]) -> QuestionT:
-    """Raises InvalidArgumentError."""
-    if request.content_type != "application/json":  # no form of another site can send it
-        raise InvalidArgumentError("the body must be application/json")
-    try:
-        return kind.model_validate_json(await request.read())
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise InvalidArgumentError(f"{place or 'the body'}: {first['msg']}") from None
-
-
-def _answered(
-    answer: Callable[[web.Request], Awaitable[BaseModel | dict[str, Any]]],
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """The answer as JSON; an error of the store as a status and a line of text."""
-
-    async def handler(request: web.Request) -> web.Response:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                found = await answer(request)
-        except TimeoutError:
-            return web.Response(status=503, text=f"no answer within {ANSWER_S:g} s\n")
-        except (UnavailableError, MasterUnreachableError, DeadlineExceededError) as error:
-            return web.Response(status=503, text=f"{error}\n")
-        except KVStoreError as error:
-            return web.Response(status=400, text=f"{error}\n")
-        body = found.model_dump_json() if isinstance(found, BaseModel) else json.dumps(found)
-        return web.Response(body=body.encode(), content_type="application/json")
-
-    return handler
-
-
-def openapi() -> dict[str, Any]:
-    """The description of these paths, by OpenAPI 3.1."""
-    definitions: dict[str, Any] = {}
-
-    def schema(kind: type[BaseModel]) -> dict[str, str]:
-        made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        definitions.update(made.pop("$defs", {}))
-        definitions[kind.__name__] = made
-        return {"$ref": f"#/components/schemas/{kind.__name__}"}
-
-    def content(kind: type[BaseModel]) -> dict[str, Any]:
-        return {"application/json": {"schema": schema(kind)}}
-
-    def answers(kind: type[BaseModel], **more: str) -> dict[str, Any]:
-        texts = {"400": "A wrong question.", "503": "No master answers.", **more}
-        return {
-            "200": {"description": kind.__doc__ or "The answer.", "content": content(kind)},
-            **{status: {"description": text} for status, text in sorted(texts.items())},
-        }
-
-    def asked(summary: str, question: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
-        body = {"required": True, "content": content(question)}
-        return {"post": {"summary": summary, "requestBody": body, "responses": answers(answer)}}
-
-    def parameter(name: str, text: str, *, required: bool) -> dict[str, Any]:
-        kind = {"type": "string"}
-        return {
-            "name": name, "in": "query", "required": required, "description": text, "schema": kind
-        }  # fmt: skip
-
-    stat = {
-        "summary": "One object.",
-        "parameters": [
-            parameter("key", "In hexadecimal.", required=True),
-            parameter("namespace", f"Without it: {DEFAULT_NAMESPACE}.", required=False),
-        ],
-        "responses": answers(StatAnswer, **{"404": "No such object."}),
-    }
-    description = {"summary": "This document.", "responses": {"200": {"description": "OpenAPI."}}}
-    paths = {
-        MATCH_PATH: asked("The longest stored prefix.", MatchQuestion, MatchAnswers),
-        EXISTS_PATH: asked("What is stored.", ExistsQuestion, ExistsAnswer),
-        STAT_PATH: {"get": stat},
-        OPENAPI_PATH: {"get": description},
-    }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "kvstore", "version": "1"},
-        "paths": paths,
-        "components": {"schemas": definitions},
-    }
+MATCH: Final = Described(
+    "POST", MATCH_PATH, "The longest stored prefix.",
+    {200: ("In each namespace.", MatchAnswers)}, body=MatchQuestion,
+)  # fmt: skip
+EXISTS: Final = Described(
+    "POST", EXISTS_PATH, "What is stored.", {200: ("Per key.", ExistsAnswer)},
+    body=ExistsQuestion,
+)  # fmt: skip
+STAT: Final = Described(
+    "GET", STAT_PATH, "One object.",
+    {200: ("What is known of it.", StatAnswer), 404: ("No such object.", "text/plain")},
+    query=ObjectQuestion,
+)  # fmt: skip

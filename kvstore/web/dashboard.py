@@ -1,7 +1,6 @@
 """The dashboard of a master: the page, and the paths of JSON that it reads.
 
-Everything here only reads. Requests that come by a name that this port does not know are refused
-(``hosts``), and no other site may read an answer: there are no CORS headers.
+Everything here only reads.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvstore.background import start_task
 from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
 from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.web import problems
+from kvstore.web.access import HEADERS
 from kvstore.web.doors import Handler
 from kvstore.web.fleet import compared
 from kvstore.web.history import EVERY_S, History, sample
-from kvstore.web.hosts import Hosts
 from kvstore.web.serving import Routes
 
 if TYPE_CHECKING:
@@ -41,30 +40,16 @@ FILES: Final = {
     "/page.js": ("page.js", "text/javascript"),
 }
 
-HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
-    "form-action 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-
-MISDIRECTED: Final = (
-    "This name is not known here. Use an address, or have the master know the name: "
-    "kvstore-master --http-names NAME\n"
-)
-
 
 class Dashboard:
     """Samples the history and answers. Use it in one event loop."""
 
-    def __init__(self, master: Master, hosts: Hosts, *, port: int) -> None:
-        """``port``: this one, which is taken to be that of other masters, too."""
+    def __init__(self, master: Master, *, port: int, scheme: str) -> None:
+        """``port``, ``scheme``: those of this server, which are taken to be those of other
+        masters, too."""
         self._master = master
-        self._hosts = hosts
         self._port = port
+        self._scheme = scheme
         self._history = History()
         self._task = start_task("history", self._sample_forever())
 
@@ -72,30 +57,20 @@ class Dashboard:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def routes(self) -> Routes:
+    def page(self) -> Routes:
+        """The files of the page, which hold nothing of the store."""
         page = resources.files("kvstore.web") / "page"
         return {
-            **{
-                path: _file((page / name).read_bytes(), kind)
-                for path, (name, kind) in FILES.items()
-            },
+            path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
+        }
+
+    def routes(self) -> Routes:
+        return {
             "/api/v1/status": self._answer_status,
             "/api/v1/history": self._answer_history,
             "/api/v1/notices": self._answer_notices,
             "/api/v1/fleet": self._answer_fleet,
         }
-
-    def guarded(self, routes: Routes) -> Routes:
-        """The same routes, for requests that come by a known name alone."""
-        return {path: self._guarded(handler) for path, handler in routes.items()}
-
-    def _guarded(self, handler: Handler) -> Handler:
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            if not self._hosts.allow(request.headers.getall("Host", [])):
-                return web.Response(status=421, text=MISDIRECTED, headers=HEADERS)
-            return await handler(request)
-
-        return guarded
 
     async def _sample_forever(self) -> None:
         while True:
@@ -144,7 +119,7 @@ class Dashboard:
             host, _ = split_address(leader)
         except InvalidArgumentError:
             return ""
-        return f"http://{join_address(host, self._port)}/"
+        return f"{self._scheme}://{join_address(host, self._port)}/"
 
 
 def status_json(seen: Seen, status: ClusterStatus, found: list[problems.Problem]) -> dict[str, Any]:

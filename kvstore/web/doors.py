@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
@@ -24,6 +25,9 @@ CLIENT_LEFT: Final = 499
 
 CUT_S: Final = 1.0
 """Time that cancelled handlers get to end."""
+
+HANDSHAKE_S: Final = 10.0
+"""Time that the handshake of a TLS connection may take."""
 
 RETRY_AFTER_S: Final = 1
 """Sent with a 503: connections come free within a second."""
@@ -104,10 +108,21 @@ async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
     return _queued(await loop.create_server(doors, host, port, backlog=AT_ONCE))
 
 
-async def listen_on(doors: Doors, listener: socket.socket) -> asyncio.Server:
+async def listen_on(
+    doors: Doors, listener: socket.socket, tls: ssl.SSLContext | None = None
+) -> asyncio.Server:
     """Starts the server on a socket that is bound."""
     loop = asyncio.get_running_loop()
-    return _queued(await loop.create_server(doors, sock=listener, backlog=AT_ONCE))
+    return _queued(
+        await loop.create_server(
+            doors,
+            sock=listener,
+            backlog=AT_ONCE,
+            ssl=tls,
+            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+            ssl_shutdown_timeout=CUT_S if tls else None,
+        )
+    )
 
 
 def _queued(server: asyncio.Server) -> asyncio.Server:

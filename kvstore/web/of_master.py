@@ -12,20 +12,26 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
+from aiohttp import web
+
 from kvstore import background
 from kvstore.background import start_task
 from kvstore.calls import ClusterStatus
 from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
+from kvstore.client.sync import Client
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.web import metrics
+from kvstore.web import metrics, openapi, shapes
+from kvstore.web.access import HEADERS, NOT_SECURED, Access, Secured
 from kvstore.web.api import Api
 from kvstore.web.dashboard import Dashboard
+from kvstore.web.drains import Nodes
 from kvstore.web.events import Events, not_asked_for
 from kvstore.web.fleet import RECORDS_MAX, Record, read_records
 from kvstore.web.hosts import Hosts
 from kvstore.web.link import Link
-from kvstore.web.serving import Answers, Readiness, serving
+from kvstore.web.objects import Objects
+from kvstore.web.serving import Answers, Readiness, Route, serving
 
 if TYPE_CHECKING:
     from kvstore.web.publisher import Publisher
@@ -121,6 +127,7 @@ class Served(NamedTuple):
     """Where to publish them, too; see ``MasterConfig.events``."""
     names: Sequence[str] = ()
     """By which browsers may reach it, beside addresses and ``localhost``."""
+    secured: Secured = NOT_SECURED
 
 
 async def serve(served: Served) -> None:
@@ -136,16 +143,17 @@ async def serve(served: Served) -> None:
     master = Master(served)
     answers = Answers(master.readiness, master.metrics)
     events = Events(served.events, master.readiness) if served.events else None
-    dashboard = Dashboard(master, Hosts(served.names), port=served.listener.getsockname()[1])
+    secured = served.secured
+    port = served.listener.getsockname()[1]
+    dashboard = Dashboard(master, port=port, scheme=secured.scheme)
+    nodes = Nodes(master.client, master.nodes, master.connect)
     publisher: Publisher | None = None
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        api = Api(master.client, master.nodes_by_segment)
-        told = events.routes() if events else not_asked_for()
-        routes = dashboard.guarded({**dashboard.routes(), **told, **api.gets()})
-        posts = dashboard.guarded(api.posts())
-        async with serving(served.listener, answers, routes, posts):
+        access = Access(Hosts(served.names), token=secured.token, reads=secured.reads)
+        routes = _routes(access, master, dashboard, events, nodes)
+        async with serving(served.listener, answers, routes, access=access, tls=secured.tls()):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:
@@ -153,9 +161,32 @@ async def serve(served: Served) -> None:
         if publisher is not None:
             await publisher.close()
         await dashboard.close()
+        await nodes.close()
         if events is not None:
             await events.close()
         await master.close()
+
+
+def _routes(
+    access: Access, master: Master, dashboard: Dashboard, events: Events | None, nodes: Nodes
+) -> list[Route]:
+    """All but health and metrics."""
+    api = Api(master.client, master.nodes_by_segment)
+    described = [*api.routes(), *Objects(master.client).routes(), *nodes.routes()]
+    document = openapi.document([*shapes.DESCRIBED, *(each for each, _ in described)])
+
+    async def describe(request: web.Request) -> web.Response:
+        del request
+        return web.json_response(document, headers=HEADERS)
+
+    told = events.routes() if events else not_asked_for()
+    reading = {**dashboard.routes(), **told, openapi.PATH: describe}
+    routes = [Route("GET", path, access.named(way)) for path, way in dashboard.page().items()]
+    routes += [Route("GET", path, access.reading(way)) for path, way in reading.items()]
+    for each, route in described:
+        guard = access.trusted if each.is_trusted else access.reading
+        routes.append(route._replace(handler=guard(route.handler)))
+    return routes
 
 
 def _publisher(served: Served, events: Events, master: Master) -> Publisher:
@@ -174,6 +205,7 @@ class Master:
         self.client = AsyncClient(
             served.master, cluster=served.cluster, name="kvstore-web", timeout_ms=STATUS_MS
         )
+        self._served = served
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
         self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
@@ -182,12 +214,18 @@ class Master:
         self.notices = Shared("notices", self._note, FRESH_S)
         self.fleet_records = Shared("fleet", self._read_fleet, FLEET_S)
         """Empty as long as they cannot be read."""
+        self.nodes = Shared("nodes", self.client.status, FRESH_S)
+        """The cluster, whichever master leads."""
 
     async def close(self) -> None:
-        for shared in (self.seen, self.notices, self.fleet_records):
+        for shared in (self.seen, self.notices, self.fleet_records, self.nodes):
             shared.close()
         self._link.close()
         await self.client.close()
+
+    def connect(self) -> Client:
+        """Another client, for a thread of its own."""
+        return Client(self._served.master, cluster=self._served.cluster, name="kvstore-web-drain")
 
     async def readiness(self) -> Readiness:
         """Whether clients may be sent here: it leads, or knows who does."""

@@ -6,8 +6,9 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from aiohttp import web
@@ -15,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvstore.addresses import join_address
 from kvstore.errors import AddressInUseError, StartupError, UnavailableError
+from kvstore.web.access import Access
 from kvstore.web.doors import Doors, Handler, answering, connections_max, listen_on
 
 log = logging.getLogger("kvstore.web")
@@ -78,31 +80,45 @@ def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
 
 
 Routes = Mapping[str, Handler]
-"""Handlers by path."""
+"""Handlers of GET, by path."""
+
+
+class Route(NamedTuple):
+    method: str
+    path: str
+    handler: Handler
 
 
 @contextlib.asynccontextmanager
 async def serving(
     listener: socket.socket,
     answers: Answers,
-    routes: Routes | None = None,
-    posts: Routes | None = None,
+    routes: Iterable[Route] = (),
+    *,
+    access: Access,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Serves inside the block, and GET of ``routes`` and POST of ``posts`` as well. Closes
-    ``listener``."""
+    """Serves inside the block, and ``routes`` as well. Closes ``listener``.
+
+    Args:
+        access: who may read the metrics.
+        tls: serve HTTPS; None: HTTP.
+    """
     doors = Doors(connections_max(REQUESTS_MAX))
-    application = _application(answers, doors, routes or {}, posts or {})
+    application = _application(answers, doors, routes, access)
     async with answering(
         application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
     ):
-        server = await listen_on(doors, listener)
+        server = await listen_on(doors, listener, tls)
         try:
             yield
         finally:
             server.close()
 
 
-def _application(answers: Answers, doors: Doors, routes: Routes, posts: Routes) -> web.Application:
+def _application(
+    answers: Answers, doors: Doors, routes: Iterable[Route], access: Access
+) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         del request
         await answers.readiness()
@@ -129,10 +145,19 @@ def _application(answers: Answers, doors: Doors, routes: Routes, posts: Routes) 
             return web.Response(status=503, text=error.message + "\n")
 
     application = web.Application(middlewares=[doors.middleware, answered])
-    for path, handler in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
+    own = {"/healthz": healthz, "/readyz": readyz, "/metrics": access.measuring(metrics)}
+    for path, handler in own.items():
         application.router.add_get(path, handler)
-    for path, further in routes.items():
-        application.router.add_get(path, further)
-    for path, further in posts.items():
-        application.router.add_post(path, further)
+    for method, path, handler in routes:
+        if method == "GET":
+            application.router.add_get(path, handler)  # and HEAD
+        else:
+            wait = _wait if method == "PUT" else None
+            application.router.add_route(method, path, handler, expect_handler=wait)
     return application
+
+
+async def _wait(request: web.Request) -> web.StreamResponse | None:
+    """Instead of asking for the body at once: the handler of a PUT asks when it has room."""
+    del request
+    return None

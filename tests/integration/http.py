@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import ssl
 import urllib.error
 import urllib.request
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,6 +28,54 @@ def get(port: int, path: str, timeout_s: float = 10.0) -> Answer:
     except urllib.error.HTTPError as error:
         with error:
             return Answer(error.code, error.read().decode())
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def request(
+    port: int,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    token: str = "",
+    host: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
+    timeout_s: float = 30.0,
+) -> Reply:
+    """One request on a connection of its own. ``body``: bytes, or what becomes JSON.
+
+    Raises OSError: there is no answer.
+    """
+    given = dict(headers or {})
+    if body is not None and not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+        given.setdefault("Content-Type", "application/json")
+    if token:
+        given["Authorization"] = f"Bearer {token}"
+    if tls is None:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    else:
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
+    try:
+        connection.request(method, path, body, given)
+        answer = connection.getresponse()
+        return Reply(answer.status, answer.headers, answer.read())
+    finally:
+        connection.close()
 
 
 def metric(port: int, name: str, **labels: str) -> float | None:

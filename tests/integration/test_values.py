@@ -421,3 +421,18 @@ def test_a_namespace_that_nobody_wrote_is_a_miss(verbs: Any) -> None:
     assert not verbs.remove("k", namespace="nobody")
     assert verbs.clear("nobody") == 0
     assert list(verbs.list_objects(namespace="nobody")) == []
+
+
+def test_raw_bytes_and_what_they_are(verbs: Any) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    verbs.put("k", array)
+    raw = verbs.get_raw("k", size_max=24)
+    assert bytes(raw.data) == array.tobytes()
+    assert raw.described == ("numpy", "float32", (2, 3))
+    assert raw.version == verbs.stat("k").detail.version
+    assert verbs.get_raw("none") is None
+    with pytest.raises(BufferMismatchError) as refused:
+        verbs.get_raw("k", size_max=23)
+    assert refused.value.fields["size_bytes"] == 24
+    verbs.put("empty", b"")
+    assert bytes(verbs.get_raw("empty", size_max=0).data) == b""

@@ -293,8 +293,13 @@ function showEvents(answer) {
 
 // --- asking --------------------------------------------------------------------------------------
 
+/** The token is kept by this tab until it is closed, and is in no address. */
+const TOKEN = "kvstore-token";
+
 async function ask(path) {
-  const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+  const token = sessionStorage.getItem(TOKEN), headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const answer = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(ANSWER_MS) });
+  if (answer.status === 401) throw Object.assign(new Error("it needs the token"), { locked: true });
   if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
   return answer.json();
 }
@@ -314,7 +319,7 @@ function show() {
   $("tiles").hidden = $("charts").hidden = !leads;
   if (!leads) {
     const link = element("a", "", shown(status.leader));
-    if (status.leader_page.startsWith("http://")) link.href = status.leader_page;
+    if (/^https?:\/\//.test(status.leader_page)) link.href = status.leader_page;
     $("standby").replaceChildren("This master stands by. ", ...(status.leader ? ["The one that leads: ", link] : ["It knows of no master that leads."]));
     table($("namespace-rows"), []);
     $("node-cards").replaceChildren();
@@ -339,9 +344,11 @@ const POLLS = [
 ];
 
 function showLost(error) {
+  $("token").hidden = !error.locked;
+  $("lost").hidden = Boolean(error.locked);
+  if (error.locked) return;
   const since = heardAt ? ` What is shown is of ${clock(heardAt)}.` : "";
   put($("lost"), `The master does not answer (${shown(error.message)}).${since}`);
-  $("lost").hidden = false;
 }
 
 /** Asks again and again, one question at a time, while the page is visible and the view wants it. */
@@ -352,7 +359,7 @@ async function poll(what) {
     what.running = true;
     try {
       await what.run();
-      if (what === POLLS[0]) $("lost").hidden = true;
+      if (what === POLLS[0]) $("lost").hidden = $("token").hidden = true;
     } catch (error) {
       if (what === POLLS[0]) showLost(error);
     } finally {
@@ -376,5 +383,11 @@ function choose() {
 
 $("charts").append(...charts.map((chart) => chart.element));
 addEventListener("hashchange", choose);
+$("token").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(TOKEN, $("token-text").value);
+  $("token-text").value = "";
+  POLLS.forEach(poll);
+});
 document.addEventListener("visibilitychange", () => POLLS.forEach(poll));
 choose();

@@ -306,13 +306,13 @@ def test_a_page_does_not_list_again_what_the_page_before_has_told(
     first.store([key(number) for number in range(5)], [chunk(1)] * 5)
     client = first.it._client
     listed: list[Any] = []
-    list_page = client._list_page
+    list_page = client.list_page
 
     def counted(*arguments: Any, **more: Any) -> Any:
         listed.append(arguments)
         return list_page(*arguments, **more)
 
-    monkeypatch.setattr(client, "_list_page", counted)
+    monkeypatch.setattr(client, "list_page", counted)
     pages = [first.it.list_l2_keys(page_size=1)]
     while pages[-1].next_page_token is not None:
         pages.append(first.it.list_l2_keys(page_size=1, cursor=pages[-1].next_page_token))

@@ -6,23 +6,24 @@ import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from kvstore.web import api
+from kvstore.web import openapi
 
 
 def test_a_store_that_hangs_in_call_after_call_ends_with_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A match may need a call for each namespace: each has a deadline, and so have all."""
-    monkeypatch.setattr(api, "ANSWER_S", 0.05)
+    monkeypatch.setattr(openapi, "ANSWER_S", 0.05)
 
-    async def hangs(_: Any) -> dict[str, Any]:
+    async def hangs(_: Any) -> web.Response:
         await asyncio.Event().wait()
-        return {}
+        return web.Response()
 
     async def ask() -> Any:
-        return await api._answered(hangs)(make_mocked_request("GET", "/"))
+        return await openapi.answered(hangs)(make_mocked_request("GET", "/"))
 
     answer = asyncio.run(ask())
     assert (answer.status, answer.text) == (503, "no answer within 0.05 s\n")

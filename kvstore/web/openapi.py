@@ -1,0 +1,235 @@
+"""What the paths of ``/api/v1`` have in common: how a question is read, how an error is told, and
+the document that describes them all (OpenAPI 3.1)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
+
+from kvstore.errors import (
+    BatchTooLargeError,
+    ClosedError,
+    InvalidArgumentError,
+    KVStoreError,
+    NoSpaceError,
+    PutRefusedError,
+    StaleReadError,
+    UnavailableError,
+    UsageError,
+    ValueTooLargeError,
+)
+from kvstore.web.access import HEADERS
+from kvstore.web.doors import RETRY_AFTER_S, Handler
+
+PATH: Final = "/api/v1/openapi.json"
+
+ANSWER_S: Final = 10.0
+"""Of one question, which may need several calls to the store."""
+
+JSON: Final = "application/json"
+BYTES: Final = "application/octet-stream"
+
+STATUSES: Final[Mapping[type[KVStoreError], int]] = {
+    UsageError: 400,
+    ValueTooLargeError: 413,
+    BatchTooLargeError: 413,
+    UnavailableError: 503,
+    ClosedError: 503,
+    PutRefusedError: 503,
+    StaleReadError: 503,
+    NoSpaceError: 507,
+    KVStoreError: 500,
+}
+"""The status of each error, or of the nearest class above it."""
+
+
+# --- questions ------------------------------------------------------------------------------------
+
+
+def _from_hex(text: object) -> bytes:
+    """Raises ValueError."""
+    try:
+        return bytes.fromhex(str(text))
+    except ValueError:
+        raise ValueError(f"{str(text)[:64]!r} is not hexadecimal") from None
+
+
+HexKey = Annotated[
+    bytes,
+    BeforeValidator(_from_hex),
+    WithJsonSchema({"type": "string", "pattern": "^([0-9a-fA-F]{2})+$"}),
+]
+HexPrefix = Annotated[
+    bytes,
+    BeforeValidator(_from_hex),
+    WithJsonSchema({"type": "string", "pattern": "^([0-9a-fA-F]{2})*$"}),
+]
+
+
+class Question(BaseModel):
+    """A body of JSON, or what follows the ``?``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+QuestionT = TypeVar("QuestionT", bound=Question)
+
+
+async def body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
+    """Raises InvalidArgumentError."""
+    if request.content_type != JSON:  # no form of another site can send it
+        raise InvalidArgumentError("the body must be application/json")
+    text = await request.read()
+    return _checked(lambda: kind.model_validate_json(text), "the body")
+
+
+def query_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
+    """Raises InvalidArgumentError."""
+    if len(set(request.query)) != len(request.query):
+        raise InvalidArgumentError("a parameter is given twice")
+    return _checked(lambda: kind.model_validate(dict(request.query)), "the address")
+
+
+def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
+    try:
+        return read()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:64]
+        raise InvalidArgumentError(
+            f"{place or whole}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+Answer = Callable[[web.Request], Awaitable[BaseModel | web.StreamResponse]]
+
+
+def answered(answer: Answer, *, within_s: float | None = None) -> Handler:
+    """The answer as JSON, unless it is a response; an error as a status and a line of text.
+
+    ``within_s``: None: ``ANSWER_S``; 0: ``answer`` has deadlines of its own.
+    """
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        limit_s = ANSWER_S if within_s is None else within_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                found = await answer(request)
+        except TimeoutError:
+            return refusal(503, f"no answer within {limit_s:g} s")
+        except KVStoreError as error:
+            return refusal(status_of(error), str(error))
+        return as_json(found) if isinstance(found, BaseModel) else found
+
+    return handler
+
+
+def status_of(error: KVStoreError) -> int:
+    return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+
+
+def refusal(status: int, text: str) -> web.Response:
+    headers = {**HEADERS, "Retry-After": str(RETRY_AFTER_S)} if status == 503 else HEADERS
+    return web.Response(status=status, text=text + "\n", headers=headers)
+
+
+def as_json(found: BaseModel, *, status: int = 200) -> web.Response:
+    body = found.model_dump_json().encode()
+    return web.Response(status=status, body=body, content_type=JSON, headers=HEADERS)
+
+
+# --- the document ---------------------------------------------------------------------------------
+
+Content = type[BaseModel] | str | None
+"""JSON of this shape, or a type of content, or nothing."""
+
+
+class Described(NamedTuple):
+    """One path and method."""
+
+    method: str
+    path: str
+    summary: str
+    answers: Mapping[int, tuple[str, Content]]
+    """By status; those that all may have are added."""
+    query: type[Question] | None = None
+    body: Content = None
+    is_trusted: bool = False
+    """Whether it needs the token, or loopback."""
+
+
+_ALWAYS: Final[Mapping[int, tuple[str, Content]]] = {
+    400: ("A wrong question.", "text/plain"),
+    421: ("It came by a name that is not known here.", "text/plain"),
+    503: ("No master answers now, or something is full: ask again.", "text/plain"),
+}
+_GUARDED: Final[Mapping[int, tuple[str, Content]]] = {
+    401: ("It needs the token.", "text/plain"),
+    403: ("It does not come from loopback, or a page of another site sent it.", "text/plain"),
+}
+
+
+def document(described: Iterable[Described]) -> dict[str, Any]:
+    """All of them, by OpenAPI 3.1."""
+    schemas: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for each in described:
+        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvstore", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(each: Described, schemas: dict[str, Any]) -> dict[str, Any]:
+    answers = {**_ALWAYS, **(_GUARDED if each.is_trusted else {401: _GUARDED[401]}), **each.answers}
+    operation: dict[str, Any] = {
+        "summary": each.summary,
+        "security": [{"token": []}, {}],  # the token, or none where this server needs none
+        "responses": {
+            str(status): {"description": text, **_content(kind, schemas)}
+            for status, (text, kind) in sorted(answers.items())
+        },
+    }
+    if each.query is not None:
+        shape = _schema(each.query, schemas)
+        operation["parameters"] = [
+            {
+                "name": name,
+                "in": "query",
+                "required": name in shape.get("required", ()),
+                "description": field.get("description", ""),
+                "schema": field,
+            }
+            for name, field in shape["properties"].items()
+        ]
+    if each.body is not None:
+        operation["requestBody"] = {"required": True, **_content(each.body, schemas)}
+    return operation
+
+
+def _content(kind: Content, schemas: dict[str, Any]) -> dict[str, Any]:
+    if kind is None:
+        return {}
+    if isinstance(kind, str):
+        return {"content": {kind: {"schema": {"type": "string"}}}}
+    schemas[kind.__name__] = _schema(kind, schemas)
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"content": {JSON: {"schema": reference}}}
+
+
+def _schema(kind: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(made.pop("$defs", {}))
+    return made

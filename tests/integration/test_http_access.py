@@ -1,0 +1,314 @@
+"""Who may read and write over HTTP: real masters, from loopback and from elsewhere, with a token,
+forged by pages of other sites, and over TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.demo.processes import free_port
+from kvstore.errors import PermissionDeniedError
+from kvstore.web.following import follow
+from kvstore.web.objects import LIST_PATH, PATH, REMOVE_PATH
+from tests.integration.browser import browsing
+from tests.integration.cluster import MASTER, NODE, SHORT, Cluster, children_of, until
+from tests.integration.http import Reply, request
+from tests.integration.test_http import child_of
+
+TOKEN = "s3cret-0123456789abcdef"
+WRITES = ("PUT", "DELETE", "GET")
+READS = ("/metrics", "/api/v1/status", "/api/v1/nodes", "/api/v1/openapi.json", LIST_PATH)
+KEY = f"{PATH}?key=00"
+
+Started = Callable[..., tuple[Cluster, int]]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    """Starts a master with a node and these settings; returns its port for HTTP, too."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*, prefix: list[str] | None = None, **settings: Any) -> tuple[Cluster, int]:
+            given = {"http_port": free_port(), **settings}
+            cluster = Cluster(tmp_path, settings=SHORT | given, prefix=prefix or ())
+            stack.enter_context(cluster)
+            cluster.start()
+            return cluster, given["http_port"]
+
+        yield start
+
+
+def of_token(tmp_path: Path) -> str:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    return str(file)
+
+
+# --- pages of other sites -------------------------------------------------------------------------
+
+
+def test_pages_of_other_sites_change_nothing(started: Started) -> None:
+    cluster, port = started()
+    assert request(port, "PUT", KEY, b"x").status == 201
+    evil = "http://evil.example"
+    forged: list[dict[str, str]] = [
+        {"Origin": evil}, {"Origin": "null"}, {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
+    ]  # fmt: skip
+    for headers in forged:
+        assert request(port, "PUT", f"{PATH}?key=01", b"x", headers=headers).status == 403
+        assert request(port, "DELETE", KEY, headers=headers).status == 403
+        assert request(port, "GET", KEY, headers=headers).status == 403
+        asked = {"keys": ["00"]}
+        assert request(port, "POST", REMOVE_PATH, asked, headers=headers).status == 403
+    rebound = {"Host": "evil.example", "Origin": evil, "Sec-Fetch-Site": "same-origin"}
+    for method in WRITES:
+        assert request(port, method, KEY, headers=rebound).status == 421
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        body, headers = b'{"keys": ["00"]}', {"Content-Type": kind}
+        assert request(port, "POST", REMOVE_PATH, body, headers=headers).status == 400
+    with cluster.client() as client:
+        assert client.exists_many([b"\0", b"\1"]) == [True, False]
+
+
+# --- the token ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["file", "variable"])
+def test_a_token_is_needed_and_is_seen_nowhere(started: Started, tmp_path: Path, by: str) -> None:
+    given = {"http_token_file": of_token(tmp_path)} if by == "file" else {}
+    prefix = [] if by == "file" else ["env", f"KVSTORE_HTTP_TOKEN={TOKEN}"]
+    cluster, port = started(prefix=prefix, memory="32MiB", log_level="debug", **given)
+    for method in WRITES:
+        refused = request(port, method, KEY, b"x")
+        assert refused.status == 401
+        assert refused.headers["WWW-Authenticate"].startswith("Bearer")
+        assert request(port, method, KEY, b"x", token="wrong" * 5).status == 401
+        assert request(port, method, f"{KEY}&token={TOKEN}", b"x").status == 401
+        bytes_of_all = {"Authorization": "Bearer " + bytes(range(128, 256)).decode("latin-1")}
+        assert request(port, method, KEY, b"x", headers=bytes_of_all).status == 401
+    assert request(port, "PUT", KEY, b"x", token=TOKEN).status == 201
+    assert request(port, "GET", KEY, token=TOKEN).body == b"x"
+    for path in ("/", "/metrics", "/api/v1/status"):
+        answer = request(port, "GET", path)
+        assert answer.status == 200, path
+        assert TOKEN not in answer.text
+    server = cluster.master_server
+    assert server is not None
+    child = child_of(server)
+    for pid in {server.pid, child, *children_of(server.pid)}:
+        assert TOKEN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    for other in set(children_of(server.pid)) - {child}:
+        assert TOKEN.encode() not in Path(f"/proc/{other}/environ").read_bytes()
+    os.kill(child, 9)  # the next one has the token, too
+    assert request(port, "GET", KEY, timeout_s=60).status == 401
+    assert request(port, "GET", KEY, token=TOKEN).body == b"x"
+    assert TOKEN not in server.errors
+
+
+def test_reading_can_need_the_token(started: Started, tmp_path: Path) -> None:
+    _, port = started(http_token_file=of_token(tmp_path), http_reads="token", events="on")
+    for path in READS:
+        assert request(port, "GET", path).status == 401, path
+        assert request(port, "GET", path, token=TOKEN).status == 200, path
+    assert request(port, "POST", "/api/v1/match", {"keys": []}).status == 401
+    for path in ("/healthz", "/readyz", "/", "/page.js"):
+        assert request(port, "GET", path).status == 200, path
+    at = [f"127.0.0.1:{port}"]
+    assert next(iter(follow(at, token=TOKEN))).name == "cleared"
+    with pytest.raises(PermissionDeniedError):
+        next(iter(follow(at)))
+
+
+def test_the_dashboard_asks_for_the_token(started: Started, tmp_path: Path) -> None:
+    cluster, port = started(http_token_file=of_token(tmp_path), http_reads="token")
+    name = cluster.nodes[0].name
+    with browsing() as browser:
+        browser.open(port, "nodes")
+        until(lambda: "needs the token" in browser.text("#token"))
+        assert name not in browser.text("#node-cards")
+        enter = (
+            "document.querySelector('#token-text').value = arguments[0];"
+            "document.querySelector('#token button').click()"
+        )
+        browser.run(enter, "wrong" * 5)
+        until(lambda: browser.run("return document.querySelector('#token-text').value") == "")
+        until(lambda: "needs the token" in browser.text("#token"))
+        browser.run(enter, TOKEN)
+        until(lambda: name in browser.text("#node-cards"))
+        until(lambda: not browser.text("#token"))
+        assert not [address for address in browser.requests() if TOKEN in address]
+        assert browser.run("return document.cookie + localStorage.length + location.href") == (
+            f"0http://127.0.0.1:{port}/#nodes"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"http_reads": "token"}, "http_reads"),
+        ({"http_token_file": "/nowhere/token"}, "cannot be read: No such file"),
+        ({"http_token_file": os.devnull}, "holds no token"),
+        ({"http_cert": os.devnull}, "http_key is missing"),
+        ({"http_key": os.devnull}, "http_cert is missing"),
+        ({"http_cert": "/nowhere/c", "http_key": "/nowhere/k"}, "http_cert /nowhere/c cannot be"),
+        ({"http_cert": os.devnull, "http_key": os.devnull}, "are no certificate and key"),
+    ],
+)
+def test_settings_that_are_no_use_are_an_error_at_the_start(
+    cluster: Cluster, settings: dict[str, Any], why: str
+) -> None:
+    for module, more in ((MASTER, {"port": 0}), (NODE, {"memory": "32MiB", "name": "x"})):
+        refused = cluster.launch(module, {**more, "http_port": free_port(), **settings})
+        assert refused.wait() == 2, refused.errors
+        assert why in refused.errors
+        assert "Traceback" not in refused.errors
+
+
+# --- from elsewhere -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def net() -> Iterator[tuple[str, str]]:
+    """A network namespace for the master, and its address as seen from here."""
+    name, link = f"kvs-http-{os.getpid()}", f"kvsh{os.getpid() % 10**7}"
+    address = f"198.19.{os.getpid() % 256}"
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+
+    try:
+        try:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("link", "add", link, "type", "veth", "peer", "name", "there", "netns", name)
+            ip("-n", name, "address", "add", f"{address}.1/30", "dev", "there")
+            ip("-n", name, "link", "set", "there", "up")
+            ip("address", "add", f"{address}.2/30", "dev", link)
+            ip("link", "set", link, "up")
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            why = getattr(error, "stderr", "") or str(error)
+            pytest.skip(f"needs root and iproute2: requests from elsewhere ({why.strip()})")
+        yield name, f"{address}.1"
+    finally:
+        for arguments in (["link", "del", link], ["netns", "del", name]):
+            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
+                ip(*arguments)
+
+
+@pytest.mark.netns
+def test_from_another_host(net: tuple[str, str], tmp_path: Path) -> None:
+    namespace, host = net
+    port = free_port()
+    settings = SHORT | {"host": "0.0.0.0", "http_port": port}
+    prefix = ["ip", "netns", "exec", namespace]
+    cluster = Cluster(tmp_path, settings=settings, prefix=prefix, reached_at=host)
+    with cluster:
+        cluster.master()
+        cluster.node(master=f"127.0.0.1:{cluster.settings['port']}", host=host)
+
+        def ask(method: str, path: str, body: Any = None, **more: Any) -> Reply:
+            return request(port, method, path, body, host=host, **more)
+
+        for headers in ({}, {"X-Forwarded-For": "127.0.0.1"}, {"Host": "localhost"}):
+            for method in WRITES:
+                assert ask(method, KEY, b"x", headers=headers).status == 403
+            assert ask("POST", REMOVE_PATH, {"keys": ["00"]}, headers=headers).status == 403
+        for path in READS:
+            assert ask("GET", path).status == 200, path
+        curl = [*prefix, "curl", "-s", "-X", "PUT", "--data-binary", "x", "-w", "%{http_code}"]
+        url = f"http://127.0.0.1:{port}{KEY}"
+        done = subprocess.run([*curl, url], capture_output=True, check=True, timeout=60)
+        assert done.stdout.endswith(b"201")
+        assert cluster.master_server is not None
+        cluster.master_server.terminate()
+        cluster.master(http_token_file=of_token(tmp_path))
+        until(lambda: cluster.state_of(cluster.nodes[0]) == "alive")
+        assert ask("PUT", f"{PATH}?key=01", b"y").status == 401
+        assert ask("PUT", f"{PATH}?key=01", b"y", token=TOKEN).status == 201
+        assert ask("GET", f"{PATH}?key=01", token=TOKEN).body == b"y"
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+def certificate(directory: Path, name: str) -> tuple[str, str]:
+    """A certificate that signs itself, for 127.0.0.1, and its key."""
+    cert, key = directory / f"{name}.pem", directory / f"{name}.key"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+            "-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", f"/CN={name}",
+            "-addext", "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return str(cert), str(key)
+
+
+def test_over_tls_with_a_certificate_that_is_renewed(started: Started, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "first")
+    other_cert, other_key = certificate(tmp_path, "second")
+    _, port = started(http_cert=cert, http_key=key, events="on")
+    first, second = (ssl.create_default_context(cafile=each) for each in (cert, other_cert))
+    assert request(port, "PUT", KEY, b"x" * 100_000, tls=first).status == 201
+    assert request(port, "GET", KEY, tls=first).body == b"x" * 100_000
+    assert request(port, "GET", "/readyz", tls=first).text == "leads\n"
+    told = follow([f"https://127.0.0.1:{port}"], cacert=cert)
+    assert next(told).name == "cleared"
+    told.close()  # type: ignore[attr-defined]
+    with pytest.raises(ssl.SSLCertVerificationError):
+        request(port, "GET", "/readyz", tls=second)
+    with pytest.raises(ConnectionError):
+        request(port, "GET", "/readyz")
+
+    os.replace(other_cert, cert)  # half of a renewal: the pair before it serves on
+    assert request(port, "GET", "/readyz", tls=first).status == 200
+    os.replace(other_key, key)
+    assert request(port, "GET", "/readyz", tls=second).status == 200
+    with pytest.raises(ssl.SSLCertVerificationError):
+        request(port, "GET", "/readyz", tls=first)
+
+
+def test_a_key_of_another_certificate_is_an_error_at_the_start(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cert, _ = certificate(tmp_path, "first")
+    _, key = certificate(tmp_path, "second")
+    given = {"port": 0, "http_port": free_port(), "http_cert": cert, "http_key": key}
+    refused = cluster.launch(MASTER, given)
+    assert refused.wait() == 2
+    assert "do not belong together" in refused.errors
+
+
+def test_a_node_over_tls_with_a_token(cluster: Cluster, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "node")
+    cluster.master()
+    port = free_port()
+    cluster.node(
+        http_port=port, http_cert=cert, http_key=key, http_token_file=of_token(tmp_path),
+        http_reads="token",
+    )  # fmt: skip
+    tls = ssl.create_default_context(cafile=cert)
+    assert request(port, "GET", "/readyz", tls=tls).text == "joined\n"
+    assert request(port, "GET", "/metrics", tls=tls).status == 401
+    assert "kvstore_node_info" in request(port, "GET", "/metrics", tls=tls, token=TOKEN).text
+
+
+def test_connections_without_a_handshake_hold_up_nobody(started: Started, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "first")
+    _, port = started(http_cert=cert, http_key=key)
+    tls = ssl.create_default_context(cafile=cert)
+    with contextlib.ExitStack() as stack:
+        for number in range(200):
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            idle.sendall(b"\x16\x03\x01" if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
+        assert request(port, "GET", "/readyz", tls=tls).status == 200
