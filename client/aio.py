@@ -120,6 +120,7 @@ class AsyncClient:
     exists_many = _awaited(Client.exists_many)
     stat = _awaited(Client.stat)
     status = _awaited(Client.status)
+    http = _awaited(Client.http)
     traffic = _awaited(Client.traffic)
 
     remove = _awaited(Client.remove)

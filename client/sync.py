@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from kvstore import calls
-from kvstore.addresses import shown_place
+from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client import forks
@@ -18,7 +18,7 @@ from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, Range, View, seconds
-from kvstore.client.state import ClientState, ClientStats
+from kvstore.client.state import ClientState, ClientStats, MasterHTTP
 from kvstore.client.tracing import tracing
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
@@ -499,6 +499,15 @@ class Client:
     def status(self, *, timeout_ms: int | None = None) -> calls.ClusterStatus:
         """The cluster at a glance."""
         return self._run(self._operations.status(), timeout_ms)
+
+    def http(self, *, timeout_ms: int | None = None) -> MasterHTTP:
+        """Where the master that leads now serves HTTP."""
+        self._run(self._operations.reach(), timeout_ms)
+        joined = self._stub.joined
+        assert joined is not None, "it has answered a call that needs a join"
+        host, _ = split_address(self._stub.address)
+        at = join_address(host, joined.http_port) if joined.http_port else ""
+        return MasterHTTP(host, at, has_events=joined.has_events)
 
     def traffic(
         self, namespace: str | None = None, *, timeout_ms: int | None = None

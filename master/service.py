@@ -274,6 +274,8 @@ class MasterService:
             version=state.version,
             protocol=protocol,
             cluster=state.cluster,
+            http_port=endpoints.http_port if endpoints else 0,
+            has_events=endpoints is not None and endpoints.has_events,
         )
 
     def _wait_for(self, ticket: int) -> Awaitable[calls.Reply]:

@@ -102,6 +102,11 @@ class MasterStub:
         return self._link.joined
 
     @property
+    def address(self) -> str:
+        """The master in use, ``host:port``; empty: etcd has not named one yet."""
+        return self._link.address
+
+    @property
     def epoch(self) -> int:
         """The epoch of the master that was last joined; 0 before."""
         return self._link.joined.epoch if self._link.joined is not None else 0

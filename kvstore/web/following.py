@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
-from kvstore.addresses import split_address
+from kvstore.addresses import join_address, split_address
 from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.stopping import current
 
-SILENT_S: Final = 25.0
-"""A stream that is silent for so long is dead: heartbeats come every 10 s."""
+CONNECT_S: Final = 2.0
+"""How long a connection may take: a firewall that drops packets never answers."""
+
+SILENT_S: Final = 7.0
+"""A stream that is silent for so long is dead: heartbeats come every 2 s."""
 
 PAUSE_S: Final = 0.5
 """Between two attempts to connect."""
 
+BLOCK_BYTES_MAX: Final = 1 << 20
+"""Of one event; a stream with a longer one is no stream of events."""
+
 _UNAVAILABLE: Final = 503
+_MISDIRECTED: Final = 421
 
 
 class Told(NamedTuple):
@@ -38,56 +48,66 @@ def follow(
     addresses: Iterable[str],
     *,
     namespace: str = "",
+    under: str = "",
     whole: bool = True,
     since: str = "",
     patience_s: float | None = None,
+    heard: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Told]:
-    """Yields events as they come, across restarts of masters and elections. Blocks.
+    """Yields events as they come, across restarts of masters and elections. Blocks. In a thread
+    under a ``kvstore.stopping.Stop``, setting that ends the present connection.
 
     Args:
-        addresses: ``host:port`` of each master's HTTP; the one that leads is found. Or an endless
-            iterator that says where to connect next.
+        addresses: ``host:port`` of each master's HTTP; the one that leads is found. Or an iterator
+            that says where to connect next; when it ends, so does this.
         namespace: only objects of it; empty: of all.
+        under: only objects of namespaces whose names begin so.
         whole: begin with all that is visible, and again whenever events were missed (``cleared``,
             ``stored`` ..., ``whole``); applied in order, the events give the exact set.
         since: resume after this place.
         patience_s: how long no master may answer; None: for ever.
+        heard: called when a connection shows that it lives: every 2 s, or more often.
         failed: called with the reason when a connection fails or ends, before the next attempt.
 
     Raises:
         UnavailableError: ``patience_s`` is over, or a master has no events;
-        InvalidArgumentError: ``since`` or an address is wrong.
+        InvalidArgumentError: ``since`` or an address is wrong;
+        ClosedError: the thread's ``Stop`` is set.
     """
+    query = {"snapshot": int(whole), "namespace": namespace, "under": under}
+    path = f"/api/v1/events?{urlencode({name: value for name, value in query.items() if value})}"
     place = since
-    heard = time.monotonic()
+    last = time.monotonic()
     why = "no master answers"
     for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
         try:
-            for told, after in _read(address, namespace, whole, place):
+            for told, after in _read(address, path, place):
                 place = after
+                heard()
                 if told is not None:
                     yield told
-                heard = time.monotonic()
+                last = time.monotonic()
             why = f"{address} has ended its stream"
         except (OSError, http.client.HTTPException) as error:
             why = f"{address}: {error}"
         failed(why)
-        if patience_s is not None and time.monotonic() - heard > patience_s:
+        if patience_s is not None and time.monotonic() - last > patience_s:
             raise UnavailableError(f"no events for {patience_s:.0f} s: {why}")
         time.sleep(PAUSE_S)
 
 
-def _read(
-    address: str, namespace: str, whole: bool, since: str
-) -> Iterator[tuple[Told | None, str]]:
+def _read(address: str, path: str, since: str) -> Iterator[tuple[Told | None, str]]:
     """One connection; yields what came, and the place after it."""
-    query = {"snapshot": int(whole), **({"namespace": namespace} if namespace else {})}
-    connection = http.client.HTTPConnection(*split_address(address), timeout=SILENT_S)
-    try:
+    connection = _connect(address)
+    with contextlib.closing(connection), _cut_by_stop(connection.sock):
+        host, port = connection.sock.getpeername()[:2]
         headers = {"Last-Event-ID": since} if since else {}
-        connection.request("GET", f"/api/v1/events?{urlencode(query)}", headers=headers)
-        answer = connection.getresponse()
+        answer = _ask(connection, path, headers)
+        if answer.status == _MISDIRECTED:
+            # The master does not know the name by which we came. An address always passes.
+            answer.read()
+            answer = _ask(connection, path, headers | {"Host": join_address(host, port)})
         if answer.status != http.client.OK:
             said = answer.read(1_000).decode(errors="replace").strip()
             if answer.status == _UNAVAILABLE:
@@ -97,11 +117,39 @@ def _read(
         buffer = b""
         while data := answer.read1(1 << 16):
             *blocks, buffer = (buffer + data).split(b"\n\n")
+            if len(buffer) > BLOCK_BYTES_MAX:
+                raise OSError("what it sends is no stream of events")
             for block in blocks:
-                told, since = _parsed(block.decode(), since)
+                try:
+                    told, since = _parsed(block.decode(), since)
+                except ValueError as error:
+                    raise OSError(f"what it sends is no stream of events: {error}") from None
                 yield told, since
-    finally:
-        connection.close()
+
+
+def _connect(address: str) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection(*split_address(address), timeout=CONNECT_S)
+    connection.connect()
+    connection.sock.settimeout(SILENT_S)
+    return connection
+
+
+def _ask(
+    connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
+) -> http.client.HTTPResponse:
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse()
+
+
+@contextlib.contextmanager
+def _cut_by_stop(sock: socket.socket) -> Iterator[None]:
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    stop = current()
+    with stop.wakes(cut) if stop is not None else contextlib.nullcontext():
+        yield
 
 
 def _parsed(block: str, place: str) -> tuple[Told | None, str]:
