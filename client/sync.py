@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -19,7 +20,7 @@ from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, Range, View, seconds
 from kvstore.client.state import ClientState, ClientStats, MasterHTTP
-from kvstore.client.tracing import tracing
+from kvstore.client.tracing import traceparent, tracing
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
@@ -702,16 +703,18 @@ class Client:
     def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
         if self._tracing is None:
             return self._carry_out(flow, timeout_ms)
-        with self._tracing.span(getattr(flow, "__name__", "call")):
-            return self._carry_out(flow, timeout_ms)
+        with self._tracing.span(getattr(flow, "__name__", "call")) as span:
+            return self._carry_out(flow, timeout_ms, traceparent(span))
 
-    def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None) -> ResultT:
+    def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:
         """Carries out the flow's steps until it returns or the time is over."""
         if self._closed.is_set():
             raise ClosedError("the client is closed")
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
         call, pause, move = self._stub.call, self._pause, self._state.movers.move
+        if trace:
+            call = functools.partial(call, trace=trace)
         stop = current()
         if stop is not None:
             deadline = min(deadline, stop.deadline)

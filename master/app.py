@@ -36,6 +36,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.traces import add_trace
 from kvstore.web.feed import Feed
 from kvstore.web.link import Answers
 from kvstore.web.serving import bind
@@ -109,6 +110,7 @@ async def _serve(config: MasterConfig, parent: ParentLink) -> int:
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)
     background.watch_threads()
+    log.addFilter(add_trace)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     if parent.fd is not None:
