@@ -87,16 +87,43 @@ class Dispatcher:
         self._lines_since = 0.0
 
     def dispatch(
-        self, call: Call[Any, Any], data: bytes, caller: Caller | None = None
+        self,
+        call: Call[Any, Any],
+        data: bytes,
+        caller: Caller | None = None,
+        *,
+        is_traced: bool = False,
     ) -> bytes | asyncio.Task[bytes]:
         """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
+
+        Args:
+            call: whose request ``data`` is.
+            data: as the client sent it.
+            caller: None: a client without a token.
+            is_traced: its trace context has been looked at.
 
         Raises:
             KVStoreError: the only exception, now or from the task (except cancellation).
         """
-        if data[TRACE_AT] == TRACE_MARK:
+        if data[TRACE_AT] == TRACE_MARK and not is_traced:
             return self._traced(call, data, caller)
-        return self._dispatch(call, data, caller)
+        stats = self.stats[call.name]
+        stats.count += 1
+        started = time.perf_counter()
+        try:
+            reply = self.service.call(decode_request(call, data), caller)
+            if type(reply) is call.reply:
+                encoded = _encoded(call, cast(Reply, reply))
+                stats.us.add((time.perf_counter() - started) * 1e6)
+                return encoded
+            waiting = asyncio.ensure_future(cast(Awaitable[Reply], reply))
+        except Exception as error:  # noqa: BLE001  # no bug in one call ends the process
+            stats.us.add((time.perf_counter() - started) * 1e6)
+            raise _mapped(call, stats, error) from None
+        task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
+        # Not in a ``finally``: a task that is cancelled before its first step would not run it.
+        task.add_done_callback(lambda _: waiting.cancel())
+        return task
 
     def _traced(
         self, call: Call[Any, Any], data: bytes, caller: Caller | None
@@ -105,10 +132,10 @@ class Dispatcher:
         started = time.perf_counter()
         data, parent = split_trace(data)
         if not parent:
-            return self._dispatch(call, data, caller)
+            return self.dispatch(call, data, caller, is_traced=True)
         with tracing(trace_id(parent)):
             try:
-                reply = self._dispatch(call, data, caller)
+                reply = self.dispatch(call, data, caller, is_traced=True)
             except KVStoreError as error:
                 self._log_traced(call, started, error)
                 raise
@@ -143,27 +170,6 @@ class Dispatcher:
             )  # fmt: skip
         else:
             logger.info("call_slow call=%s ms=%d", call.name, took_ms)
-
-    def _dispatch(
-        self, call: Call[Any, Any], data: bytes, caller: Caller | None
-    ) -> bytes | asyncio.Task[bytes]:
-        stats = self.stats[call.name]
-        stats.count += 1
-        started = time.perf_counter()
-        try:
-            reply = self.service.call(decode_request(call, data), caller)
-            if type(reply) is call.reply:
-                encoded = _encoded(call, cast(Reply, reply))
-                stats.us.add((time.perf_counter() - started) * 1e6)
-                return encoded
-            waiting = asyncio.ensure_future(cast(Awaitable[Reply], reply))
-        except Exception as error:  # noqa: BLE001  # no bug in one call ends the process
-            stats.us.add((time.perf_counter() - started) * 1e6)
-            raise _mapped(call, stats, error) from None
-        task = asyncio.get_running_loop().create_task(self._wait(call, stats, waiting, started))
-        # Not in a ``finally``: a task that is cancelled before its first step would not run it.
-        task.add_done_callback(lambda _: waiting.cancel())
-        return task
 
     async def _wait(
         self,

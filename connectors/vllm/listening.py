@@ -18,7 +18,6 @@ from typing import Final, NamedTuple
 from kvstore.background import start_thread
 from kvstore.connectors.vllm.events import Block
 from kvstore.errors import ClosedError, KVStoreError
-from kvstore.limits import Namespace
 from kvstore.stopping import Stop
 from kvstore.web.following import Told, follow
 
@@ -52,7 +51,7 @@ class Listener:
     """Follows the events of some namespaces. Threads: any one, beside its own."""
 
     def __init__(
-        self, find: Callable[[], str], under: str, groups: Mapping[Namespace, int]
+        self, find: Callable[[], str], under: str, groups: Mapping[str, int]
     ) -> None:
         """
         Args:

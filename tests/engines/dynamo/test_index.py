@@ -188,13 +188,21 @@ def test_dynamos_indexer_takes_no_block_without_its_tokens(
         until(lambda: asked(port, "/workers") is not None, within_s=60)
         at, replay_at = cluster.settings["events"].split(",")
         for number, endpoint in ((1, at), (2, engine_at)):
-            about: dict[str, Any] = {"instance_id": number, "endpoint": endpoint, "model_name": f"m{number}"}
+            about: dict[str, Any] = {
+                "instance_id": number,
+                "endpoint": endpoint,
+                "model_name": f"m{number}",
+            }
             about |= {"block_size": 16} | ({"replay_endpoint": replay_at} if number == 1 else {})
             assert asked(port, "/register", about) is not None
         client = cluster.client(namespace=NAMESPACE)
         record = {"models": ["m1"], "block_size": 16, "namespaces": [NAMESPACE]}
         client.put("m1/f", json.dumps(record).encode(), namespace="vllm-fleet")
-        tokens: dict[str, Any] = {"type": "BlockStored", "block_hashes": [5], "parent_block_hash": None}
+        tokens: dict[str, Any] = {
+            "type": "BlockStored",
+            "block_hashes": [5],
+            "parent_block_hash": None,
+        }
         tokens |= {"token_ids": list(range(16)), "block_size": 16, "lora_id": None}
         sent = 0
 

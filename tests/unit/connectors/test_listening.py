@@ -12,11 +12,10 @@ import pytest
 from kvstore.connectors.vllm import listening
 from kvstore.connectors.vllm.listening import Heard, Listener
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.limits import Namespace
 from kvstore.web import following
 from tests.integration.cluster import until
 
-GROUPS = {Namespace("vllm/f/g0/p0t0"): 0, Namespace("vllm/f/g1/p0t0"): 1}
+GROUPS = {"vllm/f/g0/p0t0": 0, "vllm/f/g1/p0t0": 1}
 STREAM = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
     b"retry: 1000\n\n"
