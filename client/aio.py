@@ -122,6 +122,7 @@ class AsyncClient:
     stat = _awaited(Client.stat)
     list_page = _awaited(Client.list_page)
     status = _awaited(Client.status)
+    http = _awaited(Client.http)
     traffic = _awaited(Client.traffic)
 
     remove = _awaited(Client.remove)

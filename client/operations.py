@@ -534,6 +534,11 @@ class Operations:
             status = status.with_page(page)
         return status
 
+    def reach(self) -> Flow[None]:
+        """The cheapest question to the master that leads."""
+        nothing = calls.Renew(self._namespace(None), (), (), (), 0, ())
+        yield from ask(nothing, calls.Renewed)
+
     def traffic(self, namespace: str | None) -> Flow[calls.TrafficReport]:
         space = "" if namespace is None else check_namespace(namespace)
         report = yield from ask(calls.Traffic(space), calls.TrafficReport)

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
 
 
+class MasterHTTP(NamedTuple):
+    """Where a master serves HTTP, as it said when this client joined it."""
+
+    host: str
+    """The host at which this client reaches the master."""
+    address: str
+    """``host:port``; empty: it serves no HTTP, or is of a release that does not say."""
+    has_events: bool
+    """Whether events are served there (``kvstore.web.following``)."""
+
+
 class ClientStats(NamedTuple):
     """What a client has done since its creation."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 from kvstore import calls
-from kvstore.addresses import shown_place
+from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client import forks
@@ -18,8 +19,8 @@ from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, Range, Raw, View, seconds
-from kvstore.client.state import ClientState, ClientStats
-from kvstore.client.tracing import tracing
+from kvstore.client.state import ClientState, ClientStats, MasterHTTP
+from kvstore.client.tracing import traceparent, tracing
 from kvstore.client.values import Buffer, Kind, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
@@ -520,6 +521,15 @@ class Client:
         """The cluster at a glance."""
         return self._run(self._operations.status(), timeout_ms)
 
+    def http(self, *, timeout_ms: int | None = None) -> MasterHTTP:
+        """Where the master that leads now serves HTTP."""
+        self._run(self._operations.reach(), timeout_ms)
+        joined = self._stub.joined
+        assert joined is not None, "it has answered a call that needs a join"
+        host, _ = split_address(self._stub.address)
+        at = join_address(host, joined.http_port) if joined.http_port else ""
+        return MasterHTTP(host, at, has_events=joined.has_events)
+
     def traffic(
         self, namespace: str | None = None, *, timeout_ms: int | None = None
     ) -> calls.TrafficReport:
@@ -718,16 +728,18 @@ class Client:
     def _run(self, flow: Flow[ResultT], timeout_ms: int | None = None) -> ResultT:
         if self._tracing is None:
             return self._carry_out(flow, timeout_ms)
-        with self._tracing.span(getattr(flow, "__name__", "call")):
-            return self._carry_out(flow, timeout_ms)
+        with self._tracing.span(getattr(flow, "__name__", "call")) as span:
+            return self._carry_out(flow, timeout_ms, traceparent(span))
 
-    def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None) -> ResultT:
+    def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:
         """Carries out the flow's steps until it returns or the time is over."""
         if self._closed.is_set():
             raise ClosedError("the client is closed")
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
         call, pause, move = self._stub.call, self._pause, self._state.movers.move
+        if trace:
+            call = functools.partial(call, trace=trace)
         stop = current()
         if stop is not None:
             deadline = min(deadline, stop.deadline)

@@ -17,9 +17,9 @@ class Tracing:
         self._kind = kind
         self._attributes = {"kvstore.master": master}
 
-    def span(self, call: str) -> AbstractContextManager[object]:
+    def span(self, call: str) -> AbstractContextManager[Any]:
         """``kvstore.CALL``, below the span of the caller; records the error that leaves it."""
-        span: AbstractContextManager[object] = self._tracer.start_as_current_span(
+        span: AbstractContextManager[Any] = self._tracer.start_as_current_span(
             f"kvstore.{call}", kind=self._kind, attributes=self._attributes
         )
         return span
@@ -31,3 +31,11 @@ def tracing(master: str) -> Tracing | None:
     if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
     return Tracing(trace.get_tracer("kvstore", __version__), trace.SpanKind.CLIENT, master)
+
+
+def traceparent(span: Any) -> str:
+    """The span's context as the master gets it (W3C Trace Context); empty: it has none."""
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"

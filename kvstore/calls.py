@@ -173,6 +173,11 @@ class Joined(NamedTuple):
     """The version that both speak from here on."""
     cluster: str = ""
     """Name of the master's cluster; empty: it has none."""
+    http_port: Port = 0
+    """TCP port of HTTP on the address that the client already used; 0: none, or an older release
+    that does not say."""
+    has_events: bool = False
+    """Whether events are served there."""
 
 
 class MatchPrefix(NamedTuple):

@@ -36,6 +36,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.traces import add_trace
 from kvstore.web.access import secured_by
 from kvstore.web.feed import Feed
 from kvstore.web.link import Answers
@@ -122,6 +123,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)
     background.watch_threads()
+    log.addFilter(add_trace)
     for number in background.end_signals():
         loop.add_signal_handler(number, stopped.set)
     if parent.fd is not None:
@@ -136,7 +138,6 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
     broken = background.End()
     master = _Master(config, broken)
     await master.bind()
-    endpoints = master.endpoints
     listener: socket.socket | None = None
     election: Election | None = None
     tasks: list[asyncio.Task[None]] = [start_task("collector", _keep_collector_out(), died=broken)]
@@ -144,6 +145,11 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
     breaking = loop.create_task(broken.wait())
     child: Child | None = None
     try:
+        if config.http_port:
+            given = "http_port" in config.model_fields_set
+            listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
+            master.serves_http(listener.getsockname()[1])
+        endpoints = master.endpoints
         if etcd is None:
             # The wall clock grows from start to start, so no epoch needs to be stored. If the
             # clock was put back, the nodes report it (``_outrun``).
@@ -159,9 +165,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
         own = descriptors.open_now()  # before the first connection is accepted
         await master.carriers.start()
         tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
-        if config.http_port:
-            given = "http_port" in config.model_fields_set
-            listener = await asyncio.to_thread(bind, config.host, config.http_port, is_given=given)
+        if listener is not None:
             answers: Answers = {
                 "role": master.role,
                 "measures": master.measures,
@@ -273,6 +277,11 @@ class _Master:
     async def bind(self) -> None:
         config = self._config
         self.endpoints = await self.carriers.bind(config.host, config.port, config.lane_port_wanted)
+
+    def serves_http(self, port: int) -> None:
+        """Tells clients that join where HTTP is."""
+        has_events = self.feed is not None
+        self.endpoints = self.endpoints._replace(http_port=port, has_events=has_events)
 
     def lead_as(self, address: str, election: Election) -> None:
         """Makes this one of several masters: ``address`` is its own, ``election`` decides who

@@ -8,6 +8,7 @@ exception into a ``KVStoreError``; the carrier sends the bytes or the error in i
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -19,13 +20,24 @@ from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.state.traffic import Caller
+from kvstore.master.traces import tracing
 from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
 from kvstore.wire.status import unexpected
+from kvstore.wire.traces import AT as TRACE_AT
+from kvstore.wire.traces import MARK as TRACE_MARK
+from kvstore.wire.traces import split_trace, trace_id
 
 logger = logging.getLogger("kvstore.master")
 
 REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """Leaves room for a frame's head and gRPC's framing."""
+
+
+SLOW_S = 0.1
+"""A call that is part of a trace and takes longer is logged."""
+
+TRACED_LINES_PER_S = 20
+"""About calls that are part of a trace; further ones of that second are not logged."""
 
 
 class Service(Protocol):
@@ -71,15 +83,30 @@ class Dispatcher:
         self.service = service
         """Answers the calls; may be replaced between two calls."""
         self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
+        self._lines = 0
+        self._lines_since = 0.0
 
     def dispatch(
-        self, call: Call[Any, Any], data: bytes, caller: Caller | None = None
+        self,
+        call: Call[Any, Any],
+        data: bytes,
+        caller: Caller | None = None,
+        *,
+        is_traced: bool = False,
     ) -> bytes | asyncio.Task[bytes]:
         """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
+
+        Args:
+            call: whose request ``data`` is.
+            data: as the client sent it.
+            caller: None: a client without a token.
+            is_traced: its trace context has been looked at.
 
         Raises:
             KVStoreError: the only exception, now or from the task (except cancellation).
         """
+        if data[TRACE_AT] == TRACE_MARK and not is_traced:
+            return self._traced(call, data, caller)
         stats = self.stats[call.name]
         stats.count += 1
         started = time.perf_counter()
@@ -97,6 +124,52 @@ class Dispatcher:
         # Not in a ``finally``: a task that is cancelled before its first step would not run it.
         task.add_done_callback(lambda _: waiting.cancel())
         return task
+
+    def _traced(
+        self, call: Call[Any, Any], data: bytes, caller: Caller | None
+    ) -> bytes | asyncio.Task[bytes]:
+        """As ``dispatch``; logs if the call fails, or takes long."""
+        started = time.perf_counter()
+        data, parent = split_trace(data)
+        if not parent:
+            return self.dispatch(call, data, caller, is_traced=True)
+        with tracing(trace_id(parent)):
+            try:
+                reply = self.dispatch(call, data, caller, is_traced=True)
+            except KVStoreError as error:
+                self._log_traced(call, started, error)
+                raise
+            if isinstance(reply, bytes):
+                self._log_traced(call, started, None)
+            else:
+                reply.add_done_callback(functools.partial(self._log_waited, call, started))
+            return reply
+
+    def _log_waited(
+        self, call: Call[Any, Any], started: float, waited: asyncio.Task[bytes]
+    ) -> None:
+        if not waited.cancelled():  # else its caller has gone
+            self._log_traced(call, started, waited.exception())
+
+    def _log_traced(
+        self, call: Call[Any, Any], started: float, error: BaseException | None
+    ) -> None:
+        now = time.perf_counter()
+        took_ms = (now - started) * 1000
+        if error is None and took_ms < SLOW_S * 1000:
+            return
+        if now - self._lines_since >= 1:
+            self._lines, self._lines_since = 0, now
+        self._lines += 1
+        if self._lines > TRACED_LINES_PER_S:
+            return
+        if isinstance(error, KVStoreError):
+            logger.info(
+                "call_failed call=%s ms=%d error=%s reason=%r",
+                call.name, took_ms, error.code, error.message,
+            )  # fmt: skip
+        else:
+            logger.info("call_slow call=%s ms=%d", call.name, took_ms)
 
     async def _wait(
         self,

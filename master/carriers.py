@@ -13,7 +13,7 @@ from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
 
 
 class Endpoints(NamedTuple):
-    """Where the carriers listen; what ``Joined`` tells clients of the lane."""
+    """Where this master listens; what ``Joined`` tells clients of the lane and of HTTP."""
 
     host: str
     port: int
@@ -21,6 +21,10 @@ class Endpoints(NamedTuple):
     """0: no lane."""
     lane_unix: str
     lane_token: bytes
+    http_port: int = 0
+    """0: no HTTP."""
+    has_events: bool = False
+    """Whether HTTP serves events."""
 
 
 class Carriers:

@@ -25,6 +25,7 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.state.traffic import Caller
+from kvstore.wire import traces
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
 from kvstore.wire.status import METADATA_KEY, encode_error, grpc_code, unexpected
@@ -123,6 +124,9 @@ class GrpcServer:
         async def answer(data: bytes, context: Context) -> bytes:
             try:
                 caller = self._caller(context)
+                for key, value in context.invocation_metadata() or ():
+                    if key == traces.METADATA_KEY and isinstance(value, str):
+                        data = traces.with_trace(data, value)
                 reply = self._dispatcher.dispatch(call, data, caller)
                 return reply if isinstance(reply, bytes) else await reply
             except KVStoreError as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 import time
@@ -131,6 +132,8 @@ class MasterService:
         self._outboxes: dict[int, Outbox] = {}
         self._next_session = 0
         self._working = False
+        self._no_call = contextvars.Context()
+        """Of background work: what it logs belongs to no trace."""
         self._cutting = asyncio.Lock()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -274,6 +277,8 @@ class MasterService:
             version=state.version,
             protocol=protocol,
             cluster=state.cluster,
+            http_port=endpoints.http_port if endpoints else 0,
+            has_events=endpoints is not None and endpoints.has_events,
         )
 
     def _wait_for(self, ticket: int) -> Awaitable[calls.Reply]:
@@ -392,7 +397,7 @@ class MasterService:
                         self.noticed(event, fields)
         if state.has_work and not self._working:
             self._working = True
-            asyncio.get_running_loop().call_soon(self._work)
+            asyncio.get_running_loop().call_soon(self._work, context=self._no_call)
 
     def _answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         future = self._answers.pop(ticket, None)

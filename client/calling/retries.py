@@ -281,7 +281,7 @@ class Link:
         longest: float = min(most, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         return longest * (0.5 + 0.5 * self._random.random())
 
-    def metadata(self, call: Call[Any, Any]) -> tuple[tuple[str, bytes], ...]:
+    def metadata(self, call: Call[Any, Any]) -> tuple[tuple[str, str | bytes], ...]:
         """What a gRPC call carries besides its request."""
         if self.joined is None or not call.lane:
             return ()

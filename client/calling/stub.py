@@ -43,6 +43,8 @@ from kvstore.stopping import current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
+from kvstore.wire.traces import METADATA_KEY as TRACE_METADATA
+from kvstore.wire.traces import split_trace, with_trace
 
 logger = logging.getLogger("kvstore.client")
 
@@ -102,6 +104,11 @@ class MasterStub:
         return self._link.joined
 
     @property
+    def address(self) -> str:
+        """The master in use, ``host:port``; empty: etcd has not named one yet."""
+        return self._link.address
+
+    @property
     def epoch(self) -> int:
         """The epoch of the master that was last joined; 0 before."""
         return self._link.joined.epoch if self._link.joined is not None else 0
@@ -125,11 +132,12 @@ class MasterStub:
         assert joined is not None
         return joined
 
-    def call(self, request: Request, deadline: float) -> Reply:
+    def call(self, request: Request, deadline: float, trace: str = "") -> Reply:
         """The master's reply.
 
         Args:
             deadline: a ``uptime()`` value, by which this returns or raises.
+            trace: the ``traceparent`` of the span that this call is part of; empty: of none.
 
         Raises:
             MasterUnreachableError: no master was found until the deadline, or (``fields["sent"]``
@@ -142,6 +150,8 @@ class MasterStub:
             raise ClosedError("the client is closed")
         call = CALLS[type(request)]
         payload = encode_request(request)
+        if trace:
+            payload = with_trace(payload, trace)
         silence_s = self._link.silence_s(request)
         broken: CarrierBrokenError | NotLeaderError | None = None
         while call.lane and broken is None and (connection := self._take()) is not None:
@@ -272,6 +282,9 @@ class MasterStub:
             try:
                 send = lent.channel.unary_unary(call.path)
                 stop, metadata = current(), self._link.metadata(call)
+                payload, trace = split_trace(payload)
+                if trace:
+                    metadata = (*metadata, (TRACE_METADATA, trace))
                 if stop is None:
                     return send(payload, timeout=left_s, metadata=metadata)
                 stop.check()

@@ -1,14 +1,18 @@
 """KV events: which blocks of this engine the store holds, and which it has lost.
 
-The connector reports a block as stored when every worker has stored it. The store does not announce
-evictions, so the connector checks reported blocks again from time to time, a few thousand at once,
-and reports missing ones as removed.
+The connector reports a block as stored when every worker has stored it, and as removed when the
+store answers that some worker's part is gone. When it asks:
+
+* While it hears the store's own events: about a block once after it was reported, and once after an
+  event says that a part of it is gone; about all blocks after events were missed. An event only
+  says what to ask about, because another put may have overtaken it.
+* Otherwise: about all blocks, again and again, a few thousand every 5 s.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -24,8 +28,19 @@ AUDIT_KEYS: Final = 4_096
 """Keys per audit: two milliseconds of the master's time."""
 
 AUDIT_EVERY_S: Final = 5.0
+"""Between two audits, while no event says what to ask about."""
+
+AUDIT_SOON_S: Final = 0.05
+AUDIT_FULL_S: Final = 1.0
+"""While events say it: after an audit of one block, and after one of ``AUDIT_KEYS``; in proportion
+in between."""
+
 TOLD_MAX: Final = 1_000_000
 """Reported blocks that are remembered."""
+
+
+Block = tuple[int, bytes]
+"""Group and key."""
 
 
 class Events:
@@ -34,10 +49,13 @@ class Events:
     def __init__(self, groups: Groups, *, wanted: bool) -> None:
         self.wanted = wanted
         self._groups = groups
-        self._told: OrderedDict[tuple[int, bytes], bytes] = OrderedDict()
-        """By group and key: vLLM's hash. The block whose last audit is oldest comes first."""
+        self._sure: OrderedDict[Block, bytes] = OrderedDict()
+        """Reported blocks and vLLM's hash of each; the one with the oldest audit comes first."""
+        self._unsure: OrderedDict[Block, bytes] = OrderedDict()
+        """The same, of blocks that may have gone since their last audit; they are audited first."""
         self._events: list[KVCacheEvent] = []
         self._audited = 0.0
+        self._audited_keys = 0
 
     def tokens_of(self, request: Request, runs: Sequence[Run]) -> dict[int, list[int]]:
         """The token ids of each run's blocks, by index of the run."""
@@ -64,7 +82,8 @@ class Events:
             hashes = [plain.get(key, key) for key in run.keys]
             parent = None if run.parent is None else plain.get(run.parent, run.parent)
             for key, block_hash in zip(run.keys, hashes, strict=True):
-                self._told[run.group, key] = block_hash
+                self._sure.pop((run.group, key), None)
+                self._unsure[run.group, key] = block_hash
             self._events.append(
                 BlockStored(
                     block_hashes=hashes, parent_block_hash=parent,
@@ -73,35 +92,59 @@ class Events:
                     lora_id=None, lora_name=lora, medium=MEDIUM, group_idx=run.group,
                 )
             )  # fmt: skip
-        while len(self._told) > TOLD_MAX:
-            self._told.popitem(last=False)
+        while len(self._sure) + len(self._unsure) > TOLD_MAX:
+            (self._sure or self._unsure).popitem(last=False)
 
-    def to_audit(self, now: float) -> list[tuple[int, bytes]]:
-        """The blocks to audit now: those whose last audit is oldest."""
-        if not self.wanted or not self._told or now - self._audited < AUDIT_EVERY_S:
+    def suspect(self, blocks: Iterable[Block]) -> None:
+        """These may have gone. Ignores those that were not reported."""
+        for block in blocks:
+            if (block_hash := self._sure.pop(block, None)) is not None:
+                self._unsure[block] = block_hash
+
+    def suspect_all(self) -> None:
+        """Any block may have gone: events were missed."""
+        few, many = sorted((self._sure, self._unsure), key=len)
+        many.update(few)
+        few.clear()
+        self._sure, self._unsure = few, many
+
+    def to_audit(self, now: float, *, listening: bool = False) -> list[Block]:
+        """The blocks to audit now. Tell the outcome by ``gone``; without one, ``suspect`` them.
+
+        Args:
+            listening: whether events say what to suspect, so that only this needs an audit.
+        """
+        pause = AUDIT_EVERY_S
+        if listening:
+            pause = max(AUDIT_SOON_S, AUDIT_FULL_S * self._audited_keys / AUDIT_KEYS)
+        count = len(self._unsure) + (0 if listening else len(self._sure))
+        if not count or now - self._audited < pause:
             return []
-        self._audited = now
         chosen = []
-        for _ in range(min(AUDIT_KEYS, len(self._told))):
-            told, block_hash = self._told.popitem(last=False)
-            self._told[told] = block_hash
-            chosen.append(told)
+        for _ in range(min(AUDIT_KEYS, count)):
+            block, block_hash = (self._unsure or self._sure).popitem(last=False)
+            self._sure[block] = block_hash
+            chosen.append(block)
+        self._audited, self._audited_keys = now, len(chosen)
         return chosen
 
-    def gone(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Reports that the store has lost these blocks."""
+    def gone(self, blocks: Sequence[Block]) -> None:
+        """Reports audited blocks that the store has lost; but none that was stored again, or became
+        suspect, since the audit began."""
         from vllm.distributed.kv_events import BlockRemoved
 
         by_group: dict[int, list[bytes]] = {}
         for group, key in blocks:
-            if (block_hash := self._told.pop((group, key), None)) is not None:
+            if (block_hash := self._sure.pop((group, key), None)) is not None:
                 by_group.setdefault(group, []).append(block_hash)
         for group, keys in by_group.items():
             self._events.append(BlockRemoved(block_hashes=keys, medium=MEDIUM, group_idx=group))
 
     def cleared(self) -> None:
         """Reports that the store has lost all blocks of this model."""
-        self.gone(list(self._told))
+        self._sure.update(self._unsure)
+        self._unsure.clear()
+        self.gone(list(self._sure))
 
     def take(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
@@ -111,9 +154,7 @@ class Events:
 Exists = Callable[[Sequence[bytes], str], Sequence[bool]]
 
 
-def audit(
-    blocks: Sequence[tuple[int, bytes]], namespaces: dict[int, list[str]], exists: Exists
-) -> list[tuple[int, bytes]]:
+def audit(blocks: Sequence[Block], namespaces: dict[int, list[str]], exists: Exists) -> list[Block]:
     """The blocks of which the store lacks some worker's part. Raises KVStoreError."""
     gone = []
     for group in {group for group, _ in blocks}:

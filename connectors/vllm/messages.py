@@ -128,4 +128,9 @@ class Hello:
 
 def namespace(fingerprint: str, group: int, part: str) -> Namespace:
     """The namespace of one worker's part of one cache group."""
-    return Namespace(f"vllm/{fingerprint}/g{group}/{part}")
+    return Namespace(f"{under_of(fingerprint)}g{group}/{part}")
+
+
+def under_of(fingerprint: str) -> str:
+    """How all namespaces of a fingerprint begin."""
+    return f"vllm/{fingerprint}/"

@@ -16,10 +16,11 @@ from kvstore.config import ConnectorConfig
 from kvstore.connectors.fleet import Fleet
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, before_reset
-from kvstore.connectors.vllm.events import Events, audit
+from kvstore.connectors.vllm.events import Block, Events, audit
 from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import Hello, Report, namespace
+from kvstore.connectors.vllm.messages import Hello, Report, namespace, under_of
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.scheduler import SchedulerSide
 from kvstore.connectors.vllm.worker import client_config
@@ -107,7 +108,10 @@ class SchedulerRole:
             workers=parallel.world_size,
         )  # fmt: skip
         self.side.salt = self._salt
-        self._auditing: Future[list[tuple[int, bytes]]] | None = None
+        self._auditing: Future[list[Block]] | None = None
+        self._audited: list[Block] = []
+        self._listeners: list[Listener] = []
+        """The last one is of the present namespaces, those before it are ending."""
         self._closed = False
         for warning in fingerprint.hash_warnings(self._description):
             log.warning("FLEET: %s", warning)
@@ -193,12 +197,14 @@ class SchedulerRole:
         if not before:
             self.side.fingerprint = mark
             self._lookups.start(namespaces, self._announce)
-            return
-        self._left.append(before)
-        log.info("weights_changed fingerprint=%s before=%s", mark, before)
-        self.side.moved(mark)
-        self.events.cleared()
-        self._lookups.move(namespaces)
+        else:
+            self._left.append(before)
+            log.info("weights_changed fingerprint=%s before=%s", mark, before)
+            self.side.moved(mark)
+            self.events.cleared()
+            self._lookups.move(namespaces)
+        if self.events.wanted:
+            self._listen()
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -315,17 +321,37 @@ class SchedulerRole:
             return ANNOUNCE_PAUSE_S
         return ANNOUNCE_EVERY_S
 
+    def _listen(self) -> None:
+        """To events of the present namespaces."""
+        groups = {name: group for group, names in self._namespaces.items() for name in names}
+        for each in self._listeners:
+            each.stop()
+        self._listeners = [each for each in self._listeners if each.is_alive]
+        self._listeners.append(Listener(self._find_events, under_of(self._mark), groups))
+
+    def _find_events(self) -> str:
+        http = self._patient.http()
+        return http.address if http.has_events else ""
+
     def audit_events(self) -> None:
-        """Audits blocks from time to time, and reports lost ones. Called each step; never waits."""
-        now = time.monotonic()
+        """Audits blocks that may have gone, and reports those that have. Called each step; never
+        waits."""
+        if not self.events.wanted:
+            return
+        heard = self._listeners[-1].take() if self._listeners else NOTHING
+        if heard.missed:
+            self.events.suspect_all()
+        self.events.suspect(heard.blocks)
         if self._auditing is not None:
             if not self._auditing.done():
                 return
             if self._auditing.exception() is None:
                 self.events.gone(self._auditing.result())
+            else:
+                self.events.suspect(self._audited)
             self._auditing = None
-        if blocks := self.events.to_audit(now):
-            namespaces = self._namespaces
+        if blocks := self.events.to_audit(time.monotonic(), listening=heard.listening):
+            namespaces, self._audited = self._namespaces, blocks
             self._auditing = self._lookups.errand(lambda: audit(blocks, namespaces, self._there))
 
     def _there(self, keys: Sequence[bytes], name: str) -> Sequence[bool]:
@@ -373,4 +399,8 @@ class SchedulerRole:
             self._closed = True
             self._client.close()
             self._patient.close()
+            for each in self._listeners:
+                each.stop()
             self._lookups.close()
+            for each in self._listeners:
+                each.close()

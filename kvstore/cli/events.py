@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from kvstore.addresses import join_address, split_address
+from kvstore.addresses import join_address
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
 from kvstore.cli.show import key_text, name_text, print_json, size_text
@@ -30,8 +30,7 @@ PAUSE_S = 1.0
     "at",
     multiple=True,
     metavar="HOST:PORT",
-    help="HTTP of each master, or https://HOST:PORT; without: port "
-    f"{HTTP_PORT} of the one that leads.",
+    help="HTTP of each master, or https://HOST:PORT; without: that of the one that leads.",
 )
 @click.option(
     "--cacert",
@@ -84,19 +83,18 @@ def events(
 
 def _leaders(invocation: Invocation, scheme: str) -> Iterator[str]:
     """Where the present leader serves HTTP, each time anew."""
-    master, known = invocation.config.master, False
+    known = False
     with invocation.client() as client:
         while True:
             try:
-                status = client.status()
+                http = client.http()
             except KVStoreError:
                 if not known:
                     raise
                 time.sleep(PAUSE_S)
                 continue
             known = True
-            leads = status.leader or master.split(",")[0]
-            yield scheme + join_address(split_address(leads)[0], HTTP_PORT)
+            yield scheme + (http.address or join_address(http.host, HTTP_PORT))
 
 
 def _cells(told: Told) -> list[str]:

@@ -77,6 +77,8 @@ class JoinReply(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    HTTP_PORT_FIELD_NUMBER: _builtins.int
+    HAS_EVENTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lane_port: _builtins.int
     """TCP port of the lane, on the address that the client already used; 0: no lane."""
@@ -95,6 +97,10 @@ class JoinReply(_message.Message):
     """The version of this protocol that both speak from here on; 0: 1."""
     cluster: _builtins.str
     """Name of the master's cluster; may be empty."""
+    http_port: _builtins.int
+    """TCP port of HTTP, on the address that the client already used; 0: none, or an older release."""
+    has_events: _builtins.bool
+    """Whether events are served there: GET /api/v1/events."""
     def __init__(
         self,
         *,
@@ -107,10 +113,12 @@ class JoinReply(_message.Message):
         version: _builtins.str = ...,
         protocol: _builtins.int = ...,
         cluster: _builtins.str = ...,
+        http_port: _builtins.int = ...,
+        has_events: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "protocol", b"protocol", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "has_events", b"has_events", "http_port", b"http_port", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "protocol", b"protocol", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

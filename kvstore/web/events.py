@@ -80,8 +80,8 @@ class Events:
             raise UnavailableError(said.reason)
 
     def routes(self) -> Routes:
-        def namespace_of(request: web.Request) -> str:
-            given = request.query.get("namespace", "")
+        def namespace_of(request: web.Request, name: str = "namespace") -> str:
+            given = request.query.get(name, "")
             return check_namespace(given) if given else ""
 
         async def events(request: web.Request) -> web.StreamResponse:
@@ -89,7 +89,7 @@ class Events:
             since = request.headers.get("Last-Event-ID") or query.get("from", "")
             try:
                 place = Place.parse(since) if since else None
-                namespace = namespace_of(request)
+                namespace, under = namespace_of(request), namespace_of(request, "under")
             except InvalidArgumentError as error:
                 return web.Response(status=400, text=error.message + "\n")
             with self._subscriber():
@@ -98,6 +98,7 @@ class Events:
                     place,
                     whole=query.get("snapshot", "0") in _TRUE,
                     namespace=namespace,
+                    under=under,
                 )
                 return await _send(request, "text/event-stream", texts, RETRY)
 

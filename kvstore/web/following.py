@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import itertools
 import json
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
-from kvstore.addresses import split_address
+from kvstore.addresses import join_address, split_address
 from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError, UnavailableError
+from kvstore.stopping import current
 
-SILENT_S: Final = 25.0
-"""A stream that is silent for so long is dead: heartbeats come every 10 s."""
+CONNECT_S: Final = 2.0
+"""How long a connection may take: a firewall that drops packets never answers."""
+
+SILENT_S: Final = 7.0
+"""A stream that is silent for so long is dead: heartbeats come every 2 s."""
 
 PAUSE_S: Final = 0.5
 """Between two attempts to connect."""
 
+BLOCK_BYTES_MAX: Final = 1 << 20
+"""Of one event; a stream with a longer one is no stream of events."""
+
 _UNAVAILABLE: Final = 503
+_MISDIRECTED: Final = 421
 
 
 class Told(NamedTuple):
@@ -41,19 +51,24 @@ def follow(
     addresses: Iterable[str],
     *,
     namespace: str = "",
+    under: str = "",
     whole: bool = True,
     since: str = "",
     patience_s: float | None = None,
     token: str = "",
     cacert: str = "",
+    heard: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Told]:
-    """Yields events as they come, across restarts of masters and elections. Blocks.
+    """Yields events as they come, across restarts of masters and elections. Blocks. In a thread
+    under a ``kvstore.stopping.Stop``, setting that ends the present connection.
 
     Args:
         addresses: ``host:port`` or ``https://host:port`` of each master's HTTP; the one that
-            leads is found. Or an endless iterator that says where to connect next.
+            leads is found. Or an iterator that says where to connect next; when it ends, so does
+            this.
         namespace: only objects of it; empty: of all.
+        under: only objects of namespaces whose names begin so.
         whole: begin with all that is visible, and again whenever events were missed (``cleared``,
             ``stored`` ..., ``whole``); applied in order, the events give the exact set.
         since: resume after this place.
@@ -61,29 +76,35 @@ def follow(
         token: of these ports, if they want one.
         cacert: file with the certificates (PEM) that theirs are checked against; empty: those of
             the system.
+        heard: called when a connection shows that it lives: every 2 s, or more often.
         failed: called with the reason when a connection fails or ends, before the next attempt.
 
     Raises:
         UnavailableError: ``patience_s`` is over, or a master has no events;
         PermissionDeniedError: the token is missing or wrong;
-        InvalidArgumentError: ``since``, ``cacert`` or an address is wrong.
+        InvalidArgumentError: ``since``, ``cacert`` or an address is wrong;
+        ClosedError: the thread's ``Stop`` is set.
     """
     tls = functools.cache(lambda: _tls(cacert))
+    query = {"snapshot": int(whole), "namespace": namespace, "under": under}
+    path = f"/api/v1/events?{urlencode({name: value for name, value in query.items() if value})}"
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     place = since
-    heard = time.monotonic()
+    last = time.monotonic()
     why = "no master answers"
     for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
         try:
-            for told, after in _read(address, namespace, whole, place, token, tls):
+            for told, after in _read(address, path, place, headers, tls):
                 place = after
+                heard()
                 if told is not None:
                     yield told
-                heard = time.monotonic()
+                last = time.monotonic()
             why = f"{address} has ended its stream"
         except (OSError, http.client.HTTPException) as error:
             why = f"{address}: {error}"
         failed(why)
-        if patience_s is not None and time.monotonic() - heard > patience_s:
+        if patience_s is not None and time.monotonic() - last > patience_s:
             raise UnavailableError(f"no events for {patience_s:.0f} s: {why}")
         time.sleep(PAUSE_S)
 
@@ -95,32 +116,23 @@ def _tls(cacert: str) -> ssl.SSLContext:
         raise InvalidArgumentError(f"cacert {cacert} is of no use: {error}") from None
 
 
-def _connection(address: str, tls: Callable[[], ssl.SSLContext]) -> http.client.HTTPConnection:
-    scheme, _, place = address.rpartition("://")
-    host, port = split_address(place.rstrip("/"))
-    if scheme == "https":
-        return http.client.HTTPSConnection(host, port, timeout=SILENT_S, context=tls())
-    if scheme not in ("", "http"):
-        raise InvalidArgumentError(f"{address} is no address of HTTP")
-    return http.client.HTTPConnection(host, port, timeout=SILENT_S)
-
-
 def _read(
     address: str,
-    namespace: str,
-    whole: bool,
+    path: str,
     since: str,
-    token: str,
+    headers: dict[str, str],
     tls: Callable[[], ssl.SSLContext],
 ) -> Iterator[tuple[Told | None, str]]:
     """One connection; yields what came, and the place after it."""
-    query = {"snapshot": int(whole), **({"namespace": namespace} if namespace else {})}
-    connection = _connection(address, tls)
-    try:
-        headers = {"Last-Event-ID": since} if since else {}
-        headers |= {"Authorization": f"Bearer {token}"} if token else {}
-        connection.request("GET", f"/api/v1/events?{urlencode(query)}", headers=headers)
-        answer = connection.getresponse()
+    connection = _connect(address, tls)
+    with contextlib.closing(connection), _cut_by_stop(connection.sock):
+        host, port = connection.sock.getpeername()[:2]
+        headers = headers | ({"Last-Event-ID": since} if since else {})
+        answer = _ask(connection, path, headers)
+        if answer.status == _MISDIRECTED:
+            # The master does not know the name by which we came. An address always passes.
+            answer.read()
+            answer = _ask(connection, path, headers | {"Host": join_address(host, port)})
         if answer.status != http.client.OK:
             said = answer.read(1_000).decode(errors="replace").strip()
             if answer.status == _UNAVAILABLE:
@@ -135,11 +147,47 @@ def _read(
         buffer = b""
         while data := answer.read1(1 << 16):
             *blocks, buffer = (buffer + data).split(b"\n\n")
+            if len(buffer) > BLOCK_BYTES_MAX:
+                raise OSError("what it sends is no stream of events")
             for block in blocks:
-                told, since = _parsed(block.decode(), since)
+                try:
+                    told, since = _parsed(block.decode(), since)
+                except ValueError as error:
+                    raise OSError(f"what it sends is no stream of events: {error}") from None
                 yield told, since
-    finally:
-        connection.close()
+
+
+def _connect(address: str, tls: Callable[[], ssl.SSLContext]) -> http.client.HTTPConnection:
+    scheme, _, place = address.rpartition("://")
+    host, port = split_address(place.rstrip("/"))
+    made: http.client.HTTPConnection
+    if scheme == "https":
+        made = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=tls())
+    elif scheme in ("", "http"):
+        made = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+    else:
+        raise InvalidArgumentError(f"{address} is no address of HTTP")
+    made.connect()
+    made.sock.settimeout(SILENT_S)
+    return made
+
+
+def _ask(
+    connection: http.client.HTTPConnection, path: str, headers: dict[str, str]
+) -> http.client.HTTPResponse:
+    connection.request("GET", path, headers=headers)
+    return connection.getresponse()
+
+
+@contextlib.contextmanager
+def _cut_by_stop(sock: socket.socket) -> Iterator[None]:
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    stop = current()
+    with stop.wakes(cut) if stop is not None else contextlib.nullcontext():
+        yield
 
 
 def _parsed(block: str, place: str) -> tuple[Told | None, str]:

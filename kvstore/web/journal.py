@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import marshal
+import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from functools import lru_cache
@@ -26,8 +27,9 @@ JOURNAL_BYTES_MAX: Final = 64 << 20
 FRAME_BYTES: Final = 250
 """What a frame takes beside its events."""
 
-HEARTBEAT_S: Final = 10.0
-"""How often a quiet stream says that it lives: proxies cut connections that are silent for 30 s."""
+HEARTBEAT_S: Final = 2.0
+"""How often a stream that has nothing to say says that it lives: a subscriber takes one that is
+silent for several of these for dead (``kvstore.web.following``)."""
 
 CHUNK_EVENTS: Final = 8_192
 """About how many events are written to a subscriber at once."""
@@ -49,6 +51,18 @@ class Place(NamedTuple):
         if not (dash and epoch.isdecimal() and number.isdecimal() and len(text) < 64):
             raise InvalidArgumentError(f"{text[:64]!r} is no EPOCH-NUMBER")
         return cls(int(epoch), int(number))
+
+
+class Wanted(NamedTuple):
+    """Which events a subscriber wants."""
+
+    namespace: str = ""
+    """Only those of this namespace; empty: of all."""
+    under: str = ""
+    """Only those of namespaces whose names begin so."""
+
+    def has(self, namespace: str) -> bool:
+        return self.namespace in ("", namespace) and namespace.startswith(self.under)
 
 
 class Journal:
@@ -85,6 +99,7 @@ class Journal:
     def _restart(self, number: int) -> None:
         self._frames, self._skipped, self._bytes = [], 0, 0
         _text.cache_clear()
+        _events.cache_clear()
         self.start = self.end = number
 
     def _drop_oldest(self) -> None:
@@ -144,7 +159,7 @@ class Streams:
         self._lives = lives
 
     async def events(
-        self, since: Place | None, *, whole: bool, namespace: str
+        self, since: Place | None, *, whole: bool, namespace: str, under: str = ""
     ) -> AsyncGenerator[bytes]:
         """Text for one subscriber, in pieces, until this master no longer leads, or hangs.
 
@@ -155,7 +170,10 @@ class Streams:
             since: the last event that the subscriber has seen; None: it begins.
             whole: tell it all that is visible, if it begins or cannot go on after ``since``.
             namespace: only objects of it; ``""``: of all.
+            under: only objects of namespaces whose names begin so. A whole set is then read from
+                the whole store.
         """
+        wanted = Wanted(namespace, under)
         journal = self._journal
         place = since
         while epoch := journal.epoch:
@@ -163,7 +181,7 @@ class Streams:
                 number = place.number
             elif whole:
                 number = -1
-                async for told, text in self._whole(epoch, namespace):
+                async for told, text in self._whole(epoch, wanted):
                     number = told
                     yield text
                 if number < 0 or journal.epoch != epoch:
@@ -174,39 +192,42 @@ class Streams:
             else:
                 number = journal.end
                 yield _note("gap" if place is not None else "begin", Place(epoch, number))
-            async for told, text in self._follow(epoch, number, namespace):
+            async for told, text in self._follow(epoch, number, wanted):
                 number = told
                 yield text
             place = Place(epoch, number)
 
     async def _follow(
-        self, epoch: int, number: int, namespace: str
+        self, epoch: int, number: int, wanted: Wanted
     ) -> AsyncGenerator[tuple[int, bytes]]:
         """Events after ``number``, with how far they reach; until some are missing."""
         journal = self._journal
+        due = time.monotonic() + HEARTBEAT_S
         while journal.has(Place(epoch, number)):
             frames = journal.after(number, journal.end)
+            text = b"".join(_text(each, max(0, number - each.before), wanted) for each in frames)
             if frames:
-                text = b"".join(
-                    _text(frame, max(0, number - frame.before), namespace) for frame in frames
-                )
                 number = frames[-1].before + frames[-1].count
-                if text:
-                    yield number, text
-            elif not await journal.change(HEARTBEAT_S):
+            if text:
+                yield number, text
+            elif time.monotonic() >= due:  # also where all events are of others
                 if not await self._lives():
                     raise UnavailableError("the master does not answer")
                 yield number, b"id: %d-%d\n\n" % (epoch, number)  # dispatches nothing
+            else:
+                await (asyncio.sleep(0) if frames else journal.change(due - time.monotonic()))
+                continue
+            due = time.monotonic() + HEARTBEAT_S
 
-    async def _whole(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, bytes]]:
+    async def _whole(self, epoch: int, wanted: Wanted) -> AsyncGenerator[tuple[int, bytes]]:
         """All that is visible, amid the events meanwhile. Ends early, with -1, if some of these are
         missing."""
         # Until all is told there is nothing to resume from, so the last id is cleared.
         yield -1, b'id\nevent: cleared\ndata: {"epoch":%d}\n\n' % epoch
         number = -1
-        async for after, events in self.changes(epoch, namespace):
+        async for after, events in self.changes(epoch, wanted.namespace):
             number = after
-            yield -1, "".join(_lines(epoch, None, events, namespace)).encode()
+            yield -1, "".join(_lines(epoch, None, events, wanted)).encode()
         if number >= 0:
             yield number, _note("whole", Place(epoch, number))
 
@@ -261,17 +282,23 @@ class Streams:
 
 
 @lru_cache(maxsize=64)
-def _text(frame: Frame, skipped: int, namespace: str) -> bytes:
+def _text(frame: Frame, skipped: int, wanted: Wanted) -> bytes:
     """The events of a frame, but for the first ``skipped``. Subscribers that keep up share it."""
-    events: list[Event] = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
     first = frame.before + 1 + skipped
-    return "".join(_lines(frame.epoch, first, events[skipped:], namespace)).encode()
+    return "".join(_lines(frame.epoch, first, _events(frame)[skipped:], wanted)).encode()
 
 
-def _lines(epoch: int, number: int | None, events: list[Event], namespace: str) -> Iterator[str]:
+@lru_cache(maxsize=16)
+def _events(frame: Frame) -> list[Event]:
+    """Shared by subscribers that keep up and want different ones."""
+    events: list[Event] = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
+    return events
+
+
+def _lines(epoch: int, number: int | None, events: list[Event], wanted: Wanted) -> Iterator[str]:
     """``number``: of the first event; None: they get no id."""
     for index, event in enumerate(events):
-        if namespace and event[0] != namespace:
+        if not wanted.has(event[0]):
             continue
         name = "removed" if event[3] == GONE_SIZE else "stored"
         at = "" if number is None else f"id: {epoch}-{number + index}\n"

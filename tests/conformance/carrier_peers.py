@@ -177,7 +177,7 @@ class ScriptedService:
 
     def _joined(self, request: calls.Join) -> calls.Joined:
         assert self.endpoints is not None
-        _, _, port, unix, token = self.endpoints
+        _, _, port, unix, token, *_ = self.endpoints
         port = port if self.lane_port is None else self.lane_port
         return calls.Joined(
             self.epoch,

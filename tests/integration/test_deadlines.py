@@ -64,6 +64,7 @@ CALLS: dict[str, Verb] = {
     "exists_many": lambda c: c.exists_many(KEYS),
     "stat": lambda c: c.stat("a"),
     "status": lambda c: c.status(),
+    "http": lambda c: c.http(),
     "traffic": lambda c: c.traffic(),
     "list_objects": lambda c: c.list_objects(),
     "remove": lambda c: c.remove("never"),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, KVStoreError
+from kvstore.client.state import MasterHTTP
 from kvstore.demo.processes import free_port
 from kvstore.web.following import follow
 from tests.integration.cluster import ROOT, Cluster, Server, flags_of, until
@@ -297,10 +298,58 @@ def test_another_master_leads(tmp_path: Path, how: str) -> None:
         cluster.finish()
 
 
-def test_the_command_follows(cluster_with_events: Cluster, port: int) -> None:
+def test_only_events_of_namespaces_that_begin_so(cluster_with_events: Cluster, port: int) -> None:
+    with cluster_with_events.client(namespace="a/1") as client:
+        client.put(b"before", b"")
+        client.put(b"before", b"", namespace="b/1")
+        told: list[str] = []
+        for each in follow([f"127.0.0.1:{port}"], under="a/"):
+            if each.name == "whole":
+                client.put(b"other", b"", namespace="b/1")
+                client.put(b"after", b"", namespace="a/2")
+            if each.name in ("cleared", "whole"):
+                continue
+            told.append(f"{each.data['namespace']} {bytes.fromhex(each.data['key']).decode()}")
+            if each.data["namespace"] == "a/2":
+                break
+        assert told == ["a/1 before", "a/2 after"]
+
+
+def test_a_client_knows_where_its_master_serves_events(tmp_path: Path, cluster: Cluster) -> None:
+    cluster.master()
+    port = free_port()
+    with cluster.client() as client:
+        assert client.http() == MasterHTTP("127.0.0.1", "", has_events=False)
+        assert cluster.master_server is not None
+        cluster.master_server.kill()
+        cluster.settings |= {"http_port": port}
+        cluster.master()
+        assert client.http() == MasterHTTP("127.0.0.1", f"127.0.0.1:{port}", has_events=False)
+        cluster.master_server.kill()
+        cluster.settings |= {"events": "on"}
+        cluster.master()
+        assert client.http().has_events
+    with contextlib.ExitStack() as stack:
+        directory = tmp_path / "several"
+        directory.mkdir()
+        several = HaCluster(directory, stack.enter_context(running(tmp_path / "etcd")))
+        stack.callback(several.close)
+        ports = [free_port(), free_port()]
+        first = several.add_master(http_port=ports[0], events="on")
+        until(lambda: several.leader() == first)
+        several.add_master(http_port=ports[1], events="on")
+        client = several.client()
+        assert client.http().address == f"127.0.0.1:{ports[0]}"
+        several.masters[first].kill()
+        several.another_leads(first)
+        assert client.http().address == f"127.0.0.1:{ports[1]}"
+        several.finish()
+
+
+def test_the_command_follows(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
     assert cluster.master_server is not None
-    settings = {"master": cluster.address, "http": f"127.0.0.1:{port}"}
+    settings = {"master": cluster.address}  # which says where its HTTP is
     with cluster.client(namespace="n") as client:
         client.put_chain([b"a", b"\xff"], [b"x", b"y" * 2048])
         command = Server(

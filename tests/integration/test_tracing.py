@@ -14,8 +14,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from kvstore import AsyncClient, Client
 from kvstore.client.tracing import tracing
-from kvstore.errors import ValueTooLargeError
-from tests.integration.cluster import Cluster
+from kvstore.errors import NoSpaceError, ValueTooLargeError
+from tests.integration.cluster import Cluster, until
 
 
 @pytest.fixture
@@ -67,6 +67,32 @@ def test_calls_of_an_event_loop_are_spans_below_that_of_their_task(
     put, request = spans.get_finished_spans()
     assert (put.name, request.name) == ("kvstore.put", "request")
     assert _parent(put) == _number(request)
+
+
+@pytest.mark.parametrize("carrier", ["lane", "gRPC"])
+def test_lines_of_the_master_name_the_trace_of_the_call(
+    cluster: Cluster, spans: InMemorySpanExporter, carrier: str
+) -> None:
+    cluster.master()
+    cluster.node()
+    assert cluster.master_server is not None
+    log = cluster.master_server.log
+    with Client(cluster.address, lane=carrier == "lane") as client:
+        view_of = client.put("a", bytes(20 << 20)), client.get("a", copy=False)  # leased
+        with trace.get_tracer("program").start_as_current_span("request") as span:
+            with pytest.raises(NoSpaceError):
+                client.put("b", bytes(20 << 20), wait_ms=0)
+            with pytest.raises(NoSpaceError):  # it waits: the line is of a task
+                client.put("c", bytes(20 << 20), wait_ms=200)
+        number = f"trace={span.get_span_context().trace_id:032x}"
+
+        def lines() -> list[str]:
+            found = [line for line in log.read_text().splitlines() if number in line]
+            return [line for line in found if "call_failed call=PutStart" in line]
+
+        until(lambda: len(lines()) == 2)
+        assert all("error=no_space" in line for line in lines())
+        del view_of
 
 
 def test_without_a_provider_there_are_no_spans() -> None:

@@ -457,6 +457,7 @@ def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
     (told,) = engine.events.take()
     assert told.block_hashes == request.block_hashes, "routers know vLLM's hashes"
     assert told.lora_name == "adapter"
+    assert (0, expected[0]) in engine.events.to_audit(100.0)
     engine.events.gone([(0, expected[0])])
     (gone,) = engine.events.take()
     assert gone.block_hashes == request.block_hashes[:1]

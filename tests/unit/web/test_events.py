@@ -283,6 +283,46 @@ def test_a_quiet_stream_lives_as_long_as_the_master(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
+def test_a_stream_without_events_of_its_own_lives_while_others_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journal_module, "HEARTBEAT_S", 0.05)
+
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        async def change_forever() -> None:
+            while True:
+                term.store(1, 1)
+                pair.feed.changed()
+                await asyncio.sleep(0.005)
+
+        async with pair.child():
+            await soon(lambda: pair.journal.epoch == 7)
+            texts = pair.streams.events(None, whole=False, namespace="", under="other/")
+            assert b"event: begin" in await anext(texts)
+            changing = asyncio.create_task(change_forever())
+            async with asyncio.timeout(5):
+                text = await anext(texts)
+            place = Place.parse(text.decode().removeprefix("id: ").strip())
+            assert place.number > 0, "it can resume after the events of others"
+            changing.cancel()
+            await asyncio.gather(changing, return_exceptions=True)
+            await texts.aclose()
+        yield
+
+    run(test)
+
+
+def test_only_namespaces_that_begin_so() -> None:
+    wanted = journal_module.Wanted("", "vllm/f/")
+    assert [
+        name for name in ("vllm/f/g0/p0t0", "vllm/f", "vllm/f2/g0/p0t0", "") if wanted.has(name)
+    ] == ["vllm/f/g0/p0t0"]
+    both = journal_module.Wanted("vllm/f/g0/p0t0", "vllm/f/")
+    assert both.has("vllm/f/g0/p0t0")
+    assert not both.has("vllm/f/g1/p0t0")
+    assert journal_module.Wanted().has("any")
+
+
 @pytest.mark.parametrize("text", ["", "7", "7-", "-7", "x-1", "1-x", "1" * 80 + "-1", "1--1"])
 def test_a_place_that_is_none(text: str) -> None:
     with pytest.raises(InvalidArgumentError):

@@ -1,0 +1,126 @@
+"""Which reported blocks the scheduler side asks the store about, and what it reports then."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from kvstore.connectors.vllm import events as events_module
+from kvstore.connectors.vllm.events import AUDIT_EVERY_S, AUDIT_SOON_S, Events, audit
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.messages import Run
+
+GROUPS = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events(GROUPS, wanted=True)
+
+
+def store(events: Events, *keys: bytes) -> None:
+    events.stored([Run(0, list(keys), [], 0, None)], {}, None)
+
+
+def removed(events: Events) -> list[bytes]:
+    """Those that were reported as removed since the last time."""
+    return [
+        bytes(each)
+        for event in events.take()
+        if isinstance(event, BlockRemoved)
+        for each in event.block_hashes
+    ]
+
+
+def keys(blocks: list[tuple[int, bytes]]) -> list[bytes]:
+    return [key for _, key in blocks]
+
+
+def test_without_events_all_blocks_are_audited_again_and_again(events: Events) -> None:
+    store(events, b"a", b"b")
+    assert keys(events.to_audit(100.0)) == [b"a", b"b"]
+    assert events.to_audit(100.0 + AUDIT_EVERY_S / 2) == []
+    store(events, b"c")
+    assert keys(events.to_audit(100.0 + AUDIT_EVERY_S)) == [b"c", b"a", b"b"]
+    events.gone([(0, b"b")])
+    assert removed(events) == [b"b"]
+    assert keys(events.to_audit(100.0 + 2 * AUDIT_EVERY_S)) == [b"c", b"a"]
+
+
+def test_while_events_are_heard_only_what_may_have_gone_is_audited(events: Events) -> None:
+    store(events, b"a", b"b")
+    now = 100.0
+    assert keys(events.to_audit(now, listening=True)) == [b"a", b"b"]
+    store(events, b"c")
+    assert events.to_audit(now + AUDIT_SOON_S / 2, listening=True) == []
+    now += 2 * AUDIT_SOON_S
+    assert keys(events.to_audit(now, listening=True)) == [b"c"]
+    assert events.to_audit(now + 1_000, listening=True) == []
+    events.suspect([(0, b"b"), (0, b"never reported"), (1, b"a")])
+    assert keys(events.to_audit(now + 1_000, listening=True)) == [b"b"]
+    events.gone([(0, b"b")])
+    assert removed(events) == [b"b"]
+    events.suspect_all()
+    assert sorted(keys(events.to_audit(now + 2_000, listening=True))) == [b"a", b"c"]
+    assert events.to_audit(now + 3_000, listening=True) == []
+
+
+def test_a_block_that_was_stored_again_during_its_audit_is_not_reported_as_removed(
+    events: Events,
+) -> None:
+    store(events, b"a")
+    chosen = events.to_audit(100.0, listening=True)
+    store(events, b"a")
+    events.gone(chosen)
+    assert removed(events) == []
+    assert events.to_audit(200.0, listening=True) == chosen
+    events.suspect(chosen)  # an event about it came during the audit: one more
+    events.gone(chosen)
+    assert removed(events) == []
+    assert events.to_audit(300.0, listening=True) == chosen
+
+
+def test_an_audit_without_an_answer_is_repeated(events: Events) -> None:
+    store(events, b"a")
+    chosen = events.to_audit(100.0, listening=True)
+    events.suspect(chosen)
+    assert events.to_audit(200.0, listening=True) == chosen
+
+
+def test_large_audits_are_paced(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "AUDIT_KEYS", 2)
+    store(events, b"a", b"b", b"c")
+    assert keys(events.to_audit(100.0, listening=True)) == [b"a", b"b"]
+    assert events.to_audit(100.5, listening=True) == []
+    assert keys(events.to_audit(101.0, listening=True)) == [b"c"]
+
+
+def test_a_bounded_number_of_blocks_is_remembered(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "TOLD_MAX", 3)
+    store(events, b"a", b"b")
+    events.to_audit(100.0, listening=True)
+    store(events, b"c", b"d")
+    events.cleared()
+    assert sorted(removed(events)) == [b"b", b"c", b"d"]
+    assert events.to_audit(200.0) == []
+
+
+def test_what_is_cleared_needs_no_audit_and_comes_after_what_was_stored(events: Events) -> None:
+    store(events, b"a")
+    events.to_audit(100.0)
+    store(events, b"b")
+    events.cleared()
+    kinds = [type(event) for event in events.take()]
+    assert kinds == [BlockStored, BlockStored, BlockRemoved]
+
+
+def test_a_block_is_there_when_every_worker_has_its_part() -> None:
+    parts = {"p0t0": {b"a", b"b"}, "p0t1": {b"b"}}
+    found = audit(
+        [(0, b"a"), (0, b"b")],
+        {0: ["p0t0", "p0t1"]},
+        lambda asked, name: [key in parts[name] for key in asked],
+    )
+    assert found == [(0, b"a")]
