@@ -121,6 +121,8 @@ class AsyncClient:
     stat = _awaited(Client.stat)
     status = _awaited(Client.status)
     traffic = _awaited(Client.traffic)
+    chains = _awaited(Client.chains)
+    blocks = _awaited(Client.blocks)
 
     remove = _awaited(Client.remove)
     remove_many = _awaited(Client.remove_many)
