@@ -677,8 +677,10 @@ class Branch(NamedTuple):
     last: Key
     blocks: int
     missing: int
-    """Of those: blocks without bytes, which were evicted, removed or lost, or are being written.
-    No match finds what is below."""
+    """Of those: blocks without bytes, which were evicted, removed or lost. No match finds what is
+    below."""
+    being_written: int
+    """Of those: blocks that are being written."""
     size: int
     """Payload bytes, replicas not counted."""
     depth: int

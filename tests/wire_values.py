@@ -175,7 +175,7 @@ NAMESPACE_TRAFFIC = st.builds(
 )  # fmt: skip
 PLACES = st.lists(U64, max_size=3)
 BRANCH = st.builds(
-    calls.Branch, NAMESPACE, U32, KEY, KEY, *[U64] * 11, FLAGS, PLACES, PLACES,
+    calls.Branch, NAMESPACE, U32, KEY, KEY, *[U64] * 12, FLAGS, PLACES, PLACES,
 )  # fmt: skip
 BLOCK = st.builds(calls.Block, KEY, NAME, BYTES, U64, U64, U64, U64, U64, U64, PLACES)
 OFFER = st.builds(

@@ -620,6 +620,7 @@ class Branch(_message.Message):
     CUT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    BEING_WRITTEN_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     above: _builtins.int
     """The number of the branch that this one continues, counted from 1; 0: none."""
@@ -644,6 +645,8 @@ class Branch(_message.Message):
     """Of its blocks: those that pins hold."""
     cut: _builtins.bool
     """The chain goes on above it, and was not walked further."""
+    being_written: _builtins.int
+    """Of its blocks."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where most replicas of its blocks are, and how many are there."""
@@ -671,10 +674,11 @@ class Branch(_message.Message):
         cut: _builtins.bool = ...,
         segments: _abc.Iterable[_builtins.int] | None = ...,
         replicas: _abc.Iterable[_builtins.int] | None = ...,
+        being_written: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "blocks", b"blocks", "children", b"children", "counted_ms", b"counted_ms", "cut", b"cut", "depth", b"depth", "ended", b"ended", "first", b"first", "idle_ms", b"idle_ms", "last", b"last", "leased_ms", b"leased_ms", "matched", b"matched", "missing", b"missing", "namespace", b"namespace", "pinned", b"pinned", "replicas", b"replicas", "segments", b"segments", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "being_written", b"being_written", "blocks", b"blocks", "children", b"children", "counted_ms", b"counted_ms", "cut", b"cut", "depth", b"depth", "ended", b"ended", "first", b"first", "idle_ms", b"idle_ms", "last", b"last", "leased_ms", b"leased_ms", "matched", b"matched", "missing", b"missing", "namespace", b"namespace", "pinned", b"pinned", "replicas", b"replicas", "segments", b"segments", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -257,6 +257,8 @@ def _answered(
 
 def openapi() -> dict[str, Any]:
     """The description of these paths, by OpenAPI 3.1."""
+    from kvstore.web import chains  # which answers with the functions of this module
+
     definitions: dict[str, Any] = {}
 
     def schema(kind: type[BaseModel]) -> dict[str, str]:
@@ -299,6 +301,7 @@ def openapi() -> dict[str, Any]:
         EXISTS_PATH: asked("What is stored.", ExistsQuestion, ExistsAnswer),
         STAT_PATH: {"get": stat},
         OPENAPI_PATH: {"get": description},
+        **chains.described(asked, parameter, answers),
     }
     return {
         "openapi": "3.1.0",

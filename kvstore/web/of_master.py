@@ -20,6 +20,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web import metrics
 from kvstore.web.api import Api
+from kvstore.web.chains import Prefixes
 from kvstore.web.dashboard import Dashboard
 from kvstore.web.events import Events, not_asked_for
 from kvstore.web.fleet import RECORDS_MAX, Record, read_records
@@ -142,9 +143,10 @@ async def serve(served: Served) -> None:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
         api = Api(master.client, master.nodes_by_segment)
+        prefixes = Prefixes(master.client, master.seen)
         told = events.routes() if events else not_asked_for()
-        routes = dashboard.guarded({**dashboard.routes(), **told, **api.gets()})
-        posts = dashboard.guarded(api.posts())
+        routes = dashboard.guarded({**dashboard.routes(), **told, **api.gets(), **prefixes.gets()})
+        posts = dashboard.guarded({**api.posts(), **prefixes.posts()})
         async with serving(served.listener, answers, routes, posts):
             served.parent.tell(ready=1)
             await stopped.wait()

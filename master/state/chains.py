@@ -69,8 +69,9 @@ class _Branch:
     """As ``calls.Branch``, while it is made."""
 
     __slots__ = (
-        "above", "below", "blocks", "children", "counted_ms", "cut", "ended", "last", "leased_ms",
-        "matched", "missing", "number", "pinned", "places", "size", "top", "used_ms",
+        "above", "being_written", "below", "blocks", "children", "counted_ms", "cut", "ended",
+        "last", "leased_ms", "matched", "missing", "number", "pinned", "places", "size", "top",
+        "used_ms",
     )  # fmt: skip
 
     def __init__(self, last: ObjectRecord) -> None:
@@ -82,6 +83,7 @@ class _Branch:
         """In the answer, from 1."""
         self.blocks = 0
         self.missing = 0
+        self.being_written = 0
         self.size = 0
         self.children = last.children
         self.matched = 0
@@ -249,10 +251,10 @@ class Chains:
                 record = table.get(key)
                 if record is not None and self._there(now_ms, record):
                     question.found.append(_Found(record, tip))
-            steps += self._look_at_newest(now_ms, question, table)
+            steps += self._look_at_newest(question, table)
         question.found = _best(question.found, question.count)
 
-    def _look_at_newest(self, now_ms: int, question: _Question, table: NamespaceTable) -> int:
+    def _look_at_newest(self, question: _Question, table: NamespaceTable) -> int:
         """Finds leaves among the records that were added last. Returns how many it looked at."""
         shards, each = len(table.shards), question.newest
         if shards > 1:
@@ -261,7 +263,7 @@ class Chains:
         for shard in table.shards:
             for record in islice(reversed(shard.values()), each):
                 steps += 1
-                if not record.children and self._there(now_ms, record):
+                if not record.children:
                     question.found.append(_Found(record, None))
         return steps
 
@@ -309,7 +311,10 @@ class Chains:
                 or not (segment.alive or at.complete)
                 or (some_ended and self._lifetimes.ended(at, now_ms))
             ):
-                branch.missing += 1
+                if at.writer:
+                    branch.being_written += 1
+                else:
+                    branch.missing += 1
             else:
                 branch.size += at.size
                 places = branch.places
@@ -438,6 +443,7 @@ def _told(branch: _Branch, now_ms: int) -> calls.Branch:
         last=branch.last.key,
         blocks=branch.blocks,
         missing=branch.missing,
+        being_written=branch.being_written,
         size=branch.size,
         depth=branch.last.depth,
         children=branch.children,

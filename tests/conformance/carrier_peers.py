@@ -128,7 +128,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
                 5,
                 [
                     calls.Branch(
-                        N, 0, KEYS[0], KEYS[0], 1, 0, 9, 0, 2, 3, 1, 60, 5, 4, 1, True, [3], [1]
+                        N, 0, KEYS[0], KEYS[0], 1, 0, 0, 9, 0, 2, 3, 1, 60, 5, 4, 1, True, [3], [1]
                     )
                 ],
                 True,
