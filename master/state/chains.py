@@ -291,10 +291,13 @@ class Chains:
                     return
                 steps -= 1
                 tip = question.tips[question.place]
+                record = tip.record
                 question.place += 1
-                above = marks[tip.record]
+                if self._forest.get(record.namespace, record.key) is not record:
+                    continue  # it has been removed or evicted meanwhile
+                above = marks[record]
                 if above is None:
-                    above = self._begin(question, tip.record)
+                    above = self._begin(question, record)
                     if above is None:
                         return
                 above.ended = above.matched = tip.matched
@@ -379,6 +382,7 @@ class Chains:
         ordered = _downwards(roots)
         for number, branch in enumerate(ordered, 1):
             branch.number = number
+            branch.below = []  # leaves no reference cycle
         self._finish(now_ms, question, [_told(branch, now_ms) for branch in ordered])
 
     def _finish(self, now_ms: int, question: _Question, branches: Sequence[calls.Branch]) -> None:
@@ -430,7 +434,7 @@ def _downwards(roots: list[_Branch]) -> list[_Branch]:
     while waiting:
         branch = waiting.pop()
         ordered.append(branch)
-        waiting.extend(branch.below[::-1])
+        waiting += branch.below[::-1]
     return ordered
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -371,6 +372,19 @@ def test_a_branch_that_leads_back_to_itself_is_left_out(
     cluster.work()
 
     assert cluster.answers.pop(later.ticket) == calls.ChainsFound(EPOCH, 0, [], True)
+
+
+def test_an_answer_leaves_no_cycle(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=20)
+    cluster.put("abc")
+    cluster.put("x", parent="b")
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(found(cluster).branches) == 3
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_so_many_questions_wait_and_can_be_given_up(new_cluster: NewCluster) -> None:
