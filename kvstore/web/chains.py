@@ -213,10 +213,11 @@ class Prefixes:
         nodes = {} if seen.status is None else seen.status.nodes_by_segment()
         found: list[FoundIn] = []
         for name in dict.fromkeys(names):
-            told = [await self._found_in(name, keys, nodes) for keys in readings]
-            best = max(told, key=lambda each: each.found)
-            if best.found:
-                found.append(best)
+            for keys in readings:
+                told = await self._found_in(name, keys, nodes)
+                if told.found:
+                    found.append(told)
+                    break
         found.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
         return FindAnswer(
             keys=len(readings[0]),
