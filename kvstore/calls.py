@@ -660,7 +660,7 @@ class Chains(NamedTuple):
     """Empty: of the last namespaces in which clients put or asked."""
     keys: Annotated[Sequence[Key], Rows(CHAINS_MAX)] = ()
     """The chains that end at these blocks of ``namespace`` instead."""
-    count: Annotated[int, Between(0, CHAINS_MAX)] = 0
+    limit: Annotated[int, Between(0, CHAINS_MAX)] = 0
     """Chains; 0: as many as are allowed."""
 
 

@@ -539,11 +539,11 @@ class ChainsRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
-    COUNT_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     """Empty: of the last namespaces in which clients put or asked."""
-    count: _builtins.int
-    """0: as many as are allowed."""
+    limit: _builtins.int
+    """Chains; 0: as many as are allowed."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys:
         """The chains that end at these blocks instead."""
@@ -553,11 +553,11 @@ class ChainsRequest(_message.Message):
         *,
         namespace: _builtins.str = ...,
         keys: _common_pb2.Keys | None = ...,
-        count: _builtins.int = ...,
+        limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "limit", b"limit", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -150,7 +150,7 @@ class Chains:
             raise BusyError(
                 f"{WAITING_MAX} questions about chains wait already", advice="Try again."
             )
-        count = request.count or CHAINS_MAX
+        count = request.limit or CHAINS_MAX
         names = [request.namespace] if request.namespace else self._names()
         question = _Question(self._common.ticket(), [] if request.keys else names, count)
         table = self._forest.table(request.namespace)
