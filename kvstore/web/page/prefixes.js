@@ -116,7 +116,8 @@ async function askChains() {
   const space = $("chains-of").value;
   try {
     const answer = await ask(`api/v1/chains?namespace=${encodeURIComponent(space)}`);
-    if (space === $("chains-of").value) showChains(answer);
+    if (space !== $("chains-of").value) return await askChains();  // another one was chosen meanwhile
+    showChains(answer);
   } catch (error) {
     put($("chains-note"), `Not known now: ${shown(error.message)}`);
     throw error;
@@ -247,7 +248,7 @@ async function find(event) {
 
 // --- asking --------------------------------------------------------------------------------------
 
-const CHAINS_POLL = { every: CHAINS_MS, wanted: () => view === "prefixes" && status?.leads, run: async () => {
+const CHAINS_POLL = { every: CHAINS_MS, wanted: () => view === "prefixes" && status?.leads !== false, run: async () => {
   showSpaces();
   await askChains();
 } };
