@@ -124,6 +124,8 @@ class AsyncClient:
     status = _awaited(Client.status)
     http = _awaited(Client.http)
     traffic = _awaited(Client.traffic)
+    chains = _awaited(Client.chains)
+    blocks = _awaited(Client.blocks)
 
     remove = _awaited(Client.remove)
     remove_many = _awaited(Client.remove_many)

@@ -52,6 +52,8 @@ from kvstore.errors import (
 )
 from kvstore.keys import packed_keys
 from kvstore.limits import (
+    BLOCKS_MAX,
+    CHAINS_MAX,
     MATCH_KEYS_MAX,
     NAMESPACES_MAX,
     PIN_MS_MAX,
@@ -59,6 +61,7 @@ from kvstore.limits import (
     TTL_MS_MAX,
     Key,
     Namespace,
+    check_count,
     check_key,
     check_keys,
     check_namespace,
@@ -546,6 +549,24 @@ class Operations:
             request = calls.Traffic(space, report.next_cursor)
             report = report.with_page((yield from ask(request, calls.TrafficReport)))
         return report
+
+    def chains(
+        self, namespace: str | None, keys: Sequence[AnyKey], count: int
+    ) -> Flow[calls.ChainsFound]:
+        check_count(count, CHAINS_MAX, "chains")
+        checked = check_keys(keys, distinct=False, keys_max=CHAINS_MAX)
+        if checked and namespace is None:
+            raise InvalidArgumentError("blocks are looked for in one namespace: name it")
+        space = "" if namespace is None else check_namespace(namespace)
+        return ask(calls.Chains(space, checked, count), calls.ChainsFound)
+
+    def blocks(
+        self, keys: Sequence[AnyKey], above: int, namespace: str | None
+    ) -> Flow[calls.BlocksFound]:
+        check_count(above, BLOCKS_MAX, "blocks above")
+        checked = check_keys(keys, distinct=False, keys_max=BLOCKS_MAX)
+        request = calls.Blocks(self._namespace(namespace), checked, above)
+        return ask(request, calls.BlocksFound)
 
     def drain(self, node: str, undo: bool, leave: bool) -> Flow[calls.Drained]:
         if undo and leave:

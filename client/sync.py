@@ -544,6 +544,42 @@ class Client:
         """
         return self._run(self._operations.traffic(namespace), timeout_ms)
 
+    def chains(
+        self,
+        namespace: str | None = None,
+        *,
+        keys: Sequence[AnyKey] = (),
+        count: int = 0,
+        timeout_ms: int | None = None,
+    ) -> calls.ChainsFound:
+        """The chains that were matched most and used last, as branches of a tree.
+
+        The master counts matches by the last block that they found. It remembers the last 128 such
+        blocks of a namespace at least, of the last 512 namespaces at least, since its start. Beside
+        those it looks at the blocks that were put last. ``kvstore prefixes`` and the dashboard show
+        the tree.
+
+        Args:
+            namespace: None: of the last 256 namespaces in which clients put or asked.
+            keys: up to 128; the chains that end at these blocks instead.
+            count: at most so many chains; 0: 128, which is the most. An answer has at most 256
+                branches.
+        """
+        return self._run(self._operations.chains(namespace, keys, count), timeout_ms)
+
+    def blocks(
+        self,
+        keys: Sequence[AnyKey],
+        *,
+        above: int = 0,
+        namespace: str | None = None,
+        timeout_ms: int | None = None,
+    ) -> Sequence[calls.Block]:
+        """What the master knows of these blocks, and of ``above`` blocks before the last one in its
+        chain. Up to 256 each. It leases nothing, and counts as no use, match or miss."""
+        found = self._run(self._operations.blocks(keys, above, namespace), timeout_ms)
+        return found.blocks
+
     def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
     ) -> Iterator[calls.ObjectRow]:

@@ -39,6 +39,8 @@ from kvstore.fields import (
     WaitMs,
 )
 from kvstore.limits import (
+    BLOCKS_MAX,
+    CHAINS_MAX,
     CONNECTIONS_CUT_MAX,
     NAMESPACES_MAX,
     NODE_SEGMENTS_MAX,
@@ -658,6 +660,102 @@ class TrafficReport(NamedTuple):
         return self._replace(namespaces=namespaces, next_cursor=page.next_cursor)
 
 
+class Chains(NamedTuple):
+    """The chains that were matched most and used last, from their tips to their roots."""
+
+    namespace: NamespaceOrEmpty = ""
+    """Empty: of the last namespaces in which clients put or asked."""
+    keys: Annotated[Sequence[Key], Rows(CHAINS_MAX)] = ()
+    """The chains that end at these blocks of ``namespace`` instead."""
+    limit: Annotated[int, Between(0, CHAINS_MAX)] = 0
+    """Chains; 0: as many as are allowed."""
+
+
+class Branch(NamedTuple):
+    """A run of blocks, each of which is the parent of the next one.
+
+    It ends where the chain forks, where the chain ends, and where counted matches ended.
+    """
+
+    namespace: str
+    above: int
+    """The number of the branch that this one continues, counted from 1; 0: there is none."""
+    first: Key
+    last: Key
+    blocks: int
+    missing: int
+    """Of those: blocks without bytes, which were evicted, removed or lost. No match finds what is
+    below."""
+    being_written: int
+    """Of those: blocks that are being written."""
+    size: int
+    """Payload bytes, replicas not counted."""
+    depth: int
+    """Ancestors of the last block, as far as known."""
+    children: int
+    """Blocks directly below the last one, also in branches that the answer does not have."""
+    matched: int
+    """Matches that ended in this branch or below it, at the tips that the master remembers."""
+    ended: int
+    """Of those: matches that ended at its last block."""
+    counted_ms: int
+    """Since when the oldest of these counts has been kept; 0: there is none."""
+    idle_ms: int
+    """Since the last use of a block of this branch, or of one below it in this answer."""
+    leased_ms: int
+    """How long a lease still protects a block of it, or one below it in this answer."""
+    pinned: int
+    """Of its blocks: those that pins hold."""
+    cut: bool
+    """Whether the chain goes on above it, and was not walked further: it is too long."""
+    segments: Sequence[int]
+    """Where the replicas of its blocks are: the segments with most of them."""
+    replicas: Sequence[int]
+    """How many are on each of these segments."""
+
+
+class ChainsFound(NamedTuple):
+    epoch: int
+    uptime_ms: int
+    """Of the master, which remembers no match from before."""
+    branches: Sequence[Branch]
+    """Each one after the one that it continues, the most matched chain first."""
+    whole: bool
+    """Whether every wanted chain was walked."""
+
+
+class Blocks(NamedTuple):
+    """What the master knows of these blocks, and of those above the last one. It counts as no use
+    of them."""
+
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], Rows(BLOCKS_MAX)]
+    above: Annotated[int, Between(0, BLOCKS_MAX)] = 0
+    """How many blocks above the last key are told, too: towards the root."""
+
+
+class Block(NamedTuple):
+    key: Key
+    state: str
+    """complete, being_written, missing (its place is kept for blocks below it) or absent."""
+    parent: bytes
+    """Empty: a root, or not known."""
+    children: int
+    depth: int
+    size: int
+    idle_ms: int
+    leased_ms: int
+    pinned_ms: int
+    """How long the pin of this block lasts; not that of one below it."""
+    segments: Sequence[int]
+    """One per replica that is there."""
+
+
+class BlocksFound(NamedTuple):
+    blocks: Sequence[Block]
+    """One per key, then those above the last one."""
+
+
 class DrainStep(enum.IntEnum):
     """One step of draining a node."""
 
@@ -742,7 +840,7 @@ ClientRequest = (
     | ReportFailure
     | ReportCorrupt
 )
-AdminRequest = Status | ListObjects | StatObject | Traffic | Drain | StartMoves
+AdminRequest = Status | ListObjects | StatObject | Traffic | Chains | Blocks | Drain | StartMoves
 Request = ClientRequest | AdminRequest
 Reply = (
     Joined
@@ -765,6 +863,8 @@ Reply = (
     | Listed
     | ObjectDetail
     | TrafficReport
+    | ChainsFound
+    | BlocksFound
     | Drained
     | MovesStarted
 )

@@ -47,6 +47,12 @@ in blocks of 16."""
 NAMESPACES_MAX = 256
 """Namespaces in one ``match_prefix``: the ranks and cache groups of one engine."""
 
+CHAINS_MAX = 128
+"""Chains in one answer to an operator."""
+
+BLOCKS_MAX = 256
+"""Blocks that an operator asks about at once."""
+
 PIN_KEYS_MAX = 512
 """Objects that one call pins, all that are there or none: 1 to 2 ms. Clients split larger
 batches."""

@@ -7,7 +7,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvstore import calls
-from kvstore.limits import PIN_MS_MAX, TTL_MS_MAX, Key, Namespace
+from kvstore.limits import (
+    BLOCKS_MAX,
+    CHAINS_MAX,
+    PIN_MS_MAX,
+    TTL_MS_MAX,
+    Key,
+    Namespace,
+)
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -166,6 +173,11 @@ NAMESPACE_TRAFFIC = st.builds(
     *[st.lists(rows, max_size=3) for rows in (CLIENT_TRAFFIC, CLIENT_TRAFFIC, MISSED_KEY)],
     U64, U64, U64, U64, U64, U64,
 )  # fmt: skip
+PLACES = st.lists(U64, max_size=3)
+BRANCH = st.builds(
+    calls.Branch, NAMESPACE, U32, KEY, KEY, *[U64] * 12, FLAGS, PLACES, PLACES,
+)  # fmt: skip
+BLOCK = st.builds(calls.Block, KEY, NAME, BYTES, U64, U64, U64, U64, U64, U64, PLACES)
 OFFER = st.builds(
     calls.SegmentOffer,
     st.integers(1, 1 << 48),
@@ -236,6 +248,8 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     ),
     calls.StatObject: st.builds(calls.StatObject, NAMESPACE, KEY),
     calls.Traffic: st.builds(calls.Traffic, ANY_NAMESPACE, U64),
+    calls.Chains: st.builds(calls.Chains, ANY_NAMESPACE, keys(most=20), st.integers(0, CHAINS_MAX)),
+    calls.Blocks: st.builds(calls.Blocks, NAMESPACE, keys(), st.integers(0, BLOCKS_MAX)),
     calls.Drain: st.builds(calls.Drain, NAME, st.sampled_from(calls.DrainStep)),
     calls.StartMoves: st.builds(
         calls.StartMoves,
@@ -284,6 +298,10 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
     calls.TrafficReport: st.builds(
         calls.TrafficReport, U64, U64, st.lists(NAMESPACE_TRAFFIC, max_size=3), U64
     ),
+    calls.ChainsFound: st.builds(
+        calls.ChainsFound, U64, U64, st.lists(BRANCH, max_size=3), st.booleans()
+    ),
+    calls.BlocksFound: st.builds(calls.BlocksFound, st.lists(BLOCK, max_size=3)),
     calls.Drained: st.builds(calls.Drained, U64, U64, U64),
     calls.MovesStarted: moves_started(),
     calls.Listed: st.builds(calls.Listed, st.lists(OBJECT_ROW, max_size=5), U64),

@@ -51,9 +51,7 @@ NOTHING: Final = Heard(listening=False, missed=False, blocks=[])
 class Listener:
     """Follows the events of some namespaces. Threads: any one, beside its own."""
 
-    def __init__(
-        self, find: Callable[[], str], under: str, groups: Mapping[str, int]
-    ) -> None:
+    def __init__(self, find: Callable[[], str], under: str, groups: Mapping[str, int]) -> None:
         """
         Args:
             find: ``host:port`` where the master that leads serves events; empty: it serves none.

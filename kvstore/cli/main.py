@@ -83,6 +83,7 @@ LATE: Final = {
     "doctor": "Check this host, its programs and the connection to the cluster.",
     "why": "Say who writes and who asks, and why nothing is found.",
     "quickstart": "Run a whole store on this host, and show how vLLM, SGLang and Python use it.",
+    "prefixes": "Show the chains that are matched most and used last, as a tree.",
     "events": "Follow what becomes visible in the store and what is gone.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }

@@ -538,6 +538,257 @@ class NamespaceTraffic(_message.Message):
 Global___NamespaceTraffic: _TypeAlias = NamespaceTraffic  # noqa: Y015
 
 @_typing.final
+class ChainsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Empty: of the last namespaces in which clients put or asked."""
+    limit: _builtins.int
+    """Chains; 0: as many as are allowed."""
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys:
+        """The chains that end at these blocks instead."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        keys: _common_pb2.Keys | None = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "limit", b"limit", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChainsRequest: _TypeAlias = ChainsRequest  # noqa: Y015
+
+@_typing.final
+class ChainsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    UPTIME_MS_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    uptime_ms: _builtins.int
+    """Of the master, which remembers no match from before."""
+    whole: _builtins.bool
+    """Whether every wanted chain was walked."""
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Branch]:
+        """Each one after the one that it continues."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        uptime_ms: _builtins.int = ...,
+        branches: _abc.Iterable[Global___Branch] | None = ...,
+        whole: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "epoch", b"epoch", "uptime_ms", b"uptime_ms", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChainsReply: _TypeAlias = ChainsReply  # noqa: Y015
+
+@_typing.final
+class Branch(_message.Message):
+    """A run of blocks, each of which is the parent of the next one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    ABOVE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    CHILDREN_FIELD_NUMBER: _builtins.int
+    MATCHED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    COUNTED_MS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    LEASED_MS_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    BEING_WRITTEN_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    above: _builtins.int
+    """The number of the branch that this one continues, counted from 1; 0: none."""
+    first: _builtins.bytes
+    last: _builtins.bytes
+    blocks: _builtins.int
+    missing: _builtins.int
+    """Of those: without bytes."""
+    size: _builtins.int
+    depth: _builtins.int
+    """Ancestors of the last block, as far as known."""
+    children: _builtins.int
+    """Blocks directly below the last one."""
+    matched: _builtins.int
+    """Matches that ended in it or below it, and those that ended at its last block."""
+    ended: _builtins.int
+    counted_ms: _builtins.int
+    """Since when these are counted."""
+    idle_ms: _builtins.int
+    leased_ms: _builtins.int
+    pinned: _builtins.int
+    """Of its blocks: those that pins hold."""
+    cut: _builtins.bool
+    """The chain goes on above it, and was not walked further."""
+    being_written: _builtins.int
+    """Of its blocks."""
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where most replicas of its blocks are, and how many are there."""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        above: _builtins.int = ...,
+        first: _builtins.bytes = ...,
+        last: _builtins.bytes = ...,
+        blocks: _builtins.int = ...,
+        missing: _builtins.int = ...,
+        size: _builtins.int = ...,
+        depth: _builtins.int = ...,
+        children: _builtins.int = ...,
+        matched: _builtins.int = ...,
+        ended: _builtins.int = ...,
+        counted_ms: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        leased_ms: _builtins.int = ...,
+        pinned: _builtins.int = ...,
+        cut: _builtins.bool = ...,
+        segments: _abc.Iterable[_builtins.int] | None = ...,
+        replicas: _abc.Iterable[_builtins.int] | None = ...,
+        being_written: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "being_written", b"being_written", "blocks", b"blocks", "children", b"children", "counted_ms", b"counted_ms", "cut", b"cut", "depth", b"depth", "ended", b"ended", "first", b"first", "idle_ms", b"idle_ms", "last", b"last", "leased_ms", b"leased_ms", "matched", b"matched", "missing", b"missing", "namespace", b"namespace", "pinned", b"pinned", "replicas", b"replicas", "segments", b"segments", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Branch: _TypeAlias = Branch  # noqa: Y015
+
+@_typing.final
+class BlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    ABOVE_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    above: _builtins.int
+    """How many blocks above the last key are told, too."""
+    @_builtins.property
+    def keys(self) -> _common_pb2.Keys: ...
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        keys: _common_pb2.Keys | None = ...,
+        above: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksRequest: _TypeAlias = BlocksRequest  # noqa: Y015
+
+@_typing.final
+class BlocksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]:
+        """One per key, then those above the last one."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___Block] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksReply: _TypeAlias = BlocksReply  # noqa: Y015
+
+@_typing.final
+class Block(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    CHILDREN_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    LEASED_MS_FIELD_NUMBER: _builtins.int
+    PINNED_MS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    state: _builtins.str
+    """complete, being_written, missing or absent."""
+    parent: _builtins.bytes
+    """Empty: a root, or not known."""
+    children: _builtins.int
+    depth: _builtins.int
+    size: _builtins.int
+    idle_ms: _builtins.int
+    leased_ms: _builtins.int
+    pinned_ms: _builtins.int
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per replica that is there."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        state: _builtins.str = ...,
+        parent: _builtins.bytes = ...,
+        children: _builtins.int = ...,
+        depth: _builtins.int = ...,
+        size: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        leased_ms: _builtins.int = ...,
+        pinned_ms: _builtins.int = ...,
+        segments: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["children", b"children", "depth", b"depth", "idle_ms", b"idle_ms", "key", b"key", "leased_ms", b"leased_ms", "parent", b"parent", "pinned_ms", b"pinned_ms", "segments", b"segments", "size", b"size", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Block: _TypeAlias = Block  # noqa: Y015
+
+@_typing.final
 class ClientTraffic(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -24,6 +24,7 @@ from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web import metrics, openapi, shapes
 from kvstore.web.access import HEADERS, NOT_SECURED, Access, Secured
 from kvstore.web.api import Api
+from kvstore.web.chains import Prefixes
 from kvstore.web.dashboard import Dashboard
 from kvstore.web.drains import Nodes
 from kvstore.web.events import Events, not_asked_for
@@ -172,7 +173,12 @@ def _routes(
 ) -> list[Route]:
     """All but health and metrics."""
     api = Api(master.client, master.nodes_by_segment)
-    described = [*api.routes(), *Objects(master.client).routes(), *nodes.routes()]
+    described = [
+        *api.routes(),
+        *Prefixes(master.client, master.seen).routes(),
+        *Objects(master.client).routes(),
+        *nodes.routes(),
+    ]
     document = openapi.document([*shapes.DESCRIBED, *(each for each, _ in described)])
 
     async def describe(request: web.Request) -> web.Response:

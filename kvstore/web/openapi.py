@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_origin
 
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
@@ -88,10 +88,17 @@ async def body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
 
 
 def query_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
-    """Raises InvalidArgumentError."""
-    if len(set(request.query)) != len(request.query):
+    """A parameter that is a list may be repeated. Raises InvalidArgumentError."""
+    query = request.query
+    lists = [
+        name for name, field in kind.model_fields.items() if get_origin(field.annotation) is list
+    ]
+    given: dict[str, object] = {
+        name: query.getall(name) if name in lists else query[name] for name in query
+    }
+    if any(len(query.getall(name)) > 1 for name in query if name not in lists):
         raise InvalidArgumentError("a parameter is given twice")
-    return _checked(lambda: kind.model_validate(dict(request.query)), "the address")
+    return _checked(lambda: kind.model_validate(given), "the address")
 
 
 def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:

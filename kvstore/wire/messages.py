@@ -139,6 +139,8 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.ListObjects, calls.Listed, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.StatObject, calls.ObjectDetail, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False, proto=admin_pb2),
+    Call(calls.Chains, calls.ChainsFound, idempotent=True, lane=False, proto=admin_pb2),
+    Call(calls.Blocks, calls.BlocksFound, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Drain, calls.Drained, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.StartMoves, calls.MovesStarted, idempotent=False, lane=False, proto=admin_pb2),
 )

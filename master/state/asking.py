@@ -132,7 +132,8 @@ class Asking:
             common.counters["matched_objects"] += matched
             common.counters["missed_objects"] += count - matched
             missing = matched < count and not being_written
-            self._note(now_ms, namespace, keys, count, matched, matched if missing else -1)
+            tip = holding[-1].key if holding else None
+            self._note(now_ms, namespace, keys, count, matched, matched if missing else -1, tip)
         return calls.Matched(common.epoch, common.rules.lease_ms, matches)
 
     def _before_ended(
@@ -215,11 +216,12 @@ class Asking:
         count: int,
         found: int,
         first: int,
+        tip: Key | None = None,
     ) -> None:
         """What is remembered of a question. While a new master gathers inventories, a miss may not
         be the answer."""
         if not (self._gathering and self._gathers(now_ms)):
-            self._traffic.asked(now_ms, namespace, keys, count, found, first)
+            self._traffic.asked(now_ms, namespace, keys, count, found, first, tip)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         """Extends leases of objects whose version has not changed, and deadlines of grants."""

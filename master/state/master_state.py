@@ -10,6 +10,7 @@
     nodes       joining, leaving, dying
     traffic     who puts, who asks, and what was not found: for operators
     report      what operators ask
+    chains      the chains that are used most, for operators
     sweeping    what can be done later
     common      what the parts share: pool and forest, membership, pending puts, wipe orders
 
@@ -36,6 +37,7 @@ from typing import Any
 
 from kvstore import calls
 from kvstore.master.state.asking import Asking
+from kvstore.master.state.chains import Chains
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Effect
@@ -109,6 +111,7 @@ class MasterState:
             common, self.marks, self.returning, self.copying, self.sweeping, self.waiting
         )
         self.report = Report(common)
+        self.chains = Chains(common)
         self.steps: dict[type, Callable[[int, Any], Any]] = {
             calls.MatchPrefix: self.asking.find,
             calls.Lookup: self.asking.find,
@@ -132,6 +135,8 @@ class MasterState:
             calls.ListObjects: self.report.list_objects,
             calls.StatObject: self.report.stat_object,
             calls.Traffic: self.report.traffic,
+            calls.Chains: self.chains.find,
+            calls.Blocks: self.chains.blocks,
         }
         """What each request does: (now_ms, request) to its reply, or ``Later``. Raises
         ``KVStoreError``."""
@@ -145,6 +150,7 @@ class MasterState:
             (self.sweeping.evicts, self.sweeping.evict_ahead),
             (self.sweeping.settles, self.sweeping.settle),
             (self.sweeping.sweeps, self.sweeping.sweep),
+            (self.chains.walks, self.chains.walk_on),
             (self.copying.scans, self.copying.scan),
         ]
         """Background work, the most urgent first: whether there is something to do, and what does
@@ -193,6 +199,7 @@ class MasterState:
         """Called when the client of a waiting call has gone. A removal is carried out even so."""
         self.waiting.cancel(ticket)
         self.asking.cancel(ticket)
+        self.chains.cancel(ticket)
 
     # --- time ---------------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
-"""Who puts into each namespace, who asks there, and what was last asked for and not found.
+"""Who puts into each namespace, who asks there, what was last asked for and not found, and where
+matches ended.
 
-``kvstore why`` shows it. Only the last clients, keys and namespaces are remembered. Two
-dictionaries keep the last ones without an order: a row that is used moves to the recent one; when
-that is full it becomes the older one, and the master forgets what was the older one.
+``kvstore why`` and the dashboard show it. Only the last clients, keys and namespaces are
+remembered. Two dictionaries keep the last ones without an order: a row that is used moves to the
+recent one; when that is full it becomes the older one, and the master forgets what was the older
+one.
 
 The usual call is one of a client in the namespace of its last call. Its ``Caller`` still has the
 row then, and no dictionary is searched.
@@ -22,6 +24,48 @@ CLIENTS_MAX = 16
 twice as many at most."""
 
 
+TIPS_MAX = 128
+"""Tips of matches that are remembered of a namespace at least; twice as many at most."""
+
+
+class Tip:
+    """A block at which matches ended: the last one that they found."""
+
+    __slots__ = ("first_ms", "matched")
+
+    def __init__(self, now_ms: int) -> None:
+        self.first_ms = now_ms
+        """Since when it is counted."""
+        self.matched = 0
+        """Matches that ended here since then."""
+
+
+class Tips:
+    """The tips of the last matches in a namespace, by key. One that is matched again before
+    ``TIPS_MAX`` others are keeps its count. It holds keys and no records, so it keeps nothing of
+    what is evicted or removed but its key."""
+
+    __slots__ = ("older", "recent")
+
+    def __init__(self) -> None:
+        self.recent: dict[Key, Tip] = {}
+        self.older: dict[Key, Tip] = {}
+
+    def matched(self, now_ms: int, key: Key) -> None:
+        tip = self.recent.get(key)
+        if tip is None:
+            tip = self.older.pop(key, None)
+            if tip is None:
+                tip = Tip(now_ms)
+            if len(self.recent) >= TIPS_MAX:
+                self.older, self.recent = self.recent, {}
+            self.recent[key] = tip
+        tip.matched += 1
+
+    def all(self) -> list[tuple[Key, Tip]]:
+        return [*self.recent.items(), *self.older.items()]
+
+
 class Era:
     """The time in which no row was forgotten: a row that was right in it is right."""
 
@@ -33,12 +77,14 @@ class Row:
 
     __slots__ = (
         "era", "first_ms", "found", "key", "keys", "last_ms", "missed", "missed_at", "missed_ms",
-        "missed_of", "name", "namespace", "none", "partly", "questions", "stored",
+        "missed_of", "name", "namespace", "none", "partly", "questions", "stored", "tips",
     )  # fmt: skip
 
-    def __init__(self, name: str, namespace: Namespace, era: Era, now_ms: int) -> None:
+    def __init__(self, name: str, space: Space, era: Era, now_ms: int) -> None:
         self.name = name
-        self.namespace = namespace
+        self.namespace = space.name
+        self.tips = space.tips
+        """Of the namespace: those of all its clients."""
         self.era = era
         """In which it was last found in the dictionaries."""
         self.first_ms = now_ms
@@ -96,12 +142,13 @@ class Rows:
 class Space:
     """One namespace."""
 
-    __slots__ = ("askers", "evicted", "evicted_idle_ms", "evicted_ms", "name", "putters")
+    __slots__ = ("askers", "evicted", "evicted_idle_ms", "evicted_ms", "name", "putters", "tips")
 
     def __init__(self, name: Namespace) -> None:
         self.name = name
         self.putters = Rows()
         self.askers = Rows()
+        self.tips = Tips()
         self.evicted = 0
         """Objects."""
         self.evicted_ms = 0
@@ -130,6 +177,7 @@ class Traffic:
         count: int,
         found: int,
         first: int,
+        tip: Key | None = None,
     ) -> None:
         """Notes a question.
 
@@ -137,15 +185,19 @@ class Traffic:
             count: number of ``keys``.
             found: how many of them are there.
             first: which is the first that is not there; -1: none.
+            tip: the last matched key, of a match that has found one.
         """
         row = self.caller.asks
         if row is None or row.era is not self._era or row.namespace != namespace:
-            row = self._row(now_ms, namespace, self._space(namespace).askers)
+            space = self._space(namespace)
+            row = self._row(now_ms, space, space.askers)
             self.caller.asks = row
         row.last_ms = now_ms
         row.questions += 1
         row.keys += count
         row.found += found
+        if tip is not None:
+            row.tips.matched(now_ms, tip)
         if first < 0:
             return
         if first:
@@ -161,7 +213,8 @@ class Traffic:
         """The row of the client that begins or ends a put."""
         row = self.caller.puts
         if row is None or row.era is not self._era or row.namespace != namespace:
-            row = self._row(now_ms, namespace, self._space(namespace).putters)
+            space = self._space(namespace)
+            row = self._row(now_ms, space, space.putters)
             self.caller.puts = row
         row.last_ms = now_ms
         return row
@@ -184,13 +237,13 @@ class Traffic:
             self.recent[namespace] = space
         return space
 
-    def _row(self, now_ms: int, namespace: Namespace, rows: Rows) -> Row:
+    def _row(self, now_ms: int, space: Space, rows: Rows) -> Row:
         name = self.caller.name
         row = rows.recent.get(name)
         if row is None:
             row = rows.older.pop(name, None)
             if row is None:
-                row = Row(name, namespace, self._era, now_ms)
+                row = Row(name, space, self._era, now_ms)
             if len(rows.recent) >= CLIENTS_MAX:
                 rows.older, rows.recent = rows.recent, {}
                 self._era = Era()
@@ -210,6 +263,10 @@ class Traffic:
         assert len(self.older) <= SPACES_MAX
         assert not self.recent.keys() & self.older.keys()
         for space in [*self.recent.values(), *self.older.values()]:
+            tips = space.tips
+            assert len(tips.recent) <= TIPS_MAX
+            assert len(tips.older) <= TIPS_MAX
+            assert not tips.recent.keys() & tips.older.keys()
             for rows in (space.putters, space.askers):
                 assert len(rows.recent) <= CLIENTS_MAX
                 assert len(rows.older) <= CLIENTS_MAX

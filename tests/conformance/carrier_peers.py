@@ -122,6 +122,23 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
                 4,
             ),
         ),
+        (
+            calls.Chains(N, KEYS[:1], 5),
+            calls.ChainsFound(
+                7,
+                5,
+                [
+                    calls.Branch(
+                        N, 0, KEYS[0], KEYS[0], 1, 0, 0, 9, 0, 2, 3, 1, 60, 5, 4, 1, True, [3], [1]
+                    )
+                ],
+                True,
+            ),
+        ),
+        (
+            calls.Blocks(N, KEYS, 2),
+            calls.BlocksFound([calls.Block(KEYS[0], "complete", b"p", 2, 1, 9, 5, 4, 3, [3, 4])]),
+        ),
         (calls.Drain("n", calls.DrainStep.BEGIN), calls.Drained(7, 4096, 1)),
         (
             calls.StartMoves("n", 0, 10, 1 << 20),

@@ -135,6 +135,17 @@ def test_top(kv: KV) -> None:
     assert first["status"]["nodes"][0]["name"] in shown
 
 
+def test_prefixes(kv: KV) -> None:
+    here = ("--namespace", "prefixes")
+    assert kv("put", "root", "-", *here, stdin=b"1").code == 0
+    assert kv("put", "tip", "-", "--parent", "root", *here, stdin=b"12").code == 0
+    [row] = json.loads(kv("prefixes", "--json", *here).out)["branches"]
+    assert (row["first"], row["last"], row["blocks"], row["size"]) == ("root", "tip", 2, 3)
+    assert list(row["nodes"].values()) == [2]
+    assert b"root \xe2\x80\xa6 tip  2 blocks" in kv("prefixes", *here).out
+    assert kv("prefixes", "--namespace", "empty").out == b"No chain is stored.\n"
+
+
 @pytest.mark.parametrize("name", ["a[/b][red]:smile:", "bell\a escape\x1b[2J", "to the left\u202e"])
 def test_names_are_shown_as_they_are_and_command_no_terminal(kv: KV, name: str) -> None:
     here = ("--namespace", name)

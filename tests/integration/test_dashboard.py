@@ -29,7 +29,7 @@ from tests.integration.http import get
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
 
-VIEWS = ("overview", "nodes", "namespaces", "events")
+VIEWS = ("overview", "nodes", "prefixes", "namespaces", "events")
 PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/notices", "/api/v1/fleet")
 
 PRINTABLE = "".join(map(chr, range(32, 127)))
@@ -101,7 +101,7 @@ def browser() -> Iterator[Browser]:
 
 
 def test_the_page_and_its_files_allow_nothing_from_elsewhere(cluster: Cluster, port: int) -> None:
-    for path in ("/page.css", "/page.js", *PATHS):
+    for path in ("/page.css", "/page.js", "/prefixes.js", *PATHS):
         reply = asked(port, path)
         assert reply.status == 200, path
         policy = reply.headers["Content-Security-Policy"]

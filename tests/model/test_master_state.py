@@ -1265,6 +1265,33 @@ class MasterMachine(RuleBasedStateMachine):
             else:
                 assert state == "being_written"
 
+    @rule(namespace=st.sampled_from(["", "a", "b"]), batch=st.lists(keys, max_size=3))
+    def chains(self, namespace: str, batch: list[Key]) -> None:
+        """Each branch consists of the blocks that are above its last one."""
+        assert not self.state.effects
+        later = self.state.chains.find(self.now_ms, calls.Chains(namespace, batch))
+        self._new_ticket(later.ticket)
+        while self.state.chains.walks():
+            self.state.chains.walk_on(self.now_ms)
+        (answer,) = self.state.take_effects()
+        assert isinstance(answer, Answer)
+        assert isinstance(answer.result, calls.ChainsFound)
+        assert answer.result.whole
+        for number, row in enumerate(answer.result.branches, 1):
+            space = Namespace(row.namespace)
+            request = calls.Blocks(space, [row.last], row.blocks - 1)
+            blocks = self.state.chains.blocks(self.now_ms, request).blocks
+            assert (len(blocks), blocks[-1].key) == (row.blocks, row.first)
+            assert row.size == sum(block.size for block in blocks)
+            states = [block.state for block in blocks]
+            counts = states.count("missing"), states.count("being_written")
+            assert (row.missing, row.being_written) == counts
+            for block in blocks:
+                assert (block.state == "complete") == self._present((space, block.key))
+            above = answer.result.branches[row.above - 1].last if row.above else b""
+            assert row.above < number
+            assert blocks[-1].parent == above
+
     def _stat(self, name: Name) -> calls.ObjectDetail:
         return self.state.report.stat_object(self.now_ms, calls.StatObject(*name))
 

@@ -3,7 +3,7 @@
 
 const STATUS_MS = 1000, HISTORY_MS = 10000, FLEET_MS = 15000, ANSWER_MS = 6000;
 const HOUR_MS = 3600e3, SPAN_MIN_MS = 300e3, EVENTS_MAX = 1000;
-const VIEWS = ["overview", "nodes", "namespaces", "events"];
+const VIEWS = ["overview", "nodes", "prefixes", "namespaces", "events"];
 const $ = (id) => document.getElementById(id);
 
 // --- text ----------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ const POLLS = [
   { every: STATUS_MS, wanted: () => view === "events", run: async () => {
     showEvents(await ask(`api/v1/notices?after=${told.last}`));
   } },
-  { every: FLEET_MS, wanted: () => view === "namespaces" && status?.leads, run: async () => showFleet((await ask("api/v1/fleet")).models) },
+  { every: FLEET_MS, wanted: () => ["prefixes", "namespaces"].includes(view) && status?.leads, run: async () => showFleet((await ask("api/v1/fleet")).models) },
 ];
 
 function showLost(error) {

@@ -17,6 +17,8 @@ import pytest
 from kvstore import calls
 from kvstore.limits import (
     BATCH_KEYS_MAX,
+    BLOCKS_MAX,
+    CHAINS_MAX,
     CLAIMS_PER_MESSAGE_MAX,
     PIN_KEYS_MAX,
     PROTOCOL_VERSION,
@@ -27,6 +29,7 @@ from kvstore.limits import (
 )
 from kvstore.master.service import MasterService
 from kvstore.master.state import (
+    chains,
     draining,
     forest,
     pool,
@@ -38,7 +41,7 @@ from kvstore.master.state import (
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller
+from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, TIPS_MAX, Caller
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES, extent_bytes
 
 LINES_MAX = 300_000
@@ -344,6 +347,32 @@ def traffic(world: World) -> calls.Request:
     return calls.Traffic()
 
 
+def chains_of_one(world: World) -> calls.Request:
+    """Of a chain that is as long as there are objects, and of as many tips and forks as count."""
+    for index in range(0, world.count, max(1, world.count // (2 * chains.BRANCHES_MAX))):
+        world.put(SPACE, [Key(b"f%07d" % index)], parent=world.keys[index])
+    known = world.state.traffic
+    for key in world.keys[: min(world.count, 2 * TIPS_MAX)]:
+        known.asked(0, SPACE, [key], 1, 1, -1, key)
+    return calls.Chains(SPACE)
+
+
+def chains_of_all(world: World) -> calls.Request:
+    known = world.state.traffic
+    for number in range(world.count):
+        for _ in range(2):
+            known.asked(0, Namespace(f"s{number}"), [Key(b"x")], 1, 1, -1, Key(b"x"))
+    return calls.Chains()
+
+
+def chains_of_blocks(world: World) -> calls.Request:
+    return calls.Chains(SPACE, world.keys[world.count - CHAINS_MAX : world.count])
+
+
+def blocks(world: World) -> calls.Request:
+    return calls.Blocks(SPACE, world.keys[world.count - BLOCKS_MAX : world.count], BLOCKS_MAX)
+
+
 def listed(world: World) -> calls.Request:
     return calls.ListObjects("", b"nothing begins so", 0, BATCH_KEYS_MAX)
 
@@ -380,7 +409,8 @@ def join(world: World) -> calls.Request:
 BOUNDS: list[Callable[[World], calls.Request]] = [
     match, scan, lookup, exists, leased_exists, put_start, put_below_missing, put_end, put_revoke,
     allocate, commit, renew, pin, unpin, remove, remove_first, report_corrupt, clear, clear_all,
-    describe, report_failure, status, traffic, listed, stat, drain, start_moves, start_repairs,
+    describe, report_failure, status, traffic, chains_of_one,
+    chains_of_all, chains_of_blocks, blocks, listed, stat, drain, start_moves, start_repairs,
     join,
 ]  # fmt: skip
 
@@ -393,6 +423,8 @@ SLICES = [
     (report, "LIST_STEPS_MAX"),
     (report, "STATUS_ROWS_MAX"),
     (report, "TRAFFIC_ROWS_MAX"),
+    (chains, "STEPS"),
+    (chains, "LOOKS"),
     (draining, "STEPS_MAX"),
     (draining, "LINE_MAX"),
     (repairing, "SCAN_STEPS"),

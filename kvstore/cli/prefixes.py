@@ -1,0 +1,113 @@
+"""``kvstore prefixes``: the chains that are used most, as a tree of branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import click
+
+from kvstore.calls import Branch
+from kvstore.cli.invocation import Invocation, connects
+from kvstore.cli.options import CONTEXT
+from kvstore.cli.show import duration_text, key_text, name_text, plain, print_json, size_text
+from kvstore.limits import CHAINS_MAX
+
+LEVELS_MAX = 20
+"""Deeper branches are not indented further."""
+
+KEY_MAX = 24
+"""Characters of a key that is shown."""
+
+
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExamples:\n  kvstore prefixes\n  kvstore prefixes --namespace llama --json",
+)
+@connects("namespace")
+@click.option("--count", type=click.IntRange(1, CHAINS_MAX), default=20, show_default=True,
+              help="At most so many chains.")  # fmt: skip
+def prefixes(invocation: Invocation, count: int) -> None:
+    """Show the chains that are matched most and used last, as a tree.
+
+    Of all namespaces that were used last, unless --namespace is given. The master counts a match at
+    the last block that it found, since the master's start, and remembers the last such blocks.
+    """
+    namespace = invocation.config.namespace if "namespace" in invocation.given else None
+    with invocation.client() as client:
+        found = client.chains(namespace, count=count)
+        nodes = client.status().nodes_by_segment()
+    if invocation.as_json:
+        branches = [
+            {
+                **plain(row),
+                "first": key_text(row.first),
+                "last": key_text(row.last),
+                "nodes": nodes_of(row, nodes),
+            }
+            for row in found.branches
+        ]
+        print_json({**plain(found), "branches": branches})
+        return
+    for line in lines(found.branches, nodes):
+        click.echo(line)
+    if not found.branches:
+        click.echo("No chain is stored.")
+    elif not found.whole:
+        click.echo("There are longer chains, or more branches, than one answer holds.", err=True)
+
+
+def lines(branches: Sequence[Branch], nodes: Mapping[int, str]) -> Iterator[str]:
+    """A line for each branch, indented below the one that it continues, and one for continuations
+    that are not among them."""
+    below: list[list[int]] = [[] for _ in branches]
+    roots: list[int] = []
+    for index, row in enumerate(branches):
+        (below[row.above - 1] if row.above else roots).append(index)
+    waiting = [(index, 0, 0) for index in reversed(roots)]
+    namespace = None
+    while waiting:
+        index, level, others = waiting.pop()
+        indent = "  " * min(level, LEVELS_MAX)
+        if others:
+            yield f"{indent}and {others:,} more"
+            continue
+        row = branches[index]
+        if row.namespace != namespace:
+            namespace = row.namespace
+            yield f"{name_text(namespace)}:"
+        yield f"{indent}  {_line(row, nodes)}"
+        hidden = row.children - len(below[index])
+        if hidden > 0:
+            waiting.append((index, level + 2, hidden))
+        waiting += [(each, level + 1, 0) for each in reversed(below[index])]
+
+
+def nodes_of(row: Branch, nodes: Mapping[int, str]) -> dict[str, int]:
+    """Replicas of the branch by node."""
+    found: dict[str, int] = {}
+    for segment, count in zip(row.segments, row.replicas, strict=True):
+        name = nodes.get(segment, "")
+        found[name] = found.get(name, 0) + count
+    return found
+
+
+def _line(row: Branch, nodes: Mapping[int, str]) -> str:
+    keys = _short(row.last) if row.blocks == 1 else f"{_short(row.first)} … {_short(row.last)}"
+    return ", ".join(
+        [
+            f"{keys}  {row.blocks:,} {'block' if row.blocks == 1 else 'blocks'}",
+            size_text(row.size),
+            f"matched {row.matched:,}" if row.matched else "no match counted",
+            f"unused {duration_text(row.idle_ms)}",
+            *([f"{row.missing:,} missing"] if row.missing else []),
+            *([f"{row.being_written:,} being written"] if row.being_written else []),
+            *([f"{row.pinned:,} pinned"] if row.pinned else []),
+            *(["goes on above"] if row.cut else []),
+            "on " + (" ".join(map(name_text, nodes_of(row, nodes))) or "no node"),
+        ]
+    )
+
+
+def _short(key: bytes) -> str:
+    text = key_text(key)
+    return text if len(text) <= KEY_MAX else f"{text[: KEY_MAX - 7]}…{text[-6:]}"

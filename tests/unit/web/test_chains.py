@@ -1,0 +1,57 @@
+"""What a pasted text of keys may mean."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.cli.show import key_text
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import Key
+from kvstore.web.chains import FIND_KEYS_MAX, keys_of
+
+
+@pytest.mark.parametrize(
+    ("text", "readings"),
+    [
+        ("9f86", [[b"\x9f\x86"], [b"9f86"]]),
+        ("0x9F86, 0Xab", [[b"\x9f\x86", b"\xab"]]),
+        ("hex:9f86 plain", [[b"\x9f\x86", b"plain"]]),
+        ("9f86 plain", [[b"9f86", b"plain"]]),
+        ('["9f86", "a, b c"]', [[b"9f86", b"a, b c"]]),
+        ("'9f86';\n \"abcd\"\t", [[b"\x9f\x86", b"\xab\xcd"], [b"9f86", b"abcd"]]),
+        ("9f8", [[b"9f8"]]),
+        ("שלום", [["שלום".encode()]]),
+    ],
+)
+def test_readings(text: str, readings: list[list[bytes]]) -> None:
+    assert keys_of(text) == readings
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " , ", "[", "[1]", '["", "a"]', "[" * 100_000, "0x", "0xz", "hex:", "a" * 257,
+     "a " * (FIND_KEYS_MAX + 1)],
+)  # fmt: skip
+def test_what_is_no_list_of_keys(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        keys_of(text)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40).map(Key), min_size=1, max_size=5))
+def test_what_ls_shows_is_understood(keys: list[Key]) -> None:
+    texts = [key_text(key) for key in keys]
+    if not any(set(text) & set(",;'\"[") or not text.isascii() for text in texts):
+        assert keys in keys_of("\n".join(texts))
+    assert keys in keys_of(" ".join(key.hex() for key in keys))
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        readings = keys_of(text)
+    except InvalidArgumentError:
+        return
+    assert all(key for keys in readings for key in keys)
+    assert len({len(keys) for keys in readings}) == 1
