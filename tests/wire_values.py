@@ -265,7 +265,18 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
 
 REPLIES: dict[type, st.SearchStrategy[Any]] = {
     calls.Joined: st.builds(
-        calls.Joined, U64, st.integers(0, 65_535), TEXT, BYTES, U64, U64, TEXT, PROTOCOL, ANY_NAME
+        calls.Joined,
+        U64,
+        st.integers(0, 65_535),
+        TEXT,
+        BYTES,
+        U64,
+        U64,
+        TEXT,
+        PROTOCOL,
+        ANY_NAME,
+        st.integers(0, 65_535),
+        st.booleans(),
     ),
     calls.Matched: st.builds(calls.Matched, U64, U64, st.lists(prefix_matches(), max_size=4)),
     calls.Found: st.builds(calls.Found, U64, U64, placements()),

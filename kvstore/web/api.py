@@ -26,6 +26,7 @@ from kvstore.web.openapi import (
     query_of,
     refusal,
 )
+from kvstore.web.places import Places
 from kvstore.web.serving import Route
 
 MATCH_PATH: Final = "/api/v1/match"
@@ -98,12 +99,9 @@ class StatAnswer(BaseModel):
 class Api:
     """Answers programs, as a client of the master does. Use it in one event loop."""
 
-    def __init__(
-        self, client: AsyncClient, known: Callable[[], Awaitable[Mapping[int, str]]]
-    ) -> None:
-        """``known``: the node of each segment, of a moment ago."""
+    def __init__(self, client: AsyncClient, places: Places) -> None:
         self._client = client
-        self._known = known
+        self._places = places
 
     def routes(self) -> list[tuple[Described, Route]]:
         answers: list[tuple[Described, Answer]] = [
@@ -122,7 +120,7 @@ class Api:
             await self._segments(namespace, asked.keys[match.matched - 1]) if match.matched else []
             for namespace, match in zip(asked.namespaces, found, strict=True)
         ]
-        names = await self._nodes(chain.from_iterable(segments))
+        names = await self._places.of(chain.from_iterable(segments))
         return MatchAnswers(
             matches=[
                 MatchAnswer(
@@ -148,7 +146,7 @@ class Api:
         if found is None or found.detail.row is None:
             return refusal(404, "no such object")
         detail, row = found.detail, found.detail.row
-        names = await self._nodes(detail.placements.segments)
+        names = await self._places.of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
         return StatAnswer(
             namespace=row.namespace,
@@ -173,13 +171,6 @@ class Api:
         """Where the object is."""
         found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
         return [] if found is None else found.detail.placements.segments
-
-    async def _nodes(self, segments: Iterable[int]) -> Mapping[int, str]:
-        """The nodes of these segments, among others. Asks the master only for new ones."""
-        names = await self._known()
-        if not names.keys() >= set(segments):
-            names = (await self._client.status(timeout_ms=TIMEOUT_MS)).nodes_by_segment()
-        return names
 
 
 MATCH: Final = Described(

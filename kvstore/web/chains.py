@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
@@ -24,10 +25,8 @@ from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, check_key
 from kvstore.web.objects import TIMEOUT_MS
 from kvstore.web.openapi import Described, HexKey, Question, answered, body_of, query_of
+from kvstore.web.places import Places
 from kvstore.web.serving import Route
-
-if TYPE_CHECKING:
-    from kvstore.web.of_master import Seen
 
 CHAINS_PATH: Final = "/api/v1/chains"
 BLOCKS_PATH: Final = "/api/v1/blocks"
@@ -167,10 +166,9 @@ class FindAnswer(BaseModel):
 class Prefixes:
     """Answers these questions, as a client of the master. Use it in one event loop."""
 
-    def __init__(self, client: AsyncClient, look: Callable[[], Awaitable[Seen]]) -> None:
-        """``look``: what is known of the store, of a moment ago."""
+    def __init__(self, client: AsyncClient, places: Places) -> None:
         self._client = client
-        self._look = look
+        self._places = places
         self._asking = asyncio.Lock()
         self._rest_until = 0.0
         self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
@@ -183,7 +181,7 @@ class Prefixes:
     async def _chains(self, request: web.Request) -> BaseModel:
         asked = query_of(request, ChainsQuestion)
         found = await self._ask(asked.namespace or None, asked.key, asked.count)
-        nodes = await self._nodes()
+        nodes = await self._places.of(chain.from_iterable(row.segments for row in found.branches))
         return ChainsAnswer(
             branches=[_branch(row, nodes) for row in found.branches],
             whole=found.whole,
@@ -219,61 +217,62 @@ class Prefixes:
         found = await self._client.blocks(
             asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
-        nodes = await self._nodes()
+        nodes = await self._places.of(chain.from_iterable(row.segments for row in found))
         return BlocksAnswer(blocks=[_block(each, nodes) for each in found])
 
     async def _find(self, request: web.Request) -> BaseModel:
         asked = await body_of(request, FindQuestion)
         readings = keys_of(asked.text)
-        seen = await self._look()
         names: Sequence[str] = asked.namespaces or ()
-        if not names and seen.status is not None:
+        if not names:
+            status = await self._client.status(timeout_ms=TIMEOUT_MS)
             largest = heapq.nlargest(
-                FIND_NAMESPACES_MAX, seen.status.namespaces, key=lambda row: (row.size, row.name)
+                FIND_NAMESPACES_MAX, status.namespaces, key=lambda row: (row.size, row.name)
             )
             names = [row.name for row in largest]
-        nodes = {} if seen.status is None else seen.status.nodes_by_segment()
-        found: list[FoundIn] = []
+        found: list[tuple[str, Sequence[calls.Block]]] = []
         for name in dict.fromkeys(names):
             for keys in readings:
-                told = await self._found_in(name, keys, nodes)
-                if told.found:
-                    found.append(told)
+                rows = await self._rows(name, keys)
+                if any(map(_is_there, rows)):
+                    found.append((name, rows))
                     break
-        found.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
+        every = chain.from_iterable(rows for _, rows in found)
+        nodes = await self._places.of(chain.from_iterable(row.segments for row in every))
+        told = [_found_in(name, rows, nodes) for name, rows in found]
+        told.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
         return FindAnswer(
             keys=len(readings[0]),
             looked_in=len(names),
-            found_in=found[:FIND_SHOWN],
-            others=len(found[FIND_SHOWN:]),
+            found_in=told[:FIND_SHOWN],
+            others=len(told[FIND_SHOWN:]),
         )
 
-    async def _found_in(
-        self, namespace: str, keys: Sequence[Key], nodes: Mapping[int, str]
-    ) -> FoundIn:
+    async def _rows(self, namespace: str, keys: Sequence[Key]) -> Sequence[calls.Block]:
         rows: list[calls.Block] = []
         for start in range(0, len(keys), BLOCKS_MAX):
             rows += await self._client.blocks(
                 keys[start : start + BLOCKS_MAX], namespace=namespace, timeout_ms=TIMEOUT_MS
             )
-        there = [row.state == "complete" for row in rows]
-        pairs = zip(rows, rows[1:], there, there[1:])
-        return FoundIn(
-            namespace=namespace,
-            found=sum(there),
-            leading=(*there, False).index(False),
-            chain=all(
-                below.parent == above.key
-                for above, below, first, second in pairs
-                if first and second
-            ),
-            blocks=[_block(row, nodes) for row in rows],
-        )
+        return rows
 
-    async def _nodes(self) -> Mapping[int, str]:
-        """The node of each segment."""
-        status = (await self._look()).status
-        return {} if status is None else status.nodes_by_segment()
+
+def _is_there(row: calls.Block) -> bool:
+    return row.state == "complete"
+
+
+def _found_in(namespace: str, rows: Sequence[calls.Block], nodes: Mapping[int, str]) -> FoundIn:
+    there = [_is_there(row) for row in rows]
+    pairs = zip(rows, rows[1:], there, there[1:])
+    return FoundIn(
+        namespace=namespace,
+        found=sum(there),
+        leading=(*there, False).index(False),
+        chain=all(
+            below.parent == above.key for above, below, first, second in pairs if first and second
+        ),
+        blocks=[_block(row, nodes) for row in rows],
+    )
 
 
 def keys_of(text: str) -> list[list[Key]]:

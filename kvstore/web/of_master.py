@@ -32,6 +32,7 @@ from kvstore.web.fleet import RECORDS_MAX, Record, read_records
 from kvstore.web.hosts import Hosts
 from kvstore.web.link import Link
 from kvstore.web.objects import Objects
+from kvstore.web.places import Places
 from kvstore.web.serving import Answers, Readiness, Route, serving
 
 if TYPE_CHECKING:
@@ -172,10 +173,11 @@ def _routes(
     access: Access, master: Master, dashboard: Dashboard, events: Events | None, nodes: Nodes
 ) -> list[Route]:
     """All but health and metrics."""
-    api = Api(master.client, master.nodes_by_segment)
+    places = Places(master.client, master.nodes_by_segment)
+    api = Api(master.client, places)
     described = [
         *api.routes(),
-        *Prefixes(master.client, master.seen).routes(),
+        *Prefixes(master.client, places).routes(),
         *Objects(master.client).routes(),
         *nodes.routes(),
     ]

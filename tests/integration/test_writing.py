@@ -18,6 +18,7 @@ import pytest
 
 from kvstore.demo.processes import free_port
 from kvstore.web.api import EXISTS_PATH, MATCH_PATH, STAT_PATH
+from kvstore.web.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.web.drains import DRAIN_PATH, NODES_PATH, UNDRAIN_PATH
 from kvstore.web.objects import LIST_PATH, PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, UNPIN_PATH
 from kvstore.web.openapi import PATH as OPENAPI_PATH
@@ -364,6 +365,9 @@ def test_what_is_described_is_what_is_served(store: Store) -> None:
         ("post", MATCH_PATH): [("", keys), ("", {})],
         ("post", EXISTS_PATH): [("", keys), ("", {})],
         ("get", STAT_PATH): [(f"?key={b'a'.hex()}", None), ("?key=00", None), ("", None)],
+        ("get", CHAINS_PATH): [("", None), (f"?key={b'a'.hex()}&key=00", None), ("?count=x", None)],
+        ("get", BLOCKS_PATH): [(f"?key={b'a'.hex()}&key=00&above=3", None), ("?key=x", None)],
+        ("post", FIND_PATH): [("", {"text": "a b"}), ("", {"text": "a", "namespaces": ["none"]})],
         ("get", NODES_PATH): [("", None)],
         ("post", DRAIN_PATH): [("", {"node": "none"}), ("", {"node": node})],
         ("get", DRAIN_PATH): [(f"?node={node}", None), ("?node=none", None)],

@@ -296,9 +296,12 @@ function showEvents(answer) {
 /** The token is kept by this tab until it is closed, and is in no address. */
 const TOKEN = "kvstore-token";
 
-async function ask(path) {
+/** GET, or POST of `question` as JSON. */
+async function ask(path, question = null, withinMs = ANSWER_MS) {
   const token = sessionStorage.getItem(TOKEN), headers = token ? { Authorization: `Bearer ${token}` } : {};
-  const answer = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(ANSWER_MS) });
+  const posted = question ? { method: "POST", body: JSON.stringify(question) } : {};
+  if (question) headers["Content-Type"] = "application/json";
+  const answer = await fetch(path, { cache: "no-store", headers, signal: AbortSignal.timeout(withinMs), ...posted });
   if (answer.status === 401) throw Object.assign(new Error("it needs the token"), { locked: true });
   if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
   return answer.json();

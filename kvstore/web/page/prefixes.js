@@ -217,12 +217,7 @@ async function find(event) {
   put($("find-note"), "Looking…");
   $("find-found").replaceChildren();
   try {
-    const reply = await fetch("api/v1/find", {
-      method: "POST", cache: "no-store", signal: AbortSignal.timeout(FIND_MS), headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(space ? { text, namespaces: [space] } : { text }),
-    });
-    if (!reply.ok) throw new Error((await reply.text()).trim() || `status ${reply.status}`);
-    const answer = await reply.json();
+    const answer = await ask("api/v1/find", space ? { text, namespaces: [space] } : { text }, FIND_MS);
     const where = `in ${few(answer.looked_in, "namespace", "namespaces")}`;
     put($("find-note"), answer.found_in.length ? `Found ${where}:` : `None of ${few(answer.keys, "block", "blocks")} is there, ${where}.`);
     $("find-found").replaceChildren(...answer.found_in.map((found) => {
