@@ -5,7 +5,7 @@ Keys are bytes, so they travel in hexadecimal.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
