@@ -178,6 +178,9 @@ class MasterMachine(RuleBasedStateMachine):
         self.unwiped: dict[tuple[Place, Version], Unwiped] = {}
         self.removals: dict[int, set[tuple[Place, Version]]] = {}  # by ticket
         self.none_left_ms = -1
+        self.held_below: dict[ObjectRecord, ObjectRecord | None] = {}
+        """Records that pins hold, and the parent of each when that began. One that has another
+        parent now counts none of its new ancestors."""
         """When the last of the nodes died, if ever."""
         self.held_ms = -RULES.lease_ms
         """When a put last leased what it found, or its parent, while it waits or writes; or when
@@ -1051,13 +1054,15 @@ class MasterMachine(RuleBasedStateMachine):
         return any(stored.pinned_until_ms > until_ms for stored in self.objects.values())
 
     def _with_ancestors(self, names: Iterable[Name]) -> set[ObjectRecord]:
-        """The complete ones of these objects and their ancestors, also above gaps."""
+        """The complete ones of these objects and their ancestors, also above gaps, as far as a pin
+        counts them."""
         found: set[ObjectRecord] = set()
         for name in names:
             at = self.state.forest.get(*name)
             while at is not None and at not in found:
                 found.add(at)
-                at = at.parent
+                is_new = self.held_below.get(at, at.parent) is not at.parent
+                at = None if is_new else at.parent
         return {record for record in found if record.complete}
 
     @staticmethod
@@ -1301,8 +1306,18 @@ class MasterMachine(RuleBasedStateMachine):
         assert ticket not in self.tickets, "a ticket was given twice"
         self.tickets.add(ticket)
 
+    def _note_parents(self) -> None:
+        pins = self.state.pool.pins
+        for table in self.state.forest.namespaces.values():
+            for record in filter(pins.holds, table):
+                if self.held_below.setdefault(record, record.parent) is not record.parent:
+                    self.held_below[record] = record  # for as long as a pin holds it
+        for record in [each for each in self.held_below if not pins.holds(each)]:
+            del self.held_below[record]
+
     def _see(self, *, may_evict: bool = False) -> None:
         """Take note of the effects, and of what was evicted."""
+        self._note_parents()
         sessions = {node.session: node for node in self.nodes.values() if node.session is not None}
         for effect in self._effects():
             match effect:
