@@ -43,9 +43,14 @@ for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
         del os.environ[variable]
 os.environ["KVSTORE_CONFIG"] = ""
 
-# A shell that runs the tests in the background lets them ignore Ctrl-C, and processes inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Who runs the tests in the background, or by nohup, lets them ignore Ctrl-C and a closed terminal,
+# and processes inherit that.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # "fixed" draws the same examples on every machine, so that a red run is red for everybody;
 # HYPOTHESIS_PROFILE=explore draws new ones, more of them, and prints how to repeat a failure.

@@ -62,7 +62,7 @@ def test_nothing_stays(quickstart: Callable[..., Quickstart], end: str) -> None:
     assert status == (-signal.SIGKILL if end == "kill-9" else 0), store.text
     until(lambda: not any(map(is_running, everyone)))
     assert not store.entries()
-    if end != "terminal":
+    if end in ("ctrl-c", "sigterm"):  # a node may miss its master before its parent
         after = store.text.rpartition("Dashboard")[2].splitlines()[1:]
         assert [line for line in after if line not in ("", "^C")] == []
 

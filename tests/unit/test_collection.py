@@ -31,7 +31,7 @@ def test_without_vllm_a_run_says_which_tests_are_missing() -> None:
 
 def test_a_folder_that_is_ignored_is_said_to_be() -> None:
     said = collected("--ignore", "tests/containers", "--ignore-glob", "*/test_*.py", "tests")
-    assert "tests/containers: 1 files are run by make test-containers" in said
+    assert "tests/containers: 2 files are run by make test-containers" in said
 
 
 def test_a_run_that_does_not_ask_for_them_does_not_say_so() -> None:

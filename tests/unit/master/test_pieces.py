@@ -199,7 +199,7 @@ def test_a_master_that_leads_no_more_refuses_the_rest() -> None:
 
 def test_every_call_with_many_keys_is_cut_or_quick() -> None:
     """What is neither must be added to one of them."""
-    quick = {calls.PutStart, calls.Pin, calls.Unpin}
+    quick = {calls.PutStart, calls.Pin, calls.Unpin, calls.Chains, calls.Blocks}
     batches = {
         kind
         for kind in get_args(calls.Request)
