@@ -483,6 +483,8 @@ class NodeStatus(NamedTuple):
     silent_ms: int
     """Time since the master last heard of the node."""
     segments: Sequence[SegmentStatus]
+    version: str = ""
+    """Of its program; empty: an older one, or an older master."""
 
 
 class NamespaceStatus(NamedTuple):
@@ -912,6 +914,8 @@ class NodeJoin(NamedTuple):
     one begins a new term above it."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the node was given, or that its memory belongs to."""
+    version: NameOrEmpty = ""
+    """Of the node's program, for people; empty from older ones."""
 
 
 class NodeBeat(NamedTuple):

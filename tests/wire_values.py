@@ -162,7 +162,7 @@ SEGMENT_INFO = st.builds(
 )
 SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64)
 NODE_STATUS = st.builds(
-    calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3)
+    calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3), ANY_NAME
 )
 NAMESPACE_STATUS = st.builds(calls.NamespaceStatus, NAMESPACE, U64, U64, U64, U64)
 OBJECT_ROW = st.builds(calls.ObjectRow, NAMESPACE, KEY, U64, U32, U64, U64, NAME)
@@ -349,7 +349,16 @@ def claims(draw: st.DrawFn) -> calls.NodeClaims:
 
 NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     calls.NodeJoin: st.builds(
-        calls.NodeJoin, NAME, NAME, U32, U64, st.lists(OFFER, max_size=3), U32, EPOCH, ANY_NAME
+        calls.NodeJoin,
+        NAME,
+        NAME,
+        U32,
+        U64,
+        st.lists(OFFER, max_size=3),
+        U32,
+        EPOCH,
+        ANY_NAME,
+        ANY_NAME,
     ),
     calls.NodeBeat: st.builds(calls.NodeBeat, U64),
     calls.NodeWiped: st.builds(calls.NodeWiped, U64),

@@ -82,6 +82,10 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         nodes = Table("node", "state", "address", box=None, pad_edge=False)
         for name in ("used", "of", "largest free", "last heard"):
             nodes.add_column(name, justify="right")
+        # Equal versions say nothing; during an upgrade they differ.
+        differ = {node.version for node in found.nodes} != {found.version}
+        if differ:
+            nodes.add_column("version")
         for node in found.nodes:
             nodes.add_row(
                 node.name,
@@ -91,6 +95,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
                 size_text(sum(segment.size for segment in node.segments)),
                 size_text(max((s.largest_free for s in node.segments), default=0)),
                 duration_text(node.silent_ms),
+                *([node.version or "not known"] if differ else []),
             )
         yield nodes
     else:

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from kvstore._version import __version__
 from kvstore.background import start_task
 from kvstore.calls import (
     MasterAccepted,
@@ -247,6 +248,7 @@ class NodeAgent:
                 protocol_min=PROTOCOL_MIN,
                 highest_epoch=max(self._epoch_max, self._remembered),
                 cluster=self._owner.cluster or segment.owner.cluster,
+                version=__version__,
             )
             accepted = await self._answer_to(link, join)
             if not isinstance(accepted, MasterAccepted):

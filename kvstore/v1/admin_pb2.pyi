@@ -154,6 +154,7 @@ class NodeStatus(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     state: _builtins.str
@@ -162,6 +163,8 @@ class NodeStatus(_message.Message):
     """host:port of its data server; empty when it has none."""
     silent_ms: _builtins.int
     """Since it was last heard."""
+    version: _builtins.str
+    """Of its program, for people; empty: not known."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
     def __init__(
@@ -173,10 +176,11 @@ class NodeStatus(_message.Message):
         address: _builtins.str = ...,
         silent_ms: _builtins.int = ...,
         segments: _abc.Iterable[Global___SegmentStatus] | None = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "name", b"name", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "name", b"name", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

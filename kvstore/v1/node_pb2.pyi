@@ -105,6 +105,7 @@ class NodeJoin(_message.Message):
     PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     protocol: _builtins.int
@@ -121,6 +122,8 @@ class NodeJoin(_message.Message):
     """
     cluster: _builtins.str
     """Name of the cluster that the node was given, or that its memory belongs to; empty: neither."""
+    version: _builtins.str
+    """Of the node's program, for people."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentOffer]:
         """At most 1,024."""
@@ -136,10 +139,11 @@ class NodeJoin(_message.Message):
         protocol_min: _builtins.int = ...,
         highest_epoch: _builtins.int = ...,
         cluster: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "name", b"name", "protocol", b"protocol", "protocol_min", b"protocol_min", "resume_epoch", b"resume_epoch", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "name", b"name", "protocol", b"protocol", "protocol_min", b"protocol_min", "resume_epoch", b"resume_epoch", "segments", b"segments", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

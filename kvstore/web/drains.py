@@ -103,6 +103,7 @@ class NodeAnswer(BaseModel):
     address: str
     state: str = Field(description="alive, draining, suspect or dead.")
     silent_ms: int = Field(description="Time since the master last heard of it.")
+    version: str = Field(description="Of its program; empty: not known.")
     size: int = Field(description="Bytes of its memory.")
     used: int
     segments: list[SegmentAnswer]
@@ -244,7 +245,8 @@ def _nodes_of(status: ClusterStatus, drains: dict[str, _Drain]) -> NodesAnswer:
         drain = drains.get(node.name)
         return NodeAnswer(
             name=node.name, host=node.host, address=node.address, state=node.state,
-            silent_ms=node.silent_ms, size=sum(each.size for each in node.segments),
+            silent_ms=node.silent_ms, version=node.version,
+            size=sum(each.size for each in node.segments),
             used=sum(each.used for each in node.segments),
             segments=[
                 SegmentAnswer(segment=each.segment_id, **{

@@ -34,6 +34,7 @@ class Node(BaseModel):
     state: str
     address: str
     silent_ms: int
+    version: str
     segments: list[Segment]
     transports: list[str]
 

@@ -58,6 +58,8 @@ class Node:
     """Hosts whose clients last got grants on the node, and when."""
     draining: bool = False
     """Whether the node is about to leave, and gets no new objects."""
+    version: str = ""
+    """Of its program; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,13 @@ class Membership:
                 advice="Give this node another --name.",
                 node=join.name,
             )
-        node = Node(name=join.name, host=join.host, session=session, heard_ms=now_ms)
+        node = Node(
+            name=join.name,
+            host=join.host,
+            session=session,
+            heard_ms=now_ms,
+            version=join.version,
+        )
         node.draining = known is not None and known.draining
         gone = dict(self._gone_of(known, uuids))
         segments = [self._made(now_ms, node, offer, gone) for offer in join.segments]

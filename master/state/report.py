@@ -246,6 +246,7 @@ def _node(common: Common, node: Node, now_ms: int) -> calls.NodeStatus:
         address=next((s.offer.address for s in segments if s.offer.address), ""),
         silent_ms=now_ms - node.heard_ms,
         segments=[_segment(segment) for segment in segments],
+        version=node.version,
     )
 
 

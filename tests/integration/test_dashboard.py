@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvstore._version import __version__
 from kvstore.connectors.fleet import Fleet
 from kvstore.demo.processes import free_port
 from kvstore.limits import FLEET_NAMESPACE
@@ -151,6 +152,7 @@ def test_the_status_is_that_of_the_client_and_bounded(cluster: Cluster, port: in
     assert found["leads"]
     assert len(found["nodes"]) == 2
     assert found["nodes"][0]["transports"] == ["shm", "tcp"]
+    assert found["nodes"][0]["version"] == __version__
     assert len(found["namespaces"]) == NAMESPACES_SHOWN
     assert found["namespaces"][0]["name"] == f"n{NAMESPACES_SHOWN + 19:04}"
     others = found["other_namespaces"]

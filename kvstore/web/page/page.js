@@ -209,7 +209,7 @@ function showNode(card, node) {
   put(top.children[0], shown(node.name));
   put(top.children[1], node.state);
   top.children[1].className = `state ${node.state}`;
-  put(top.children[2], `host ${shown(node.host)} · ${shown(node.address || "no data port")} · ${node.transports.join(", ")} · heard ${time(node.silent_ms / 1000)} ago`);
+  put(top.children[2], `host ${shown(node.host)} · ${shown(node.address || "no data port")} · ${node.transports.join(", ")} · heard ${time(node.silent_ms / 1000)} ago${node.version ? ` · version ${shown(node.version)}` : ""}`);
   PARTS.forEach((part, index) => { bar.children[index].style.width = `${size ? 100 * parts[part] / size : 0}%`; });
   const free = size - total("used"), largest = Math.max(0, ...node.segments.map((segment) => segment.largest_free));
   put(text, [

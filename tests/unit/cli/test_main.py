@@ -40,6 +40,7 @@ class FakeClient:
         self.puts: list[dict[str, Any]] = []
         self.configs: list[ClientConfig] = []
         self.error: BaseException | None = None
+        self.node_version = "0.1.0"
 
     def __call__(self, *, config: ClientConfig) -> Self:
         self.configs.append(config)
@@ -91,7 +92,9 @@ class FakeClient:
 
     def status(self) -> calls.ClusterStatus:
         segment = calls.SegmentStatus(1, 1 << 30, 1 << 28, 1 << 29, "kvstore-x")
-        node = calls.NodeStatus("host-a", "boot", "alive", "127.0.0.1:7", 120, [segment])
+        node = calls.NodeStatus(
+            "host-a", "boot", "alive", "127.0.0.1:7", 120, [segment], self.node_version
+        )
         namespaces = [calls.NamespaceStatus("default", 3, 4096)]
         return calls.ClusterStatus(
             7,
@@ -333,6 +336,14 @@ def test_status(kv: KV) -> None:
     found = kv("status", "--json").json
     assert found["nodes"][0]["segments"][0]["size"] == 1 << 30
     assert found["counters"] == {"evictions": 2, "under_replicated_objects": 1}
+
+
+def test_the_status_shows_versions_of_nodes_while_they_differ(kv: KV, store: FakeClient) -> None:
+    assert "last heard  version" not in kv("status").out
+    store.node_version = "0.0.9"
+    assert "0.0.9" in kv("status").out
+    store.node_version = ""
+    assert "not known" in kv("status").out
 
 
 def test_version(kv: KV) -> None:
