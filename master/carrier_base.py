@@ -25,7 +25,7 @@ from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
 from kvstore.wire.status import unexpected
 from kvstore.wire.traces import AT as TRACE_AT
 from kvstore.wire.traces import MARK as TRACE_MARK
-from kvstore.wire.traces import split_trace, trace_id
+from kvstore.wire.traces import trace_id, trace_of
 
 logger = logging.getLogger("kvstore.master")
 
@@ -130,7 +130,7 @@ class Dispatcher:
     ) -> bytes | asyncio.Task[bytes]:
         """As ``dispatch``; logs if the call fails, or takes long."""
         started = time.perf_counter()
-        data, parent = split_trace(data)
+        parent = trace_of(data)
         if not parent:
             return self.dispatch(call, data, caller, is_traced=True)
         with tracing(trace_id(parent)):

@@ -44,7 +44,7 @@ from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
 from kvstore.wire.traces import METADATA_KEY as TRACE_METADATA
-from kvstore.wire.traces import split_trace, with_trace
+from kvstore.wire.traces import trace_of, with_trace
 
 logger = logging.getLogger("kvstore.client")
 
@@ -282,8 +282,7 @@ class MasterStub:
             try:
                 send = lent.channel.unary_unary(call.path)
                 stop, metadata = current(), self._link.metadata(call)
-                payload, trace = split_trace(payload)
-                if trace:
+                if trace := trace_of(payload):
                     metadata = (*metadata, (TRACE_METADATA, trace))
                 if stop is None:
                     return send(payload, timeout=left_s, metadata=metadata)

@@ -31,12 +31,14 @@ def with_trace(request: bytes, traceparent: str) -> bytes:
     return request + MARK + text.encode() if _TRACEPARENT.fullmatch(text) else request
 
 
-def split_trace(request: bytes) -> tuple[bytes, str]:
-    """The request, and its trace context; empty: it has none."""
+def trace_of(request: bytes) -> str:
+    """The trace context behind the request; empty: it has none.
+
+    The field is not cut off, because the end of a key may look like one: what is decoded never
+    depends on this.
+    """
     text = request[-_TEXT_BYTES:].decode(errors="replace") if request[AT] == MARK else ""
-    if not _TRACEPARENT.fullmatch(text):
-        return request, ""
-    return request[:-FIELD_BYTES], text
+    return text if _TRACEPARENT.fullmatch(text) else ""
 
 
 def trace_id(traceparent: str) -> str:
