@@ -13,7 +13,7 @@ Times are ``*_ms`` durations, never points in time: no two clocks are compared.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 from kvstore.fields import (
@@ -714,6 +714,14 @@ class Branch(NamedTuple):
     """Where the replicas of its blocks are: the segments with most of them."""
     replicas: Sequence[int]
     """How many are on each of these segments."""
+
+    def replicas_by_node(self, nodes: Mapping[int, str]) -> dict[str, int]:
+        """``nodes``: the node of each segment. Those of unknown segments are under ``""``."""
+        found: dict[str, int] = {}
+        for segment, count in zip(self.segments, self.replicas, strict=True):
+            name = nodes.get(segment, "")
+            found[name] = found.get(name, 0) + count
+        return found
 
 
 class ChainsFound(NamedTuple):

@@ -42,7 +42,7 @@ def prefixes(invocation: Invocation, count: int) -> None:
                 **plain(row),
                 "first": key_text(row.first),
                 "last": key_text(row.last),
-                "nodes": nodes_of(row, nodes),
+                "nodes": row.replicas_by_node(nodes),
             }
             for row in found.branches
         ]
@@ -82,15 +82,6 @@ def lines(branches: Sequence[Branch], nodes: Mapping[int, str]) -> Iterator[str]
         waiting += [(each, level + 1, 0) for each in reversed(below[index])]
 
 
-def nodes_of(row: Branch, nodes: Mapping[int, str]) -> dict[str, int]:
-    """Replicas of the branch by node."""
-    found: dict[str, int] = {}
-    for segment, count in zip(row.segments, row.replicas, strict=True):
-        name = nodes.get(segment, "")
-        found[name] = found.get(name, 0) + count
-    return found
-
-
 def _line(row: Branch, nodes: Mapping[int, str]) -> str:
     keys = _short(row.last) if row.blocks == 1 else f"{_short(row.first)} … {_short(row.last)}"
     return ", ".join(
@@ -103,7 +94,7 @@ def _line(row: Branch, nodes: Mapping[int, str]) -> str:
             *([f"{row.being_written:,} being written"] if row.being_written else []),
             *([f"{row.pinned:,} pinned"] if row.pinned else []),
             *(["goes on above"] if row.cut else []),
-            "on " + (" ".join(map(name_text, nodes_of(row, nodes))) or "no node"),
+            "on " + (" ".join(map(name_text, row.replicas_by_node(nodes))) or "no node"),
         ]
     )
 

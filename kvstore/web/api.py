@@ -12,10 +12,9 @@ from typing import Final
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from kvstore.cli.show import key_text
 from kvstore.client.aio import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
-from kvstore.web.objects import TIMEOUT_MS, ObjectQuestion
+from kvstore.web.objects import TIMEOUT_MS, ObjectAnswer, ObjectQuestion, fields_of
 from kvstore.web.openapi import (
     Answer,
     Described,
@@ -78,17 +77,9 @@ class Place(BaseModel):
     offset: int
 
 
-class StatAnswer(BaseModel):
-    """One object."""
+class StatAnswer(ObjectAnswer):
+    """One object, in detail."""
 
-    namespace: str
-    key: str = Field(description="In hexadecimal.")
-    text: str = Field(description="The key as kvstore ls shows it.")
-    size: int = Field(description="Payload bytes.")
-    replicas: int
-    depth: int = Field(description="Ancestors, as far as known.")
-    leased_ms: int
-    state: str
     parent: str | None = Field(description="Its key, in hexadecimal.")
     children: int
     version: str
@@ -149,14 +140,7 @@ class Api:
         names = await self._places.of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
         return StatAnswer(
-            namespace=row.namespace,
-            key=row.key.hex(),
-            text=key_text(row.key),
-            size=row.size,
-            replicas=row.replicas,
-            depth=row.depth,
-            leased_ms=row.leased_ms,
-            state=row.state,
+            **fields_of(row),
             parent=detail.parent.hex() if detail.parent else None,
             children=detail.children,
             version=f"{detail.version.epoch}.{detail.version.counter}",

@@ -317,10 +317,7 @@ def _as_shown(word: str) -> Key:
 
 
 def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchAnswer:
-    nodes: dict[str, int] = {}
-    for segment, count in zip(row.segments, row.replicas):
-        if segment in names:
-            nodes[names[segment]] = nodes.get(names[segment], 0) + count
+    replicas = row.replicas_by_node(names)
     return BranchAnswer(
         **{
             name: getattr(row, name)
@@ -330,7 +327,7 @@ def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchAnswer:
         first=key_text(row.first),
         last=key_text(row.last),
         key=row.last.hex(),
-        nodes=nodes,
+        nodes={node: count for node, count in replicas.items() if node},
     )
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from pydantic import BaseModel, Field
@@ -137,7 +137,7 @@ class UnpinAnswer(BaseModel):
     unpinned: list[bool] = Field(description="Per key: whether it was pinned.")
 
 
-class Row(BaseModel):
+class ObjectAnswer(BaseModel):
     """One object."""
 
     namespace: str
@@ -153,7 +153,7 @@ class Row(BaseModel):
 class ListAnswer(BaseModel):
     """One page."""
 
-    objects: list[Row]
+    objects: list[ObjectAnswer]
     cursor: int = Field(description="Of the next page; 0: there is none.")
 
 
@@ -304,11 +304,15 @@ class Objects:
         page = await self._client.list_page(
             asked.namespace, asked.prefix, asked.cursor, timeout_ms=TIMEOUT_MS
         )
-        return ListAnswer(objects=[_row(each) for each in page.objects], cursor=page.next_cursor)
+        return ListAnswer(
+            objects=[ObjectAnswer(**fields_of(each)) for each in page.objects],
+            cursor=page.next_cursor,
+        )
 
 
-def _row(row: ObjectRow) -> Row:
-    return Row(**{**row._asdict(), "key": row.key.hex(), "text": key_text(row.key)})
+def fields_of(row: ObjectRow) -> dict[str, Any]:
+    """Those of an ``ObjectAnswer``."""
+    return {**row._asdict(), "key": row.key.hex(), "text": key_text(row.key)}
 
 
 def _seconds(size: int) -> float:

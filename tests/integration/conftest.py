@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore import AsyncClient, Client
+from tests.integration.browser import Browser, browsing
 from tests.integration.cluster import SHORT, Cluster
 
 
@@ -99,3 +100,15 @@ def verbs(request: pytest.FixtureRequest, store: Cluster) -> Iterator[Any]:
     kind, transport, lane = request.param
     with either_client(kind, store.address, transports=(transport,), lane=lane) as client:
         yield client
+
+
+@pytest.fixture
+def port(cluster: Cluster) -> int:
+    """Of the master's HTTP."""
+    return int(cluster.settings["http_port"])
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser

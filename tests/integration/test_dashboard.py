@@ -87,17 +87,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def port(cluster: Cluster) -> int:
-    return int(cluster.settings["http_port"])
-
-
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    with browsing() as browser:
-        yield browser
-
-
 # --- what is served -------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from kvstore.client.sync import Client
 from kvstore.demo.processes import free_port
 from kvstore.web.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.web.openapi import PATH as OPENAPI_PATH
-from tests.integration.browser import PHONE, Browser, browsing
+from tests.integration.browser import PHONE, Browser
 from tests.integration.cluster import Cluster, until
 from tests.integration.test_api import post
 from tests.integration.test_dashboard import HOSTILE, asked, told
@@ -31,17 +31,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path, settings=settings) as cluster:
         cluster.start(1)
         yield cluster
-
-
-@pytest.fixture
-def port(cluster: Cluster) -> int:
-    return int(cluster.settings["http_port"])
-
-
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    with browsing() as browser:
-        yield browser
 
 
 def converse(client: Client, namespace: str = "chat") -> None:
