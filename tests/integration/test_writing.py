@@ -237,7 +237,8 @@ def test_a_body_that_is_not_taken_is_not_asked_for(store: Store) -> None:
 
 
 def test_a_pool_that_is_full_is_told_apart(store: Store) -> None:
-    assert store.put(b"pinned", b"x" * (100 * MIB)).status == 201
+    # The pool may still hold removed objects of another test for one lease.
+    until(lambda: store.put(b"pinned", b"x" * (100 * MIB)).status == 201)
     asked = {"keys": [b"pinned".hex()], "seconds": 60}
     assert store.ask("POST", PIN_PATH, asked).json == {"pinned": [True]}
     full = store.put(b"k", b"x" * (200 * MIB))
