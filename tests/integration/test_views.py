@@ -96,7 +96,7 @@ def test_a_lease_is_renewed_for_as_long_as_anything_of_the_view_lives(verbs: Any
     assert verbs.stats().views == 1
     del piece
     gc.collect()
-    assert verbs.stats().views == 0
+    until(lambda: verbs.stats().views == 0)  # a thread of AsyncClient may still return it
 
 
 def test_a_lease_follows_torch_tensors_too(verbs: Any) -> None:
@@ -107,7 +107,7 @@ def test_a_lease_follows_torch_tensors_too(verbs: Any) -> None:
     assert verbs.lease(piece).held
     del piece
     gc.collect()
-    assert verbs.stats().views == 0
+    until(lambda: verbs.stats().views == 0)  # a thread of AsyncClient may still return it
 
 
 def test_a_view_of_what_is_replaced_or_removed_keeps_its_bytes(verbs: Any) -> None:
