@@ -18,9 +18,9 @@ from pydantic import BaseModel, Field
 
 from kvstore.background import start_task
 from kvstore.calls import ClusterStatus, NodeStatus
-from kvstore.cli.drain import Outcome, drain_node
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
+from kvstore.drainer import Outcome, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.web.access import HEADERS
 from kvstore.web.openapi import (
