@@ -2,7 +2,7 @@
 
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
 engine serves which models, in which namespaces its blocks are, and what its fingerprint was made
-of. ``kvstore.connectors.fleet`` puts these; ``kvstore why`` reads them. Pure.
+of. ``kvstore.connectors.fleet`` puts these; ``kvstore why`` and the dashboard read them. Pure.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ FIELDS_MAX: Final = 256
 DEPTH_MAX: Final = 4
 """Of what is compared field by field."""
 
+_DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0}
+_PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
+
 
 class Record(NamedTuple):
     """One fleet record: engines that share blocks with each other."""
@@ -36,6 +39,8 @@ class Record(NamedTuple):
     fingerprint: str
     namespaces: tuple[str, ...]
     description: Mapping[str, Any]
+    block_size: int = 0
+    """Tokens per block; 0: not told."""
 
     @property
     def model(self) -> str:
@@ -60,18 +65,23 @@ def short_name(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
-def parse(data: bytes) -> Record | None:
-    """The record; None if the bytes are none."""
+def parse(data: bytes, *, partial: bool = False) -> Record | None:
+    """The record; None if the bytes are none.
+
+    Args:
+        partial: whether it may lack its fingerprint and its description, for readers of names.
+    """
     try:
-        value = json.loads(data)
+        value = {**_PARTIAL, **json.loads(data)} if partial else {**_DEFAULTS, **json.loads(data)}
         record = Record(
-            engine=value.get("engine", "vllm"),
+            engine=value["engine"],
             models=tuple(value["models"]),
             fingerprint=value["fingerprint"],
             namespaces=tuple(value["namespaces"]),
             description=value["description"],
+            block_size=value["block_size"],
         )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     texts = (record.engine, record.fingerprint, *record.models, *record.namespaces)
     is_one = (
@@ -79,6 +89,7 @@ def parse(data: bytes) -> Record | None:
         and bool(record.models)
         and isinstance(record.description, dict)
         and len(record.description) <= FIELDS_MAX
+        and isinstance(value["block_size"], int)
     )
     return record if is_one else None
 
