@@ -23,6 +23,9 @@ RECORDS_MAX: Final = 256
 FIELDS_MAX: Final = 256
 """Of a description; a stranger may put what it likes."""
 
+BLOCK_TOKENS_MAX: Final = 1 << 31
+"""Far more than any engine has, and a number that every format can hold."""
+
 DEPTH_MAX: Final = 4
 """Of what is compared field by field."""
 
@@ -72,7 +75,7 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
         partial: whether it may lack its fingerprint and its description, for readers of names.
     """
     try:
-        value = {**_PARTIAL, **json.loads(data)} if partial else {**_DEFAULTS, **json.loads(data)}
+        value = {**(_PARTIAL if partial else _DEFAULTS), **json.loads(data)}
         record = Record(
             engine=value["engine"],
             models=tuple(value["models"]),
@@ -81,15 +84,16 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
             description=value["description"],
             block_size=value["block_size"],
         )
-    except (ValueError, TypeError, KeyError, RecursionError):
+        for text in (record.engine, record.fingerprint, *record.models, *record.namespaces):
+            text.encode()  # raises for other types, and for text that no UTF-8 can hold
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    texts = (record.engine, record.fingerprint, *record.models, *record.namespaces)
     is_one = (
-        all(isinstance(text, str) for text in texts)
-        and bool(record.models)
+        bool(record.models)
         and isinstance(record.description, dict)
         and len(record.description) <= FIELDS_MAX
         and isinstance(value["block_size"], int)
+        and 0 <= record.block_size <= BLOCK_TOKENS_MAX
     )
     return record if is_one else None
 
