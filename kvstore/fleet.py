@@ -2,7 +2,7 @@
 
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
 engine serves which models, in which namespaces its blocks are, and what its fingerprint was made
-of. ``kvstore.connectors.fleet`` puts these; ``kvstore why`` reads them. Pure.
+of. ``kvstore.connectors.fleet`` puts these; ``kvstore why`` and the dashboard read them. Pure.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ RECORDS_MAX: Final = 256
 FIELDS_MAX: Final = 256
 """Of a description; a stranger may put what it likes."""
 
+BLOCK_TOKENS_MAX: Final = 1 << 31
+"""Far more than any engine has, and a number that every format can hold."""
+
 DEPTH_MAX: Final = 4
 """Of what is compared field by field."""
+
+_DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0}
+_PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
 
 
 class Record(NamedTuple):
@@ -36,6 +42,8 @@ class Record(NamedTuple):
     fingerprint: str
     namespaces: tuple[str, ...]
     description: Mapping[str, Any]
+    block_size: int = 0
+    """Tokens per block; 0: not told."""
 
     @property
     def model(self) -> str:
@@ -60,25 +68,32 @@ def short_name(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
-def parse(data: bytes) -> Record | None:
-    """The record; None if the bytes are none."""
+def parse(data: bytes, *, partial: bool = False) -> Record | None:
+    """The record; None if the bytes are none.
+
+    Args:
+        partial: whether it may lack its fingerprint and its description, for readers of names.
+    """
     try:
-        value = json.loads(data)
+        value = {**(_PARTIAL if partial else _DEFAULTS), **json.loads(data)}
         record = Record(
-            engine=value.get("engine", "vllm"),
+            engine=value["engine"],
             models=tuple(value["models"]),
             fingerprint=value["fingerprint"],
             namespaces=tuple(value["namespaces"]),
             description=value["description"],
+            block_size=value["block_size"],
         )
+        for text in (record.engine, record.fingerprint, *record.models, *record.namespaces):
+            text.encode()  # raises for other types, and for text that no UTF-8 can hold
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    texts = (record.engine, record.fingerprint, *record.models, *record.namespaces)
     is_one = (
-        all(isinstance(text, str) for text in texts)
-        and bool(record.models)
+        bool(record.models)
         and isinstance(record.description, dict)
         and len(record.description) <= FIELDS_MAX
+        and isinstance(value["block_size"], int)
+        and 0 <= record.block_size <= BLOCK_TOKENS_MAX
     )
     return record if is_one else None
 

@@ -169,7 +169,7 @@ def of_calls() -> Iterator[str]:
     yield "What clients and nodes ask a master, as values (`kvstore.calls`). A program uses"
     yield "[Client](client.md) instead.\n"
     for name, kind in vars(calls).items():
-        if isinstance(kind, type) and kind.__module__ == calls.__name__ and kind.__doc__:
+        if isinstance(kind, type) and kind.__module__.startswith(calls.__name__) and kind.__doc__:
             yield from auto(f"autoclass:: kvstore.calls.{name}", "no-index")
 
 

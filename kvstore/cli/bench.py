@@ -43,9 +43,9 @@ from kvstore.bench.session import (
 )
 from kvstore.cli.bench_verify import verify_option
 from kvstore.cli.options import CONTEXT, debug_option, json_option
-from kvstore.cli.show import size_text
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
+from kvstore.texts import size_text
 
 SIZES = (4096, 65536, 1 << 20, 4 << 20)
 EXIST_BATCHES = (1, 64, 1024, CHAIN_BLOCKS)

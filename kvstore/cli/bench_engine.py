@@ -26,7 +26,6 @@ from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
 from kvstore.children import start_master, start_node
-from kvstore.cli.show import size_text
 from kvstore.client.flows.getting import locate
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
@@ -34,6 +33,7 @@ from kvstore.config import ClientConfig
 from kvstore.errors import InternalError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
+from kvstore.texts import size_text
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.engine import Engine, EngineSettings
 

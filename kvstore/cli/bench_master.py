@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from kvstore.bench import virtual
 from kvstore.bench.ours import own_master
-from kvstore.cli.show import size_text
+from kvstore.texts import size_text
 
 if TYPE_CHECKING:
     from kvstore.client.calling.stub import MasterStub

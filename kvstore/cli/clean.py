@@ -9,8 +9,9 @@ import click
 from rich.table import Table
 
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, debug_option, json_option
-from kvstore.cli.show import print_json, size_text
+from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names
+from kvstore.texts import size_text
 
 if TYPE_CHECKING:
     from kvstore.memory.entries import LeftOver

@@ -13,8 +13,9 @@ from kvstore.calls import ClusterStatus
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, debug_option, installation_notices, json_option
 from kvstore.cli.progress import byte_progress
-from kvstore.cli.show import plain, print_json, size_text
+from kvstore.cli.show import plain, print_json
 from kvstore.limits import PROTOCOL_VERSION
+from kvstore.texts import size_text
 
 
 @click.command(
@@ -47,7 +48,7 @@ def status(invocation: Invocation, counters: bool) -> None:
               help="How long to wait for puts on the node when nothing moves.")  # fmt: skip
 def drain(invocation: Invocation, node: str, undo: bool, discard: bool, wait_s: float) -> int:
     """Empty a node: it gets no new objects, its objects move to other nodes, then it leaves."""
-    from kvstore.cli.drain import drain_node
+    from kvstore.drainer import drain_node
 
     with invocation.client() as client, byte_progress(wanted=not invocation.as_json) as progress:
         if undo:

@@ -16,16 +16,9 @@ from kvstore.cli.files import array_of, copy_out, is_text, npy_of, read_file, wr
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, NOT_THERE, print_json_error
 from kvstore.cli.progress import byte_progress, count_progress
-from kvstore.cli.show import (
-    duration_text,
-    key_from_text,
-    key_text,
-    name_text,
-    plain,
-    print_json,
-    size_text,
-)
+from kvstore.cli.show import plain, print_json
 from kvstore.limits import BATCH_KEYS_MAX, Key
+from kvstore.texts import duration_text, key_from_text, key_text, name_text, size_text
 
 LIST_ROWS_MAX = 1_000
 """Rows of ``ls`` on a terminal, where more are of no use; in a pipe ``ls`` prints all."""

@@ -9,8 +9,9 @@ import click
 from kvstore.calls import Branch
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
-from kvstore.cli.show import duration_text, key_text, name_text, plain, print_json, size_text
+from kvstore.cli.show import plain, print_json
 from kvstore.limits import CHAINS_MAX
+from kvstore.texts import duration_text, key_text, name_text, size_text
 
 LEVELS_MAX = 20
 """Deeper branches are not indented further."""

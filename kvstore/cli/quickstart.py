@@ -13,11 +13,11 @@ import click
 from kvstore import logs
 from kvstore.addresses import join_address
 from kvstore.cli.options import CONTEXT, SOURCES, config_options, debug_option
-from kvstore.cli.show import size_text
 from kvstore.config import MasterConfig, load
 from kvstore.errors import SharedMemoryTooSmallError
 from kvstore.memory import cgroup
 from kvstore.memory.entries import SHM_DIRECTORY
+from kvstore.texts import size_text
 
 SETTINGS: Final = ("host", "port", "http_port", "log_level")
 

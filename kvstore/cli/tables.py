@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.calls import ClusterStatus
-from kvstore.cli.show import duration_text, name_text, size_text
+from kvstore.texts import duration_text, name_text, size_text
 
 
 def console_of_names(*, stderr: bool = False) -> Console:

@@ -17,9 +17,10 @@ from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
-from kvstore.cli.show import duration_text, name_text, print_json, size_text
+from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names
 from kvstore.errors import KVStoreError
+from kvstore.texts import duration_text, name_text, size_text
 
 NAMESPACES: Final = 10
 """The largest ones are shown."""

@@ -18,10 +18,11 @@ from kvstore.addresses import shown_place
 from kvstore.calls import ClientTraffic, ClusterStatus, NamespaceTraffic
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE
-from kvstore.cli.show import duration_text, key_text, print_json, shown_text, size_text
+from kvstore.cli.show import print_json
 from kvstore.errors import KVStoreError
 from kvstore.fleet import RECORD_BYTES_MAX, RECORDS_MAX, Record, parse
 from kvstore.limits import FLEET_NAMESPACE
+from kvstore.texts import duration_text, key_text, shown_text, size_text
 from kvstore.why import Cause, Evidence, Party, counted, diagnose, parties_of, select
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ spelling, once per process; with ``KVSTORE_STRICT_CONFIG`` it is refused, too. T
 field is its comment and its ``--help`` text.
 
 ``master``, ``node``, ``client``, ``connector`` and ``proxy`` hold the settings of one kind each,
-``values`` the types that they are made of, ``reading`` the way from the sources to a value.
+``http`` those of HTTP that masters and nodes have, ``values`` the types that they are made of,
+``reading`` the way from the sources to a value.
 
 This package imports pydantic, not pydantic-settings: what the latter adds (reading the variables
 and the file) cannot say where a value came from nor refuse an unknown ``KVSTORE_*`` variable, and
@@ -38,6 +39,7 @@ from kvstore.config.base import (
 )
 from kvstore.config.client import ClientConfig
 from kvstore.config.connector import ConnectorConfig
+from kvstore.config.http import HttpConfig
 from kvstore.config.master import MasterConfig
 from kvstore.config.node import NodeConfig
 from kvstore.config.proxy import ProxyConfig
@@ -75,6 +77,7 @@ __all__ = [
     "ClientConfig",
     "Config",
     "ConnectorConfig",
+    "HttpConfig",
     "MasterConfig",
     "NodeConfig",
     "ProxyConfig",

@@ -64,9 +64,15 @@ class Setting(NamedTuple):
 
 
 def settings(kind: type[Config]) -> list[Setting]:
-    """The settings of a kind, in the order of their definition."""
+    """The settings of a kind, in the order of their definition. Inherited ones, which are those of
+    HTTP, stand behind the last of their subject."""
+    fields = kind.model_fields
+    keys = [key for key in fields if key in kind.__annotations__]
+    behind = max((n for n, key in enumerate(keys, 1) if key.startswith("http_")), default=0)
+    keys[behind:behind] = [key for key in fields if key not in keys]
     found = []
-    for key, field in kind.model_fields.items():
+    for key in keys:
+        field = fields[key]
         shown = _shown(kind, key)
         metavar = shown.metavar
         if not metavar and field.annotation not in (bool, bool | None):
@@ -118,28 +124,6 @@ def at_least(config: Config, key: str, least: int, meaning: str, reason: str) ->
         )
 
 
-def check_http(config: Config) -> None:
-    """The rules between the settings of a port for HTTP. Raises RefusedError."""
-    token, file, reads, cert, key = (
-        getattr(config, f"http_{name}") for name in ("token", "token_file", "reads", "cert", "key")
-    )
-    if token and file:
-        raise RefusedError(
-            f"is given beside {HTTP_TOKEN_VARIABLE}", "Drop one of both.", key="http_token_file"
-        )
-    if reads == "token" and not (token or file):
-        raise RefusedError(
-            "is token, and there is none",
-            f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
-            key="http_reads",
-        )
-    for given, other, name in ((cert, key, "http_key"), (key, cert, "http_cert")):
-        if given and not other:
-            raise RefusedError(
-                "is missing", "Give --http-cert and --http-key, or none of both.", key=name
-            )
-
-
 def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
     """The first of pydantic's errors, as a ``ConfigError``."""
     first = error.errors(include_url=False)[0]
@@ -148,7 +132,7 @@ def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
     advice = ""
     match first["type"]:
         case "extra_forbidden":
-            return unknown_setting(key, "", list(kind.model_fields))
+            return unknown_setting(key, "", [each.key for each in settings(kind)])
         case "value_error" if isinstance(context["error"], RefusedError):
             refused = context["error"]
             key, what, advice = refused.key or key, str(refused), refused.advice

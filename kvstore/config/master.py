@@ -7,7 +7,8 @@ import re
 from pydantic import Field, model_validator
 
 from kvstore.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
-from kvstore.config.base import Config, at_least, check_http
+from kvstore.config.base import at_least
+from kvstore.config.http import HttpConfig
 from kvstore.config.values import (
     DEFAULT_PORT,
     HTTP_PORT,
@@ -17,11 +18,6 @@ from kvstore.config.values import (
     Count,
     Etcd,
     Host,
-    HttpCert,
-    HttpKey,
-    HttpReads,
-    HttpToken,
-    HttpTokenFile,
     Limit,
     LogLevel,
     Microseconds,
@@ -38,7 +34,7 @@ from kvstore.errors import InvalidArgumentError
 _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
 
-class MasterConfig(Config):
+class MasterConfig(HttpConfig):
     """A ``kvstore-master``."""
 
     section = "master"
@@ -68,11 +64,6 @@ class MasterConfig(Config):
         "and /api, beside addresses, localhost, --host, --advertise and this host's name. Others "
         "are refused: a web page could have a name of its own point here.",
     )
-    http_token: HttpToken = ""
-    http_token_file: HttpTokenFile = ""
-    http_reads: HttpReads = "all"
-    http_cert: HttpCert = ""
-    http_key: HttpKey = ""
     events: Text = Field(
         default="",
         description="Tell what becomes visible in the store and what is gone: 'on': over HTTP; "
@@ -304,7 +295,6 @@ class MasterConfig(Config):
                 "Give 'on', or one or two addresses of ZeroMQ such as tcp://*:5557.",
                 key="events",
             )
-        check_http(self)
         for name in self.http_names_given:
             if not _NAME_OF_A_HOST.fullmatch(name):
                 raise RefusedError(

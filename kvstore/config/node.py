@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from kvstore.config.base import Config, check_http
+from kvstore.config.http import HttpConfig
 from kvstore.config.values import (
     DATA_PORT,
     DATA_PORTS,
@@ -23,11 +23,6 @@ from kvstore.config.values import (
     Devices,
     EngineProtocol,
     Group,
-    HttpCert,
-    HttpKey,
-    HttpReads,
-    HttpToken,
-    HttpTokenFile,
     HugePages,
     LockMemory,
     LogLevel,
@@ -39,7 +34,7 @@ from kvstore.config.values import (
 )
 
 
-class NodeConfig(Config):
+class NodeConfig(HttpConfig):
     """A ``kvstore-node``."""
 
     section = "node"
@@ -71,11 +66,6 @@ class NodeConfig(Config):
         f"asked for, the next free one up to {NODE_HTTP_PORT + 15}; 0 serves none, as do nodes "
         "that a master or client starts.",
     )
-    http_token: HttpToken = ""
-    http_token_file: HttpTokenFile = ""
-    http_reads: HttpReads = "all"
-    http_cert: HttpCert = ""
-    http_key: HttpKey = ""
     advertise: Advertise = Field(
         default="",
         description="What clients are told to connect to, where that differs from --host and "
@@ -139,11 +129,6 @@ class NodeConfig(Config):
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
-
-    @model_validator(mode="after")
-    def _rules(self) -> NodeConfig:
-        check_http(self)
-        return self
 
     @property
     def keeps(self) -> bool:

@@ -17,6 +17,7 @@ from kvstore.config.base import (
     STRICT_VARIABLE,
     Config,
     ConfigT,
+    settings,
     unknown_setting,
     variables_of,
 )
@@ -192,7 +193,7 @@ def _from_file(
                 origin=str(path),
             )
         unknown += [  # also in the sections of other kinds: all kinds share one file
-            unknown_setting(key, f"{path} [{name}]", list(other.model_fields))
+            unknown_setting(key, f"{path} [{name}]", [each.key for each in settings(other)])
             for key in section
             if key not in other.model_fields
         ]

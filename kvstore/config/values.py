@@ -295,39 +295,8 @@ HttpToken = Annotated[
     str,
     As("TEXT", is_secret=True, has_flag=False),
     AfterValidator(lambda value: check_token(value) if value else value),
-    Field(
-        repr=False,
-        description="The token of --http-token-file itself; only as a variable, or in the file.",
-    ),
 ]
-HttpTokenFile = Annotated[
-    str,
-    As("FILE"),
-    Field(
-        description="File with a token. Over HTTP, requests that change something or fetch bytes "
-        "need it (Authorization: Bearer TOKEN). Empty, and no KVSTORE_HTTP_TOKEN: such requests "
-        "are answered from loopback only.",
-    ),
-]
-HttpReads = Annotated[
-    Literal["all", "token"],
-    BeforeValidator(_lower),
-    Field(
-        description="Who may read status, metrics and the dashboard over HTTP: all, or requests "
-        "with the token. /healthz and /readyz answer all.",
-    ),
-]
-HttpCert = Annotated[
-    str,
-    As("FILE"),
-    Field(
-        description="Serve HTTPS instead of HTTP, with the certificate chain in this file (PEM). "
-        "Replaced files are used from the next connection on.",
-    ),
-]
-HttpKey = Annotated[
-    str, As("FILE"), Field(description="File with the key of --http-cert (PEM, no passphrase).")
-]
+HttpReads = Annotated[Literal["all", "token"], BeforeValidator(_lower)]
 EngineProtocol = Annotated[Literal["", "tcp", "rdma"], As("tcp|rdma"), BeforeValidator(_lower)]
 Devices = Annotated[
     str,

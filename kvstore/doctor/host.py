@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-from kvstore.cli.show import size_text
 from kvstore.doctor.findings import Finding, ok, problem, warning
 from kvstore.errors import MemoryLimitError
 from kvstore.memory import cgroup, numa, pages
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_locked
+from kvstore.texts import size_text
 
 GIB: Final = 1 << 30
 HUGE_BYTES: Final = 2 << 20

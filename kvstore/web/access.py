@@ -17,12 +17,12 @@ import hmac
 import ipaddress
 import ssl
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from kvstore.config import read_token
+from kvstore.config import HttpConfig, read_token
 from kvstore.web.certificates import tls_of
 from kvstore.web.doors import Handler
 from kvstore.web.hosts import Hosts
@@ -50,26 +50,7 @@ NOT_HERE: Final = (
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
 
 
-class HttpSettings(Protocol):
-    """What the configurations of servers have in common."""
-
-    @property
-    def http_token(self) -> str: ...
-
-    @property
-    def http_token_file(self) -> str: ...
-
-    @property
-    def http_reads(self) -> str: ...
-
-    @property
-    def http_cert(self) -> str: ...
-
-    @property
-    def http_key(self) -> str: ...
-
-
-def token_of(config: HttpSettings) -> str:
+def token_of(config: HttpConfig) -> str:
     """The token of this port; empty: there is none. Reads its file.
 
     Raises:
@@ -98,7 +79,7 @@ class Secured(NamedTuple):
 NOT_SECURED: Final = Secured()
 
 
-def secured_by(config: HttpSettings) -> Secured:
+def secured_by(config: HttpConfig) -> Secured:
     """Reads the files that the settings name.
 
     Raises:

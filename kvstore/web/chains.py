@@ -19,10 +19,10 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore import calls
-from kvstore.cli.show import HEX, key_from_text, key_text
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, check_key
+from kvstore.texts import HEX, key_from_text, key_text
 from kvstore.web.objects import TIMEOUT_MS
 from kvstore.web.openapi import Described, HexKey, Question, answered, body_of, query_of
 from kvstore.web.places import Places

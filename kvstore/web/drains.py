@@ -18,9 +18,9 @@ from pydantic import BaseModel, Field
 
 from kvstore.background import start_task
 from kvstore.calls import ClusterStatus, NodeStatus
-from kvstore.cli.drain import Outcome, drain_node
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
+from kvstore.drainer import Outcome, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.web.access import HEADERS
 from kvstore.web.openapi import (
@@ -34,6 +34,7 @@ from kvstore.web.openapi import (
     refusal,
 )
 from kvstore.web.serving import Route
+from kvstore.web.shapes import Member, Memory
 
 NODES_PATH: Final = "/api/v1/nodes"
 DRAIN_PATH: Final = "/api/v1/nodes/drain"
@@ -83,27 +84,15 @@ class DrainAnswer(BaseModel):
     error: str = Field(description="Why it failed; else empty.")
 
 
-class SegmentAnswer(BaseModel):
+class SegmentAnswer(Memory):
     """Memory of a node, in bytes."""
 
     segment: int
-    size: int
-    used: int
-    largest_free: int
-    pending: int
-    quarantined: int
-    reclaim: int
 
 
-class NodeAnswer(BaseModel):
+class NodeAnswer(Member):
     """One node."""
 
-    name: str
-    host: str
-    address: str
-    state: str = Field(description="alive, draining, suspect or dead.")
-    silent_ms: int = Field(description="Time since the master last heard of it.")
-    version: str = Field(description="Of its program; empty: not known.")
     size: int = Field(description="Bytes of its memory.")
     used: int
     segments: list[SegmentAnswer]
@@ -200,7 +189,8 @@ class Nodes:
 
     async def _nodes(self, request: web.Request) -> BaseModel:
         del request
-        return _nodes_of(await self._status(), self._drains)
+        nodes = (await self._status()).nodes
+        return NodesAnswer(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
 
     async def _progress(self, request: web.Request) -> BaseModel | web.StreamResponse:
         drain = self._drains.get(query_of(request, NodeQuestion).node)
@@ -240,25 +230,14 @@ class Nodes:
         self._drains[node] = drain
 
 
-def _nodes_of(status: ClusterStatus, drains: dict[str, _Drain]) -> NodesAnswer:
-    def answer(node: NodeStatus) -> NodeAnswer:
-        drain = drains.get(node.name)
-        return NodeAnswer(
-            name=node.name, host=node.host, address=node.address, state=node.state,
-            silent_ms=node.silent_ms, version=node.version,
-            size=sum(each.size for each in node.segments),
-            used=sum(each.used for each in node.segments),
-            segments=[
-                SegmentAnswer(segment=each.segment_id, **{
-                    name: value for name, value in each._asdict().items()
-                    if name not in ("segment_id", "shm_name")
-                })
-                for each in node.segments
-            ],
-            drain=None if drain is None else drain.answer(),
-        )  # fmt: skip
-
-    return NodesAnswer(nodes=[answer(node) for node in status.nodes])
+def _answer(node: NodeStatus, drain: _Drain | None) -> NodeAnswer:
+    told = node._asdict() | {
+        "size": sum(each.size for each in node.segments),
+        "used": sum(each.used for each in node.segments),
+        "segments": [{**each._asdict(), "segment": each.segment_id} for each in node.segments],
+        "drain": None if drain is None else drain.answer(),
+    }
+    return NodeAnswer(**told)
 
 
 NODES: Final = Described("GET", NODES_PATH, "The nodes.", {200: ("All of them.", NodesAnswer)})

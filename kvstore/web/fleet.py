@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from kvstore.client.aio import AsyncClient
-from kvstore.fleet import short_name
+from kvstore.fleet import Record, parse
 from kvstore.limits import FLEET_NAMESPACE
 
 RECORDS_MAX: Final = 200
@@ -23,19 +23,6 @@ TEXT_MAX: Final = 200
 """Characters of a value that is shown."""
 
 
-class Record(NamedTuple):
-    """One fingerprint: all engines that announced it share their blocks."""
-
-    engine: str
-    model: str
-    """The name or path that was loaded."""
-    fingerprint: str
-    namespaces: list[str]
-    description: dict[str, Any]
-    block_size: int
-    """Tokens per block; 0: not told."""
-
-
 async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
     """The first ``records_max`` that can be read. Raises KVStoreError: the store did not answer."""
     found: list[Record] = []
@@ -45,32 +32,16 @@ async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
         if row.size > RECORD_BYTES_MAX:
             continue
         raw = await client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
-        if isinstance(raw, bytes) and (record := parsed(raw)) is not None:
+        if isinstance(raw, bytes) and (record := parse(raw, partial=True)) is not None:
             found.append(record)
     return found
-
-
-def parsed(raw: bytes) -> Record | None:
-    """None: it is no record; anyone may have put it."""
-    try:
-        fields = json.loads(raw)
-        return Record(
-            engine=str(fields.get("engine", "vllm")),
-            model=str(fields["models"][0]),
-            fingerprint=str(fields.get("fingerprint", "")),
-            namespaces=[str(name) for name in fields["namespaces"]],
-            description=dict(fields.get("description", {})),
-            block_size=int(fields.get("block_size", 0)),
-        )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
     """By engine and model: the fields in which its records differ, and what each says there."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        groups.setdefault((record.engine, short_name(record.model)), []).append(record)
+        groups.setdefault((record.engine, record.model), []).append(record)
     return [
         {"engine": engine, "model": model, **_compared(group)}
         for (engine, model), group in sorted(groups.items())
@@ -89,7 +60,7 @@ def _compared(group: Sequence[Record]) -> dict[str, Any]:
         "records": [
             {
                 "fingerprint": record.fingerprint,
-                "loaded": record.model[:TEXT_MAX],
+                "loaded": record.models[0][:TEXT_MAX],
                 "namespaces": record.namespaces[:NAMESPACES_MAX],
                 "differing": [each.get(name, "")[:TEXT_MAX] for name in differing[:FIELDS_MAX]],
             }

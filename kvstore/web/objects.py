@@ -17,7 +17,6 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore.calls import ObjectRow, PutOutcome
-from kvstore.cli.show import key_text
 from kvstore.client.aio import AsyncClient
 from kvstore.client.operations import Raw
 from kvstore.client.values import Described as Value
@@ -29,6 +28,7 @@ from kvstore.limits import (
     REPLICAS_MAX,
     TTL_MS_MAX,
 )
+from kvstore.texts import key_text
 from kvstore.web.access import HEADERS
 from kvstore.web.openapi import (
     BYTES,

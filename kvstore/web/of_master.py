@@ -21,6 +21,7 @@ from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.fleet import Record
 from kvstore.web import metrics, openapi, shapes
 from kvstore.web.access import HEADERS, NOT_SECURED, Access, Secured
 from kvstore.web.api import Api
@@ -28,7 +29,7 @@ from kvstore.web.chains import Prefixes
 from kvstore.web.dashboard import Dashboard
 from kvstore.web.drains import Nodes
 from kvstore.web.events import Events, not_asked_for
-from kvstore.web.fleet import RECORDS_MAX, Record, read_records
+from kvstore.web.fleet import RECORDS_MAX, read_records
 from kvstore.web.hosts import Hosts
 from kvstore.web.link import Link
 from kvstore.web.objects import Objects
@@ -283,7 +284,7 @@ class Master:
     async def fleet(self) -> dict[str, tuple[str, int]]:
         """The model of each namespace that is in a record of the fleet, and tokens per block."""
         return {
-            name: (record.model, record.block_size)
+            name: (record.models[0], record.block_size)
             for record in await self._read_fleet(sys.maxsize)
             for name in record.namespaces
         }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from kvstore.calls import ClusterStatus, NodeStatus
-from kvstore.cli.show import duration_text, size_text
+from kvstore.texts import duration_text, size_text
 from kvstore.web.history import History, added, spread_of
 
 RECENT_S: Final = 600.0

@@ -1,4 +1,5 @@
-"""What the paths of the dashboard and of events answer, for the OpenAPI document."""
+"""What the paths of the dashboard and of events answer, for the OpenAPI document; ``Member`` and
+``Memory`` are told of a node by other paths, too."""
 
 from __future__ import annotations
 
@@ -15,26 +16,36 @@ class Problem(BaseModel):
     text: str
 
 
-class Segment(BaseModel):
-    """Memory of a node, in bytes."""
+class Memory(BaseModel):
+    """How memory of a node is used, in bytes."""
 
-    segment_id: int
     size: int
     used: int
     largest_free: int
-    shm_name: str
     pending: int
     quarantined: int
     reclaim: int
 
 
-class Node(BaseModel):
+class Segment(Memory):
+    """Memory of a node, in bytes."""
+
+    segment_id: int
+    shm_name: str
+
+
+class Member(BaseModel):
+    """What is told of a node."""
+
     name: str
     host: str
-    state: str
     address: str
-    silent_ms: int
-    version: str
+    state: str = Field(description="alive, draining, suspect or dead.")
+    silent_ms: int = Field(description="Time since the master last heard of it.")
+    version: str = Field(description="Of its program; empty: not known.")
+
+
+class Node(Member):
     segments: list[Segment]
     transports: list[str]
 

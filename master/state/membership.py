@@ -141,28 +141,12 @@ class Membership:
         known = self.nodes.get(join.name)
         same = known is not None and {s.offer.uuid for s in self.segments[known.name]} == uuids
         if join.resume_epoch:
-            if not self._dismissed.keys().isdisjoint(uuids):
-                raise _drained(join.name)  # it was told to leave, and has not heard so
-            # A delayed join may arrive after one that was sent later: its generations are older.
-            # And an inventory that was broken off (not ``whole``) must begin anew.
-            generations = {offer.uuid: offer.generation for offer in join.segments}
-            if (
-                known is None
-                or not same
-                or join.resume_epoch != self._epoch
-                or not all(
-                    segment.whole and segment.offer.generation == generations[segment.offer.uuid]
-                    for segment in self.segments[known.name]
-                )
-            ):
-                raise SegmentGoneError(
-                    f"node {join.name} has no stream to resume here", advice="Join anew."
-                )
+            node = self._resumable(join, known if same else None, uuids)
             changes()
-            self._take_over(known, session)
-            known.heard_ms = now_ms
-            self._notice("node_resumed", known)
-            return self._accepted(known, join, protocol)
+            self._take_over(node, session)
+            node.heard_ms = now_ms
+            self._notice("node_resumed", node)
+            return self._accepted(node, join, protocol)
         if known is None and len(self.nodes) >= NODES_MAX:
             raise BusyError(f"{NODES_MAX} nodes have joined, the limit")
         if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
@@ -192,6 +176,31 @@ class Membership:
         self.mounted += segments
         self._notice("node_joined", node)
         return self._accepted(node, join, protocol)
+
+    def _resumable(self, join: NodeJoin, known: Node | None, uuids: set[bytes]) -> Node:
+        """``known``: the node with that name and exactly these segments, if there is one.
+
+        Raises:
+            DrainedError: it was told to leave, and has not heard so.
+            SegmentGoneError: there is no stream to resume.
+        """
+        if not self._dismissed.keys().isdisjoint(uuids):
+            raise _drained(join.name)
+        # A delayed join may arrive after one that was sent later: its generations are older. And an
+        # inventory that was broken off (not ``whole``) must begin anew.
+        generations = {offer.uuid: offer.generation for offer in join.segments}
+        if (
+            known is not None
+            and join.resume_epoch == self._epoch
+            and all(
+                segment.whole and segment.offer.generation == generations[segment.offer.uuid]
+                for segment in self.segments[known.name]
+            )
+        ):
+            return known
+        raise SegmentGoneError(
+            f"node {join.name} has no stream to resume here", advice="Join anew."
+        )
 
     def _gone_of(self, known: Node | None, uuids: set[bytes]) -> Iterator[tuple[bytes, int]]:
         """What ``_gone`` will say of these once the known node is declared dead."""

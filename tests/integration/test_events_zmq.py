@@ -101,6 +101,8 @@ def test_routers_read_what_is_there(published: tuple[Cluster, Subscriber]) -> No
     cluster, subscriber = published
     record = {"models": ["org/model", "m"], "block_size": 16, "namespaces": ["vllm/f/g1/p0t0"]}
     client = cluster.client(namespace="vllm/f/g1/p0t0")
+    of_a_stranger = {"models": ["\ud800"], "block_size": 1 << 64, "namespaces": ["other"]}
+    client.put(b"m/a", json.dumps(of_a_stranger).encode(), namespace=FLEET_NAMESPACE)
     client.put(b"model/f", json.dumps(record).encode(), namespace=FLEET_NAMESPACE)
 
     def told() -> bool:
@@ -127,7 +129,7 @@ def test_routers_read_what_is_there(published: tuple[Cluster, Subscriber]) -> No
     }  # fmt: skip
     assert subscriber.names == {
         ("vllm/f/g1/p0t0", hashes[0].hex()), ("vllm/f/g1/p0t0", hashes[1].hex()),
-        ("other", "of nobody"), ("vllm-fleet", "model/f"),
+        ("other", "of nobody"), ("vllm-fleet", "m/a"), ("vllm-fleet", "model/f"),
     }  # fmt: skip
 
     # One that comes later replays.

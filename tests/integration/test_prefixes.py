@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.show import key_text
 from kvstore.client.sync import Client
 from kvstore.demo.processes import free_port
+from kvstore.texts import key_text
 from kvstore.web.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.web.openapi import PATH as OPENAPI_PATH
 from tests.integration.browser import PHONE, Browser

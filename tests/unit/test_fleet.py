@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvstore import fleet
 from kvstore.connectors.fleet import Fleet
 from kvstore.fingerprint import fingerprint
+from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
 from kvstore.proxy.records import parse
 
@@ -153,3 +155,43 @@ def test_records_of_one_model_stand_beside_each_other(value: str) -> None:
     announce(board, model=value)
     (key,) = board.objects
     assert key.startswith(b"m/")
+
+
+def test_a_record_that_an_engine_puts_is_read() -> None:
+    raw = {
+        "format": 1, "engine": "vllm", "models": ["/m", "m"], "fingerprint": "ab",
+        "namespaces": ["n"], "description": {"dtype": "x"}, "block_size": 16,
+    }  # fmt: skip
+    read = Record("vllm", ("/m", "m"), "ab", ("n",), {"dtype": "x"}, 16)
+    assert fleet.parse(json.dumps(raw).encode()) == read
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\xff\xfe", b"[]", b"7", b"null", b"{}", b'{"models": []}', b"[" * 50_000],
+)
+def test_what_is_no_record_is_passed_over(raw: bytes) -> None:
+    assert fleet.parse(raw) is None
+    assert fleet.parse(raw, partial=True) is None
+
+
+def test_a_partial_record_is_read_where_that_is_enough() -> None:
+    raw = b'{"models": ["m"], "namespaces": ["n"]}'
+    assert fleet.parse(raw) is None
+    assert fleet.parse(raw, partial=True) == Record("vllm", ("m",), "", ("n",), {})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"models": []}, {"models": [1]}, {"namespaces": 7}, {"namespaces": [7]},
+        {"fingerprint": None}, {"description": 7}, {"block_size": "x"},
+        {"models": ["\ud800"]}, {"namespaces": ["n\udfff"]}, {"engine": "\ud800"},  # no UTF-8
+        {"block_size": -1}, {"block_size": 1 << 64},  # no MessagePack
+    ],
+)  # fmt: skip
+def test_a_record_with_a_wrong_field_is_none(wrong: dict[str, object]) -> None:
+    right = {"models": ["m"], "fingerprint": "a", "namespaces": [], "description": {}}
+    assert fleet.parse(json.dumps(right).encode()) is not None
+    data = json.dumps({**right, **wrong}).encode()
+    assert fleet.parse(data) is fleet.parse(data, partial=True) is None

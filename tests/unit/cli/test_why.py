@@ -13,10 +13,10 @@ from kvstore import calls
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
 from kvstore.cli.main import cli
 from kvstore.cli.options import run
-from kvstore.cli.show import shown_text
 from kvstore.config import ClientConfig
 from kvstore.errors import NodeUnreachableError
 from kvstore.limits import FLEET_NAMESPACE, Key
+from kvstore.texts import shown_text
 
 HOSTILE = "".join(map(chr, range(256))) + "\u202e\u200b\u2028\U000e0001模é"
 """Every control character, and what turns or hides text."""

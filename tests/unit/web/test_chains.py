@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.cli.show import key_text
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key
+from kvstore.texts import key_text
 from kvstore.web.chains import FIND_KEYS_MAX, keys_of
 
 

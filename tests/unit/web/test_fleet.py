@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
-import pytest
-
-from kvstore.web.fleet import FIELDS_MAX, TEXT_MAX, Record, compared, parsed
+from kvstore.fleet import Record
+from kvstore.web.fleet import FIELDS_MAX, TEXT_MAX, compared
 
 
 def record(
     mark: str, model: str = "/models/m", engine: str = "vllm", **described: object
 ) -> Record:
-    return Record(engine, model, mark, [f"{engine}/{mark}/p0"], described, 16)
+    return Record(engine, (model,), mark, (f"{engine}/{mark}/p0",), described, 16)
 
 
 def test_records_of_one_model_are_compared_field_by_field() -> None:
@@ -28,7 +25,7 @@ def test_records_of_one_model_are_compared_field_by_field() -> None:
     assert found[1]["differing"] == ["dtype", "extra"]
     rows = found[1]["records"]
     assert [row["differing"] for row in rows] == [['"bfloat16"', "null"], ['"float8"', ""]]
-    assert rows[0]["namespaces"] == ["vllm/a/p0"]
+    assert rows[0]["namespaces"] == ("vllm/a/p0",)
 
 
 def test_what_is_shown_is_bounded() -> None:
@@ -37,24 +34,3 @@ def test_what_is_shown_is_bounded() -> None:
     (found,) = compared([record("a", **many), record("b", **other)])
     assert len(found["differing"]) == FIELDS_MAX
     assert max(map(len, found["records"][0]["differing"])) == TEXT_MAX
-
-
-def test_a_record_that_an_engine_puts_is_read() -> None:
-    raw = {
-        "format": 1, "engine": "vllm", "models": ["/m", "m"], "fingerprint": "ab",
-        "namespaces": ["n"], "description": {"dtype": "x"}, "block_size": 16,
-    }  # fmt: skip
-    assert parsed(json.dumps(raw).encode()) == Record("vllm", "/m", "ab", ["n"], {"dtype": "x"}, 16)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"", b"\xff\xfe", b"[]", b"7", b"null", b"{}", b'{"models": []}', b"[" * 50_000,
-        b'{"models": ["m"], "fingerprint": "a", "namespaces": 7}',
-        b'{"models": ["m"], "fingerprint": "a", "namespaces": [], "description": 7}',
-        b'{"models": ["m"], "fingerprint": "a", "namespaces": [], "block_size": "x"}',
-    ],
-)  # fmt: skip
-def test_what_is_no_record_is_passed_over(raw: bytes) -> None:
-    assert parsed(raw) is None

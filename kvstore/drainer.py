@@ -1,8 +1,8 @@
-"""``kvstore drain``: moves all objects off a node, then lets the node leave.
+"""Moves all objects off a node, then lets the node leave, for ``kvstore drain`` and for HTTP.
 
-This process copies the objects: it reads from the node and writes to other nodes as any client
-does. It may be stopped and started again at any time; the node gets no new objects until it leaves,
-or until ``--undo``.
+The process that drains copies the objects: it reads from the node and writes to other nodes as any
+client does. A drain may be stopped and started again at any time; the node gets no new objects
+until it leaves, or until the draining is undone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,27 @@
+"""What can be asked of a master, as plain values: one request and one reply type per call.
+
+The client's flows yield these requests, the master's handlers take them and answer with these
+replies, the simulator passes them by hand, and ``kvstore.wire.messages`` is the one place that
+knows their protobuf form (``proto/kvstore/v1``). An annotation says what a field may hold when it
+comes from a stranger (``kvstore.fields``). Batches are columns, one entry per key, because a row
+object per key would cost more than the call. All values are immutable by agreement: the
+receiver of a list does not change it.
+
+Times are ``*_ms`` durations, never points in time: no two clocks are compared.
+
+Import the names from here; the modules are for readers.
+"""
+
+from __future__ import annotations
+
+from kvstore.calls.clients import *  # noqa: F403  # all that it has, and so below
+from kvstore.calls.clients import ClientReply, ClientRequest
+from kvstore.calls.nodes import *  # noqa: F403
+from kvstore.calls.operators import *  # noqa: F403
+from kvstore.calls.operators import OperatorReply, OperatorRequest
+from kvstore.calls.places import *  # noqa: F403
+from kvstore.calls.usage import *  # noqa: F403
+from kvstore.calls.usage import UsageReply, UsageRequest
+
+Request = ClientRequest | OperatorRequest | UsageRequest
+Reply = ClientReply | OperatorReply | UsageReply

@@ -1,0 +1,402 @@
+"""What programs ask a master, through a client (``proto/kvstore/v1/client.proto``)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+from kvstore.calls.places import Placements, SegmentInfo
+from kvstore.fields import (
+    Avoided,
+    Between,
+    Epoch,
+    Name,
+    NameOrEmpty,
+    NamespaceOrEmpty,
+    NumberPerKey,
+    Numbers,
+    PageRows,
+    PinMs,
+    Port,
+    Replicas,
+    Rows,
+    Size,
+    TtlMs,
+    WaitMs,
+)
+from kvstore.limits import (
+    CONNECTIONS_CUT_MAX,
+    NAMESPACES_MAX,
+    PIN_KEYS_MAX,
+    PUT_KEYS_MAX,
+    SIZE_BYTES_MAX,
+    Key,
+    Namespace,
+)
+
+
+class PutOutcome(enum.IntEnum):
+    """What became of one key of a put."""
+
+    WRITE = 1
+    """Granted: write here (only in the answer to ``put_start``)."""
+    FOUND = 2
+    """Already there: same key, same content."""
+    BEING_WRITTEN = 3
+    """Another put is writing it at this moment."""
+    STORED = 4
+    """Complete now, by this put (only in the answer to ``put_end`` and ``commit``)."""
+    REFUSED = 5
+    """Not stored: the token is unknown, its deadline passed, or its segment is gone."""
+    NO_SPACE = 6
+    """Not stored: the pool is full (only as the result of ``put_many(..., partial=True)``)."""
+
+
+class Presence(enum.IntEnum):
+    """What the master knows of a key."""
+
+    ABSENT = 0
+    COMPLETE = 1
+    BEING_WRITTEN = 2
+
+
+class Join(NamedTuple):
+    client: Name
+    """The name of the client, for logs and statistics."""
+    host: Name
+    protocol: int
+    """The highest version that the client speaks."""
+    protocol_min: int = 0
+    """The lowest one; 0: only ``protocol``."""
+    cluster: NameOrEmpty = ""
+    """Name of the cluster that the client means; empty: any."""
+    highest_epoch: Epoch = 0
+    """The highest epoch that the client has joined; as ``NodeJoin.highest_epoch``."""
+
+
+class Joined(NamedTuple):
+    epoch: int
+    lane_port: Port
+    """TCP port of the lane on the address that the client already used; 0: no lane."""
+    lane_unix: str
+    """Name of the lane's abstract Unix socket, for clients on the same host; may be empty."""
+    lane_token: bytes
+    """What the lane's first frame must carry."""
+    lease_ms: int
+    put_deadline_ms: int
+    version: str
+    protocol: int = 1
+    """The version that both speak from here on."""
+    cluster: str = ""
+    """Name of the master's cluster; empty: it has none."""
+    http_port: Port = 0
+    """TCP port of HTTP on the address that the client already used; 0: none, or an older release
+    that does not say."""
+    has_events: bool = False
+    """Whether events are served there."""
+
+
+class MatchPrefix(NamedTuple):
+    """How much of the chain ``keys`` is present, in each of ``namespaces``?"""
+
+    namespaces: Annotated[Sequence[Namespace], Rows(NAMESPACES_MAX)]
+    keys: Sequence[Key]
+    placements: bool
+    """Whether the answer says where the matched objects are, too."""
+
+
+class PrefixMatch(NamedTuple):
+    matched: int
+    """Leading keys that are present and reachable; the tip is leased, which holds the chain."""
+    being_written: int
+    """How many keys after those are being written at this moment."""
+    placements: Placements
+
+
+class Matched(NamedTuple):
+    epoch: int
+    lease_ms: int
+    matches: Annotated[Sequence[PrefixMatch], Rows(NAMESPACES_MAX)]
+    """One per namespace, in the order asked."""
+
+
+class Lookup(NamedTuple):
+    """Where are these objects? Each one found is leased."""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+
+
+class Found(NamedTuple):
+    epoch: int
+    lease_ms: int
+    placements: Placements
+
+
+class Exists(NamedTuple):
+    """Which of these keys are stored?"""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+    lease: bool = False
+    """Lease those that are, as ``Lookup`` does, which also says where they are. Without a lease
+    the answer is about this moment only. Masters of the release before lease nothing."""
+
+
+class Existing(NamedTuple):
+    presence: Sequence[int]
+    """One ``Presence`` per key; ``bytes`` is a sequence of small integers."""
+
+
+class PutStart(NamedTuple):
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], Rows(PUT_KEYS_MAX, distinct=True)]
+    sizes: Annotated[Sequence[int], Rows(like="keys", value_max=SIZE_BYTES_MAX)]
+    parent: Key | None
+    """Parent of the first key (``chain``) or of every key (otherwise); None: a root."""
+    chain: bool
+    """Whether each key's parent is the key before it."""
+    replicas: Replicas
+    """The number of distinct nodes for each object; fewer if there are fewer."""
+    overwrite: bool
+    """Write a new version even where a complete one is there."""
+    wait_ms: WaitMs
+    """How long to wait for leases to end when there is no room."""
+    host: NameOrEmpty
+    """The putter's host, for placement."""
+    avoid: Avoided = ()
+    """Segments (uuids) that the putter could not reach a moment ago, at most ``AVOID_MAX``."""
+    here_only: bool = False
+    """Only segments of ``host``: the putter has no transport that reaches another one."""
+    client_number: int = 0
+    """The number that the putter shows to data servers; 0: unknown."""
+    ttl_ms: TtlMs = 0
+    """How long an object lives after the end of its put; 0: for ever."""
+
+
+class Grants(NamedTuple):
+    epoch: int
+    deadline_ms: int
+    outcomes: Sequence[int]
+    """One ``PutOutcome`` per key: WRITE, FOUND or BEING_WRITTEN."""
+    replicas: int
+    """Extents per granted key."""
+    tokens: Sequence[int]
+    """One per granted key, in the order of the keys. The version is (epoch, token)."""
+    segments: Sequence[int]
+    """``replicas`` entries per granted key."""
+    offsets: Sequence[int]
+
+
+class PutEnd(NamedTuple):
+    """The payloads and headers of these tokens are written."""
+
+    epoch: int
+    tokens: Numbers
+
+
+class PutEnded(NamedTuple):
+    outcomes: Sequence[int]
+    """One ``PutOutcome`` per token: STORED or REFUSED."""
+
+
+class PutRevoke(NamedTuple):
+    """These puts are given up."""
+
+    epoch: int
+    tokens: Numbers
+    settled: bool
+    """Whether no write of these puts can still land, so that the extents are free at once."""
+    connections: Annotated[Sequence[int], Rows(CONNECTIONS_CUT_MAX)] = ()
+    """Not settled: the connections to data servers that may still carry bytes of these puts, by the
+    client's numbers for them. Empty: any connection of that client."""
+
+
+class Revoked(NamedTuple):
+    revoked: int
+
+
+class Allocate(NamedTuple):
+    """Memory in the pool for an object whose key is not known yet (``commit`` names it)."""
+
+    size: Size
+    wait_ms: WaitMs
+    host: NameOrEmpty
+    avoid: Avoided = ()
+    """As in ``PutStart``; and so are the next two."""
+    here_only: bool = False
+    client_number: int = 0
+
+
+class Commit(NamedTuple):
+    """Give an allocation, whose header is written, its key: it becomes an object."""
+
+    epoch: int
+    token: int
+    namespace: Namespace
+    key: Key
+    parent: Key | None
+    size: Size
+    """Payload bytes; not more than were allocated."""
+    overwrite: bool
+    ttl_ms: TtlMs = 0
+    """As in ``PutStart``."""
+
+
+class Committed(NamedTuple):
+    outcome: Annotated[int, Between(1, PutOutcome.REFUSED)]
+    """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
+
+
+class Renew(NamedTuple):
+    """Extend leases of objects, by key and version, and deadlines of allocations, by token."""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+    epochs: NumberPerKey
+    counters: NumberPerKey
+    epoch: int
+    """The epoch of the tokens."""
+    tokens: Numbers
+
+
+class Renewed(NamedTuple):
+    lease_ms: int
+    deadline_ms: int
+    keys_held: Sequence[int]
+    """1 or 0 per key: whether that version is still promised."""
+    tokens_held: Sequence[int]
+
+
+class Pin(NamedTuple):
+    """Keep these objects, and their ancestors, from eviction."""
+
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
+    hold_ms: PinMs
+    """How long from now on; of two pins of an object the later end counts."""
+
+
+class Pinned(NamedTuple):
+    pinned: Sequence[int]
+    """1 or 0 per key: whether the object is stored, and is pinned now."""
+
+
+class Unpin(NamedTuple):
+    """End the pins of these objects. Ancestors of other pinned objects are still kept."""
+
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], Rows(PIN_KEYS_MAX)]
+
+
+class Unpinned(NamedTuple):
+    unpinned: Sequence[int]
+    """1 or 0 per key: whether it was pinned."""
+
+
+class Remove(NamedTuple):
+    namespace: Namespace
+    keys: Sequence[Key]
+
+
+class Removed(NamedTuple):
+    removed: Sequence[int]
+    """1 or 0 per key: whether there was something to remove."""
+
+
+class Clear(NamedTuple):
+    """Remove up to ``limit`` objects of a namespace (empty: of any); repeat until none remain."""
+
+    namespace: NamespaceOrEmpty
+    limit: PageRows
+
+
+class Cleared(NamedTuple):
+    removed: int
+    remaining: int
+
+
+class DescribeSegments(NamedTuple):
+    segment_ids: Numbers
+
+
+class Segments(NamedTuple):
+    epoch: int
+    """The epoch of the answering master: in another epoch the same ids mean other segments."""
+    segments: Sequence[SegmentInfo]
+    """The requested segments that are mounted."""
+
+
+class ReportFailure(NamedTuple):
+    """Reads or writes on these segments fail from the client's host."""
+
+    segment_ids: Numbers
+    client: NameOrEmpty = ""
+    """The client that reports; ``host`` is where it runs."""
+    host: NameOrEmpty = ""
+    reason: NameOrEmpty = ""
+    """What failed: one line, for the master's log."""
+
+
+class Reported(NamedTuple):
+    suspects: int
+    """Nodes that are suspect now."""
+
+
+class ReportCorrupt(NamedTuple):
+    """These replicas, as columns, hold other bytes than were put: an invalid header, or a payload
+    that does not match its checksum. If all replicas of an object are reported, the master removes
+    it."""
+
+    namespace: Namespace
+    keys: Sequence[Key]
+    epochs: NumberPerKey
+    counters: NumberPerKey
+    """With ``epochs``, the version that was read; if the object has another one now, it is kept."""
+    uuids: Annotated[Sequence[bytes], Rows(like="keys")]
+    """The replicas' segments, by uuid: the reporter's segment ids may be of an earlier master."""
+
+
+class Dropped(NamedTuple):
+    dropped: int
+    """Objects that were removed."""
+
+
+ClientRequest = (
+    Join
+    | MatchPrefix
+    | Lookup
+    | Exists
+    | PutStart
+    | PutEnd
+    | PutRevoke
+    | Allocate
+    | Commit
+    | Renew
+    | Pin
+    | Unpin
+    | Remove
+    | Clear
+    | DescribeSegments
+    | ReportFailure
+    | ReportCorrupt
+)
+ClientReply = (
+    Joined
+    | Matched
+    | Found
+    | Existing
+    | Grants
+    | PutEnded
+    | Revoked
+    | Committed
+    | Renewed
+    | Pinned
+    | Unpinned
+    | Removed
+    | Cleared
+    | Segments
+    | Reported
+    | Dropped
+)

@@ -1,0 +1,153 @@
+"""Messages of the stream between a node and its master, which are no calls
+(``proto/kvstore/v1/node.proto``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+from kvstore.calls.places import EngineAddress, Version
+from kvstore.fields import (
+    Between,
+    Epoch,
+    Name,
+    NameOrEmpty,
+    NumberPerOffset,
+    Numbers,
+    Rows,
+    ShmName,
+    Uuid,
+)
+from kvstore.limits import NODE_SEGMENTS_MAX, SIZE_BYTES_MAX, Key, Namespace
+
+NO_MARK = Version(0, 0)
+
+
+class SegmentOffer(NamedTuple):
+    """A segment that a node mounts: a ``SegmentInfo`` before the master has numbered it."""
+
+    size: Annotated[int, Between(1, SIZE_BYTES_MAX)]
+    uuid: Uuid
+    shm_name: ShmName
+    address: NameOrEmpty
+    token: Uuid
+    seed: int
+    generation: int
+    fresh: bool
+    """Whether no extent of it has ever been granted."""
+    mark: Version = NO_MARK
+    """The last mark that the node was ordered to keep (``MasterWipe``)."""
+    engine: EngineAddress | None = None
+    data_protocol: int = 2
+    """The highest version of the data protocol that the node's data server speaks."""
+
+
+class NodeJoin(NamedTuple):
+    """First message of a node's stream."""
+
+    name: Name
+    host: Name
+    protocol: int
+    resume_epoch: int
+    """The epoch to resume after a broken stream. A master that does not know these segments any
+    more refuses with ``SegmentGoneError``. 0: joins anew, having fenced off every older grant."""
+    segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
+    protocol_min: int = 0
+    """The lowest version that the node speaks, ``protocol`` being the highest; 0: only that."""
+    highest_epoch: Epoch = 0
+    """The highest epoch that the node has joined, or that its memory records. A master of a lower
+    one begins a new term above it."""
+    cluster: NameOrEmpty = ""
+    """Name of the cluster that the node was given, or that its memory belongs to."""
+    version: NameOrEmpty = ""
+    """Of the node's program, for people; empty from older ones."""
+
+
+class NodeBeat(NamedTuple):
+    """I am alive."""
+
+    number: int
+
+
+class NodeWiped(NamedTuple):
+    """The headers of this order are wiped."""
+
+    order: int
+
+
+class NodeLeave(NamedTuple):
+    """I stop, cleanly: forget me at once."""
+
+
+class NodeClaims(NamedTuple):
+    """Objects that a node found in one of its segments after it joined anew, in as many messages as
+    needed. Until the last one, the master grants nothing on a segment that is not fresh."""
+
+    segment: int
+    """Its index among the offered segments."""
+    first: bool
+    """Whether the inventory begins with this message, perhaps again after it was broken off."""
+    last: bool
+    namespaces: Sequence[Namespace]
+    """Distinct."""
+    namespace_of: Sequence[int]
+    """Per object, the index of its namespace; the columns below are per object, too."""
+    keys: Sequence[Key]
+    parents: Sequence[Key | None]
+    """None: a root."""
+    sizes: Sequence[int]
+    epochs: Sequence[int]
+    counters: Sequence[int]
+    offsets: Sequence[int]
+
+
+class MasterAccepted(NamedTuple):
+    epoch: int
+    beat_ms: Annotated[int, Between(1, 3_600_000)]
+    """How often to send ``NodeBeat``."""
+    dead_ms: Annotated[int, Between(1, 86_400_000)]
+    """Silence after which the node counts as dead, and must join anew."""
+    segment_ids: Annotated[Sequence[int], Rows(NODE_SEGMENTS_MAX)]
+    protocol: int = 1
+    """The version that both speak from here on."""
+    cluster: NameOrEmpty = ""
+    """Name of the master's cluster; empty: it has none."""
+
+
+class MasterBeat(NamedTuple):
+    """Echo of a ``NodeBeat``."""
+
+    number: int
+    repair: bool = False
+    """The node has objects with too few replicas: it is to ask what to copy (``StartMoves``)."""
+
+
+class MasterWipe(NamedTuple):
+    """Wipe the headers at these offsets, each only if it still has that version."""
+
+    order: int
+    uuid: Uuid
+    offsets: Numbers
+    epochs: NumberPerOffset
+    counters: NumberPerOffset
+    mark: Version = NO_MARK
+    """The mark to keep in the segment; ``NO_MARK``: none. Memory whose mark is older than another's
+    was away during a removal. A master that does not know what was removed refuses its claims."""
+    cut_clients: Numbers = ()
+    """Data connections to end first, because they may still carry bytes of abandoned puts: the
+    client of each, 0 for any."""
+    cut_connections: Annotated[Sequence[int], Rows(like="cut_clients")] = ()
+    """For each the number that its client has given it, 0 for all of that client."""
+
+
+class MasterClaimed(NamedTuple):
+    """One ``NodeClaims`` is processed. A ``MasterWipe`` names the refused objects."""
+
+    segment: int
+    """Its index among the offered segments."""
+
+
+NodeMessage = NodeJoin | NodeBeat | NodeWiped | NodeLeave | NodeClaims
+
+
+MasterMessage = MasterAccepted | MasterBeat | MasterWipe | MasterClaimed

@@ -1,0 +1,211 @@
+"""What operators ask a master: the state of the cluster, its objects, and draining. Programs that
+copy objects ask for moves (``proto/kvstore/v1/admin.proto``)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+from kvstore.calls.clients import Grants
+from kvstore.calls.places import Placements, Version
+from kvstore.fields import Avoided, KeyPrefix, Name, NamespaceOrEmpty, PageRows, Size
+from kvstore.limits import Key, Namespace
+
+
+class Status(NamedTuple):
+    """The cluster at a glance, a page at a time."""
+
+    cursor: int = 0
+    """0 first, then ``next_cursor`` of the answer before."""
+
+
+class SegmentStatus(NamedTuple):
+    segment_id: int
+    size: int
+    used: int
+    """Bytes in extents that are not free, including quarantined ones and those pending free."""
+    largest_free: int
+    shm_name: str
+    pending: int = 0
+    """Of the used bytes: those granted to puts under way."""
+    quarantined: int = 0
+    """Of the used bytes: those of abandoned puts, which their writers may still write to."""
+    reclaim: int = 0
+    """Of the used bytes: those of removed and evicted objects, which readers may still read or
+    whose headers are not wiped yet."""
+
+
+class NodeStatus(NamedTuple):
+    name: str
+    host: str
+    state: str
+    """alive, draining (alive, and given nothing new), suspect or dead."""
+    address: str
+    silent_ms: int
+    """Time since the master last heard of the node."""
+    segments: Sequence[SegmentStatus]
+    version: str = ""
+    """Of its program; empty: an older one, or an older master."""
+
+
+class NamespaceStatus(NamedTuple):
+    name: str
+    objects: int
+    size: int
+    """Payload bytes, replicas not counted."""
+    pinned_objects: int = 0
+    """Objects that pins hold: those named by a pin, and their ancestors."""
+    pinned_bytes: int = 0
+    """Bytes of memory that those take, headers and replicas included."""
+
+
+class Counter(NamedTuple):
+    name: str
+    value: int
+
+
+class ClusterStatus(NamedTuple):
+    epoch: int
+    version: str
+    uptime_ms: int
+    nodes: Sequence[NodeStatus]
+    namespaces: Sequence[NamespaceStatus]
+    counters: Sequence[Counter]
+    """What happened since the master started: name and number, sorted by name."""
+    role: str = "single"
+    """single, or leader: a master that stands by answers NotLeaderError."""
+    leader: str = ""
+    """The address that the leader advertises; empty: none was given."""
+    cluster: str = ""
+    """Name of the cluster; empty: it has none."""
+    next_cursor: int = 0
+    """Not 0: there are more nodes or namespaces. Counters are part of the first page only."""
+
+    def nodes_by_segment(self) -> dict[int, str]:
+        """The name of the node of each segment."""
+        return {each.segment_id: node.name for node in self.nodes for each in node.segments}
+
+    def with_page(self, page: ClusterStatus) -> ClusterStatus:
+        """This status with the rows of the next page added; sorted once that page is the last."""
+        nodes = [*self.nodes, *page.nodes]
+        namespaces = [*self.namespaces, *page.namespaces]
+        return self._replace(
+            nodes=nodes if page.next_cursor else sorted(nodes),
+            namespaces=namespaces if page.next_cursor else sorted(namespaces),
+            next_cursor=page.next_cursor,
+        )
+
+
+class ListObjects(NamedTuple):
+    namespace: NamespaceOrEmpty
+    prefix: Annotated[bytes, KeyPrefix()]
+    cursor: int
+    """0 first, then ``next_cursor`` of the answer before. Objects that come or go between two
+    pages may be missed or seen twice."""
+    limit: PageRows
+
+
+class ObjectRow(NamedTuple):
+    namespace: str
+    key: Key
+    size: int
+    replicas: int
+    depth: int
+    leased_ms: int
+    state: str
+    """complete, detached or being_written."""
+
+
+class Listed(NamedTuple):
+    objects: Sequence[ObjectRow]
+    next_cursor: int
+    """0: that was the last page."""
+
+
+class StatObject(NamedTuple):
+    namespace: Namespace
+    key: Key
+
+
+class ObjectDetail(NamedTuple):
+    row: ObjectRow | None
+    """None: no such object."""
+    parent: bytes
+    """Empty: a root."""
+    children: int
+    version: Version
+    idle_ms: int
+    """Time since the object was last matched, looked up or put."""
+    placements: Placements
+    epoch: int = 0
+    """In which the segments of ``placements`` have their numbers; 0 from older masters."""
+
+
+class DrainStep(enum.IntEnum):
+    """One step of draining a node."""
+
+    BEGIN = 1
+    """The node gets nothing new. Its objects are still read."""
+    UNDO = 2
+    """The node takes puts again, as any other."""
+    LEAVE = 3
+    """The master tells the node to leave, with the objects left on it; only after BEGIN."""
+
+
+class Drain(NamedTuple):
+    node: Name
+    step: DrainStep
+
+
+class Drained(NamedTuple):
+    epoch: int
+    used: int
+    """Bytes of the node's segments that are not free."""
+    pending: int
+    """Puts and allocations under way that were to be written there."""
+
+
+class StartMoves(NamedTuple):
+    """Grant space elsewhere for some objects of a draining node. The caller copies each payload,
+    with a header for the token's version, and ends the copy by ``PutEnd``. That is refused if the
+    object was removed or replaced meanwhile."""
+
+    node: Name
+    cursor: int
+    """0 begins a pass over all objects; then ``next_cursor`` of the last reply."""
+    limit: PageRows
+    """Objects granted at most."""
+    bytes_max: Size
+    """Payload bytes granted at most, one object at least."""
+    avoid: Avoided = ()
+    """Segments (uuids) to which the caller could not write a moment ago."""
+    client_number: int = 0
+    """As in ``PutStart``."""
+    repair: bool = False
+    """Instead of moves off a draining node, grant one more replica for objects that have too few.
+    Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
+
+
+class MovesStarted(NamedTuple):
+    next_cursor: int
+    """0: the pass is over."""
+    skipped: int
+    """Objects that are being replaced at this moment."""
+    left: int
+    """Objects for which there is no room elsewhere: the objects there were used later, are leased
+    or are being written."""
+    left_bytes: int
+    evicted: int
+    """Objects elsewhere that were used longer ago, and had to make room."""
+    namespaces: Sequence[Namespace]
+    """Of the granted objects, as the next three columns."""
+    keys: Sequence[Key]
+    sources: Placements
+    grants: Grants
+    keeps_version: bool = False
+    """The copy has the version of its source, not that of its token."""
+
+
+OperatorRequest = Status | ListObjects | StatObject | Drain | StartMoves
+OperatorReply = ClusterStatus | Listed | ObjectDetail | Drained | MovesStarted

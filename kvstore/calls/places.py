@@ -1,0 +1,74 @@
+"""Where objects are: the version, the segments, and the extents in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore.fields import Name
+
+
+class Version(NamedTuple):
+    """Which writing of a key this is: the master's epoch, and its counter at ``put_start``.
+
+    The counter is also the token of the put that wrote it.
+    """
+
+    epoch: int
+    counter: int
+
+
+class EngineAddress(NamedTuple):
+    """Where a segment is registered with a transfer engine (``kvstore.transport.mooncake``)."""
+
+    name: Name
+    """What peers open: ``host:port`` of its handshake, or its key in the metadata server."""
+    base: int
+    """The address of the segment's first byte in the node's process; new for each generation."""
+    protocol: Name
+    metadata_server: Name
+
+
+class SegmentInfo(NamedTuple):
+    """How to reach a segment. ``segment_id`` is never used again within an epoch."""
+
+    segment_id: int
+    node: str
+    host: str
+    """Equal on both ends when they may see the same ``/dev/shm``; see ``kvstore.host``."""
+    size: int
+    uuid: bytes
+    """16 bytes, new at each creation; also written in the superblock."""
+    shm_name: str
+    """Entry in ``/dev/shm``; empty when the segment is no POSIX shared memory."""
+    address: str
+    """``host:port`` of the node's data server; empty when it has none."""
+    token: bytes
+    """16 bytes that the data server asks for."""
+    seed: int
+    """Seed of the header checksums of this segment (64 bits)."""
+    generation: int
+    """Counts mounts; a data connection or mapping of an older one is refused."""
+    engine: EngineAddress | None = None
+    """None: its node has no transfer engine."""
+    data_protocol: int = 2
+    """The highest version of the data protocol that the node's data server speaks."""
+
+
+class Placements(NamedTuple):
+    """Where objects are, as columns. Row i has ``replicas[i]`` extents (0: a miss).
+
+    ``segments`` and ``offsets`` hold the extents of all rows one after the other. An extent starts
+    with the header; its payload follows (``kvstore.memory.header``).
+    """
+
+    sizes: Sequence[int]
+    """Payload bytes."""
+    epochs: Sequence[int]
+    counters: Sequence[int]
+    replicas: Sequence[int]
+    segments: Sequence[int]
+    offsets: Sequence[int]
+
+
+NO_PLACEMENTS = Placements((), (), (), (), (), ())

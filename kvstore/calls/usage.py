@@ -1,0 +1,200 @@
+"""What operators ask about use: who puts and asks, and which chains are matched
+(``proto/kvstore/v1/admin.proto``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
+
+from kvstore.fields import Between, NamespaceOrEmpty, Rows
+from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, Key, Namespace
+
+
+class Traffic(NamedTuple):
+    """Who puts, who asks and what is not found, a page of namespaces at a time."""
+
+    namespace: NamespaceOrEmpty = ""
+    """Empty: of every one that the master remembers."""
+    cursor: int = 0
+    """0 first, then ``next_cursor`` of the answer before."""
+
+
+class ClientTraffic(NamedTuple):
+    """One client in one namespace, as one who puts or as one who asks."""
+
+    client: str
+    """The name with which it joined; empty: not known."""
+    address: str
+    """Where it calls from; ``local``: from the host of the master."""
+    first_ms: int
+    """Since it was first seen. The master remembers the last clients only."""
+    idle_ms: int
+    """Since its last call."""
+    keys: int
+    """That it wanted to put, or asked for."""
+    found: int
+    """Of those: that were there already."""
+    stored: int
+    """That it has put."""
+    key: bytes
+    """One of its last put; empty: it has only asked."""
+
+
+class MissedKey(NamedTuple):
+    """A key that was asked for and not found: the first such of its question."""
+
+    key: Key
+    client: str
+    address: str
+    idle_ms: int
+    """Since then."""
+    found: int
+    """Keys before it in that question, which were there."""
+    asked: int
+    """Keys of that question."""
+    present: bool
+    """Whether it is there now."""
+
+
+class NamespaceTraffic(NamedTuple):
+    name: str
+    objects: int
+    size: int
+    """Payload bytes, replicas not counted."""
+    putters: Sequence[ClientTraffic]
+    askers: Sequence[ClientTraffic]
+    misses: Sequence[MissedKey]
+    """The last one of each client that asked, the last of all first."""
+    questions: int
+    none: int
+    """Questions whose first key was not there."""
+    partly: int
+    """Questions of which a later key was not there."""
+    evicted: int
+    """Objects."""
+    evicted_ms: int
+    """Since the last of those."""
+    evicted_idle_ms: int
+    """How long that one had not been used then."""
+
+
+class TrafficReport(NamedTuple):
+    epoch: int
+    uptime_ms: int
+    """Of the master, which remembers nothing from before."""
+    namespaces: Sequence[NamespaceTraffic]
+    next_cursor: int
+    """0: that was the last page."""
+
+    def with_page(self, page: TrafficReport) -> TrafficReport:
+        """With the rows of the page behind it."""
+        namespaces = [*self.namespaces, *page.namespaces]
+        return self._replace(namespaces=namespaces, next_cursor=page.next_cursor)
+
+
+class Chains(NamedTuple):
+    """The chains that were matched most and used last, from their tips to their roots."""
+
+    namespace: NamespaceOrEmpty = ""
+    """Empty: of the last namespaces in which clients put or asked."""
+    keys: Annotated[Sequence[Key], Rows(CHAINS_MAX)] = ()
+    """The chains that end at these blocks of ``namespace`` instead."""
+    limit: Annotated[int, Between(0, CHAINS_MAX)] = 0
+    """Chains; 0: as many as are allowed."""
+
+
+class Branch(NamedTuple):
+    """A run of blocks, each of which is the parent of the next one.
+
+    It ends where the chain forks, where the chain ends, and where counted matches ended.
+    """
+
+    namespace: str
+    above: int
+    """The number of the branch that this one continues, counted from 1; 0: there is none."""
+    first: Key
+    last: Key
+    blocks: int
+    missing: int
+    """Of those: blocks without bytes, which were evicted, removed or lost. No match finds what is
+    below."""
+    being_written: int
+    """Of those: blocks that are being written."""
+    size: int
+    """Payload bytes, replicas not counted."""
+    depth: int
+    """Ancestors of the last block, as far as known."""
+    children: int
+    """Blocks directly below the last one, also in branches that the answer does not have."""
+    matched: int
+    """Matches that ended in this branch or below it, at the tips that the master remembers."""
+    ended: int
+    """Of those: matches that ended at its last block."""
+    counted_ms: int
+    """Since when the oldest of these counts has been kept; 0: there is none."""
+    idle_ms: int
+    """Since the last use of a block of this branch, or of one below it in this answer."""
+    leased_ms: int
+    """How long a lease still protects a block of it, or one below it in this answer."""
+    pinned: int
+    """Of its blocks: those that pins hold."""
+    cut: bool
+    """Whether the chain goes on above it, and was not walked further: it is too long."""
+    segments: Sequence[int]
+    """Where the replicas of its blocks are: the segments with most of them."""
+    replicas: Sequence[int]
+    """How many are on each of these segments."""
+
+    def replicas_by_node(self, nodes: Mapping[int, str]) -> dict[str, int]:
+        """``nodes``: the node of each segment. Those of unknown segments are under ``""``."""
+        found: dict[str, int] = {}
+        for segment, count in zip(self.segments, self.replicas, strict=True):
+            name = nodes.get(segment, "")
+            found[name] = found.get(name, 0) + count
+        return found
+
+
+class ChainsFound(NamedTuple):
+    epoch: int
+    uptime_ms: int
+    """Of the master, which remembers no match from before."""
+    branches: Sequence[Branch]
+    """Each one after the one that it continues, the most matched chain first."""
+    whole: bool
+    """Whether every wanted chain was walked."""
+
+
+class Blocks(NamedTuple):
+    """What the master knows of these blocks, and of those above the last one. It counts as no use
+    of them."""
+
+    namespace: Namespace
+    keys: Annotated[Sequence[Key], Rows(BLOCKS_MAX)]
+    above: Annotated[int, Between(0, BLOCKS_MAX)] = 0
+    """How many blocks above the last key are told, too: towards the root."""
+
+
+class Block(NamedTuple):
+    key: Key
+    state: str
+    """complete, being_written, missing (its place is kept for blocks below it) or absent."""
+    parent: bytes
+    """Empty: a root, or not known."""
+    children: int
+    depth: int
+    size: int
+    idle_ms: int
+    leased_ms: int
+    pinned_ms: int
+    """How long the pin of this block lasts; not that of one below it."""
+    segments: Sequence[int]
+    """One per replica that is there."""
+
+
+class BlocksFound(NamedTuple):
+    blocks: Sequence[Block]
+    """One per key, then those above the last one."""
+
+
+UsageRequest = Traffic | Chains | Blocks
+UsageReply = TrafficReport | ChainsFound | BlocksFound

@@ -1,0 +1,59 @@
+"""The settings of a server's port for HTTP but its number, which differs from kind to kind."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
+from kvstore.config.values import As, HttpReads, HttpToken, RefusedError
+
+
+class HttpConfig(Config):
+    """A server with a port for HTTP."""
+
+    http_token: HttpToken = Field(
+        default="",
+        repr=False,
+        description="The token of --http-token-file itself; only as a variable, or in the file.",
+    )
+    http_token_file: Annotated[str, As("FILE")] = Field(
+        default="",
+        description="File with a token. Over HTTP, requests that change something or fetch bytes "
+        "need it (Authorization: Bearer TOKEN). Empty, and no KVSTORE_HTTP_TOKEN: such requests "
+        "are answered from loopback only.",
+    )
+    http_reads: HttpReads = Field(
+        default="all",
+        description="Who may read status, metrics and the dashboard over HTTP: all, or requests "
+        "with the token. /healthz and /readyz answer all.",
+    )
+    http_cert: Annotated[str, As("FILE")] = Field(
+        default="",
+        description="Serve HTTPS instead of HTTP, with the certificate chain in this file (PEM). "
+        "Replaced files are used from the next connection on.",
+    )
+    http_key: Annotated[str, As("FILE")] = Field(
+        default="", description="File with the key of --http-cert (PEM, no passphrase)."
+    )
+
+    @model_validator(mode="after")
+    def _http_rules(self) -> Self:
+        if self.http_token and self.http_token_file:
+            raise RefusedError(
+                f"is given beside {HTTP_TOKEN_VARIABLE}", "Drop one of both.", key="http_token_file"
+            )
+        if self.http_reads == "token" and not (self.http_token or self.http_token_file):
+            raise RefusedError(
+                "is token, and there is none",
+                f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
+                key="http_reads",
+            )
+        if bool(self.http_cert) != bool(self.http_key):
+            raise RefusedError(
+                "is missing",
+                "Give --http-cert and --http-key, or none of both.",
+                key="http_key" if self.http_cert else "http_cert",
+            )
+        return self
