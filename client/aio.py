@@ -24,6 +24,7 @@ from kvstore.client.sync import Client
 from kvstore.client.values import Buffer
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
+from kvstore.device import streams
 from kvstore.errors import ClosedError, DeadlineExceededError
 from kvstore.stopping import Stop
 
@@ -226,8 +227,10 @@ class AsyncClient:
             with stop.here():
                 return method(self._client, *args, **named)
 
+        context = copy_context()
+        context.run(streams.carry)
         try:
-            call = self._threads.submit(copy_context().run, carry_out)
+            call = self._threads.submit(context.run, carry_out)
         except RuntimeError:  # shut down
             raise ClosedError("the client is closed") from None
         call.add_done_callback(tell)

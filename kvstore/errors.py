@@ -242,6 +242,10 @@ class TransferEngineError(StartupError):
     code = "transfer_engine"
 
 
+class DeviceError(KVStoreError):
+    code = "device"
+
+
 class InternalError(KVStoreError):
     code = "internal"
 
