@@ -393,9 +393,9 @@ class Client:
             keys: a sequence, or a single key with a single buffer.
             buffers: per key a contiguous, writable tensor, array, bytearray or memoryview, in CPU
                 memory or all on one device, or a list of them that are filled one after the other.
-                Memory beyond the value's size is left as it is. Only if a longer value is replaced while it is being
-                read (with the transfer engine: during the call) may it hold bytes of that value.
-                Buffers of ``uint8`` take any dtype's bytes.
+                Memory beyond the value's size is left as it is. Only if a longer value is replaced
+                while it is being read (with the transfer engine: during the call) may it hold bytes
+                of that value. Buffers of ``uint8`` take any dtype's bytes.
             stream: of tensors on a device: what was queued there before this call is waited for;
                 None: the stream on which this thread computes. The bytes have arrived when this
                 returns.
