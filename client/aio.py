@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
 from kvstore.client import forks
@@ -27,6 +27,9 @@ from kvstore.config import ClientConfig
 from kvstore.device import streams
 from kvstore.errors import ClosedError, DeadlineExceededError
 from kvstore.stopping import Stop
+
+if TYPE_CHECKING:
+    from kvstore.device.device import Device
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -173,6 +176,10 @@ class AsyncClient:
     def memory_at(self, address: int, size: int) -> memoryview:
         """As ``Client.memory_at``."""
         return self._client.memory_at(address, size)
+
+    def device(self, name: str) -> Device:
+        """As ``Client.device``."""
+        return self._client.device(name)
 
     def lease(self, view: View) -> Lease | None:
         """As ``Client.lease``."""

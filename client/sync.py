@@ -31,6 +31,8 @@ from kvstore.stopping import Stop, current
 if TYPE_CHECKING:
     import torch
 
+    from kvstore.device.device import Device
+
 ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
 
@@ -467,6 +469,18 @@ class Client:
             InvalidArgumentError: they are not within one registered memory.
         """
         return self._state.registered.at(address, size)
+
+    def device(self, name: str) -> Device:
+        """A device as this client uses it, for values that are several runs of its memory: an
+        engine's pages, as ``kvstore.device.memory.DeviceMemory``.
+
+        Args:
+            name: torch's, such as ``cuda:0``.
+
+        Raises:
+            DeviceError: there is no such device, or its driver cannot be used.
+        """
+        return self._state.movers.devices.of(name)
 
     def lease(self, view: View) -> Lease | None:
         """The lease of a value from ``get(copy=False)`` or ``allocate``, or of anything that was

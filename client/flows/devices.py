@@ -27,7 +27,6 @@ from kvstore.device.device import GROUP_BYTES, Device
 from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory
-from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
 from kvstore.native.kinds import CORRUPT, OUTSIDE, ReadRow, WriteRow
 from kvstore.stopping import current
