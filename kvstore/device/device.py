@@ -69,7 +69,10 @@ class Device:
         Raises:
             DeadlineExceededError: not by the deadline; nothing was touched.
             ClosedError: the call was cancelled.
+            DeviceError: the device has failed.
         """
+        if self._failed:
+            raise self._failure()
         for event in {id(each): each for each in events}.values():
             if not self._wait(event, deadline, stoppable=True):
                 raise DeadlineExceededError(
