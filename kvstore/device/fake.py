@@ -60,6 +60,8 @@ class FakeDriver:
         self._kept: list[object] = []
         self.is_stuck = False
         """While it is, no step runs."""
+        self.held: set[int | Way] = set()
+        """Streams of which no step runs: their first one takes long."""
         self.copied_bytes = 0
 
     # --- what a test does ---------------------------------------------------------------------
@@ -200,7 +202,8 @@ class FakeDriver:
     def _step(self) -> bool:
         """Runs the next step of one stream; False: nothing is queued, or the device is stuck."""
         with self._running:
-            waiting = [queue for queue in self._streams.values() if queue]
+            streams = self._streams.items()
+            waiting = [queue for name, queue in streams if queue and name not in self.held]
             if not waiting or self.is_stuck:
                 return False
             for step in self._random.choice(waiting).popleft():

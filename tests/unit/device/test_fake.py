@@ -39,6 +39,19 @@ def test_nothing_runs_before_somebody_looks() -> None:
     assert driver.is_idle
 
 
+def test_a_stream_that_is_held_runs_no_step() -> None:
+    driver = FakeDriver()
+    ran: list[int] = []
+    driver.held = {5}
+    for stream in (5, 0, 5, 0):
+        driver.launch(lambda stream=stream: ran.append(stream), stream)
+    driver.finish()
+    assert ran == [0, 0]
+    driver.held.clear()
+    driver.finish()
+    assert ran == [0, 0, 5, 5]
+
+
 def test_memory_that_is_not_locked_is_refused() -> None:
     driver = FakeDriver()
     there = driver.array(64)
