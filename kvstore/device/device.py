@@ -20,7 +20,7 @@ from kvstore.device.driver import Driver, Event, Way
 from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
 from kvstore.device.memory import DeviceMemory
 from kvstore.device.ring import Ring
-from kvstore.errors import DeadlineExceededError, DeviceError
+from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.stopping import current
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Device:
         self.ring: Final = Ring(driver, ring_bytes)
         self.locks: Final = Locks(driver, locked_max)
         self._failed = False
+        self._is_closed = False
 
     @property
     def has_failed(self) -> bool:
@@ -68,7 +69,7 @@ class Device:
 
         Raises:
             DeadlineExceededError: not by the deadline; nothing was touched.
-            ClosedError: the call was cancelled.
+            ClosedError: the call was cancelled, or the client is closed.
             DeviceError: the device has failed.
         """
         if self._failed:
@@ -132,7 +133,9 @@ class Device:
         self.locks.sweep()
 
     def close(self) -> None:
-        """Gives page-locked memory back. No call uses the device any more. Idempotent."""
+        """Gives page-locked memory back, except what copies under way use. Calls in ``wait`` fail.
+        Idempotent."""
+        self._is_closed = True
         if not self._failed:
             self.locks.close()
             self.ring.close()
@@ -143,6 +146,8 @@ class Device:
         while not self.driver.is_done(event):
             if stop is not None:
                 stop.check()
+            if stoppable and self._is_closed:
+                raise ClosedError("the client is closed", settled=1)
             if uptime() >= deadline:
                 return False
             time.sleep(nap)

@@ -69,6 +69,16 @@ def test_a_wait_ends_when_the_call_is_cancelled() -> None:
     assert len(errors) == 1
 
 
+def test_a_wait_ends_when_the_client_is_closed() -> None:
+    driver, device = made()
+    driver.is_stuck = True
+    closing = threading.Timer(0.05, device.close)
+    closing.start()
+    with pytest.raises(ClosedError):
+        device.wait([driver.mark()], uptime() + 60)
+    closing.join()
+
+
 def test_a_device_whose_copies_do_not_end_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
