@@ -691,12 +691,13 @@ class Operations:
 
 
 def _ready(device: Device | None, payloads: Sequence[Payload], stream: Stream | None) -> Ready:
-    """Waits for what was queued before the call: on the stream, and as the payloads say."""
+    """Waits for what the payloads come after; for payloads that do not say it, and if a stream is
+    given, for what was queued there before the call."""
     assert device is not None
-    events = [device.driver.mark(handle_of(stream))]
-    for payload in payloads:
-        if not isinstance(payload, list):
-            events += payload.after
+    memories = [payload for payload in payloads if not isinstance(payload, list)]
+    events = [event for memory in memories for event in memory.after]
+    if stream is not None or not all(memory.after for memory in memories):
+        events.append(device.driver.mark(handle_of(stream)))
     return Ready(device, events)
 
 

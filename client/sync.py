@@ -192,8 +192,8 @@ class Client:
                 known to the master only: after a restart of the master, or when its node was away,
                 the object has none.
             stream: of a tensor on a device: what was queued there before this call is waited for;
-                None: the stream on which this thread computes. Nothing of the call runs on after
-                it has returned.
+                None: the stream on which this thread computes, unless a ``DeviceMemory`` says what
+                it comes after. Nothing of the call runs on after it has returned.
 
         Returns:
             STORED by this call, FOUND there already, or BEING_WRITTEN by another client.
@@ -398,9 +398,7 @@ class Client:
                 Memory beyond the value's size is left as it is. Only if a longer value is replaced
                 while it is being read (with the transfer engine: during the call) may it hold bytes
                 of that value. Buffers of ``uint8`` take any dtype's bytes.
-            stream: of tensors on a device: what was queued there before this call is waited for;
-                None: the stream on which this thread computes. The bytes have arrived when this
-                returns.
+            stream: of memory of a device: as of ``put``. The bytes have arrived when this returns.
 
         Raises:
             BufferMismatchError: too small (nothing was read for that key), or of another dtype

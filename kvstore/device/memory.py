@@ -35,7 +35,8 @@ class DeviceMemory:
         Args:
             addresses: of the runs, on the device, in the order of the payload.
             sizes: of the runs, in bytes; none is 0.
-            after: moments that pass before kvstore touches the memory.
+            after: moments that pass before kvstore touches the memory; none: what was queued before
+                the call on its stream has ended (``Client.put``).
             keep: an object that owns the memory.
             nbytes: the sum of ``sizes``, if it is known.
         """

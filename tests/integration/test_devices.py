@@ -155,6 +155,25 @@ def test_blocks_are_saved_and_loaded(make: Any, seed: int, marks: bool) -> None:
     save_and_load(make(seed), marks=marks)
 
 
+def test_memory_that_names_its_moments_waits_for_nothing_else(on: OnDevice) -> None:
+    block = on.fake.array(100)
+    on.later(block, np.full(100, 7, np.uint8))
+    after = on.fake.mark()
+    on.fake.finish()
+    on.fake.held = {0}  # the work that is queued from here on takes long
+    on.later(block, np.zeros(100, np.uint8))
+    assert on.client.put("k", on.memory([block], after)) is PutOutcome.STORED
+    other = on.fake.array(100)
+    assert on.client.get_into("k", on.memory([other], after)) == [100]
+    assert other.tobytes() == bytes([7] * 100)
+    with pytest.raises(DeadlineExceededError):
+        on.client.put("late", on.memory([block]), timeout_ms=50)
+    with pytest.raises(DeadlineExceededError):
+        on.client.get_into("k", on.memory([other], after), timeout_ms=50, stream=0)
+    on.fake.held.clear()
+    on.check()
+
+
 def without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "wait", lambda self, events, deadline: None)
 
@@ -240,7 +259,9 @@ def test_tensors_of_a_device_come_back_there(on: OnDevice) -> None:
 
 
 def test_many_values_come_back_on_a_device(on: OnDevice) -> None:
-    on.client.put_many([("a", b"abc"), ("b", b""), ("c", np.float32([[1.5]])), ("e", torch.empty(0, 3))])
+    on.client.put_many(
+        [("a", b"abc"), ("b", b""), ("c", np.float32([[1.5]])), ("e", torch.empty(0, 3))]
+    )
     a, b, c, d, e = on.client.get_many(["a", "b", "c", "d", "e"], device=torch.device(NAME))
     assert (bytes(a.numpy()), bytes(b.numpy()), d) == (b"abc", b"", None)
     assert (c.dtype, c.tolist()) == (torch.float32, [[1.5]])
