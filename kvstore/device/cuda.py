@@ -12,12 +12,13 @@ makes that context current and then restores what was current before.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -51,6 +52,7 @@ _FUNCTIONS: Final = {
     "cuInit": [ctypes.c_uint],
     "cuDriverGetVersion": [_ToInt],
     "cuGetErrorString": [_Int, ctypes.POINTER(ctypes.c_char_p)],
+    "cuDeviceGetCount": [_ToInt],
     "cuDeviceGet": [_ToInt, _Int],
     "cuDevicePrimaryCtxRetain": [_ToHandle, _Int],
     "cuCtxPushCurrent_v2": [_Handle],
@@ -133,6 +135,11 @@ class CUDADriver:
                 Way.LOAD: self._new_stream(highest.value),
             }
         self._batch = self._batch_function()
+
+    @property
+    def copies_batches(self) -> bool:
+        """Whether ``copy`` is one call of the driver."""
+        return self._batch is not None
 
     # --- order --------------------------------------------------------------------------------
 
@@ -302,6 +309,39 @@ def library() -> ctypes.CDLL:
             raise _refused(cuda, "cuInit", status, "", "")
         _libraries.append(cuda)
         return cuda
+
+
+class Probed(NamedTuple):
+    """What a device can do."""
+
+    name: str
+    copies_batches: bool
+    """Whether one call copies a batch: the driver is of CUDA 12.8 or later."""
+    locks: bool
+    """Whether memory of this process can be page-locked."""
+
+
+def probe() -> list[Probed]:
+    """The devices that this process can use, for ``kvstore doctor``.
+
+    Raises:
+        DeviceError: no driver, or a device that does not work.
+    """
+    cuda = library()
+    count = _Int()
+    status = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        raise _refused(cuda, "cuDeviceGetCount", status, "", "")
+    found = []
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address = address_of(memoryview(page))
+    for number in range(count.value):
+        driver = CUDADriver(number)
+        locks = driver.lock(address, mmap.PAGESIZE)
+        if locks:
+            driver.unlock(address)
+        found.append(Probed(driver.name, driver.copies_batches, locks))
+    return found
 
 
 def device_of(address: int) -> str:
