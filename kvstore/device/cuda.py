@@ -9,6 +9,9 @@ Streams and events are handles of the device's primary context, which torch uses
 makes that context current and then restores what was current before.
 """
 
+# mypy: allow-untyped-calls
+# torch annotates its CUDA classes only in part.
+
 from __future__ import annotations
 
 import ctypes
@@ -88,7 +91,7 @@ class _Attributes(ctypes.Structure):
 
 
 _Numbers = ctypes.POINTER(ctypes.c_uint64)
-_BATCH_V1: Final = [
+_BATCH_V1: Final[Any] = [
     _Numbers, _Numbers, _Numbers, _Size, ctypes.POINTER(_Attributes), ctypes.POINTER(_Size), _Size,
     ctypes.POINTER(_Size), _Handle,
 ]  # fmt: skip
@@ -235,7 +238,7 @@ class CUDADriver:
             ) from None
         # torch would give memory that the current stream may still be using. Of its own pool for
         # our stream, only what has ended is given again: the host waits for all that runs there.
-        ours = torch.cuda.ExternalStream(self._streams[Way.LOAD].value, device=self.name)
+        ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
         with torch.cuda.stream(ours):
             tensor = torch.empty(size, dtype=torch.uint8, device=self.name)
         computing = current_stream(self._number)
@@ -247,10 +250,10 @@ class CUDADriver:
 
     # --- the library --------------------------------------------------------------------------
 
-    def _new_stream(self, priority: int) -> _Handle:
+    def _new_stream(self, priority: int) -> int:
         made = _Handle()
         self._call("cuStreamCreateWithPriority", ctypes.byref(made), _STREAM_NON_BLOCKING, priority)
-        return made
+        return made.value or 0
 
     def _batch_function(self) -> Any:
         """``cuMemcpyBatchAsync``; None: the driver is older than CUDA 12.8."""

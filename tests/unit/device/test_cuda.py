@@ -159,7 +159,7 @@ def test_saves_and_loads_have_streams_of_their_own(library: Recorded) -> None:
     used = []
     for way in Way:
         driver.copy(way, addresses(to), addresses(source), sizes)
-        used.append(library.calls[-2][1][1].value)  # cuEventRecord(event, stream)
+        used.append(library.calls[-2][1][1])  # cuEventRecord(event, stream)
     assert len(set(used)) == 2
 
 
