@@ -30,7 +30,11 @@ def test_windows_are_locked_when_they_are_used_first() -> None:
         assert driver.locked == {locked.base: MIB}
         assert locks.lock(locked, MIB - 1, 2)
         assert locks.lock(locked, 3 * MIB, 100)
-        assert driver.locked == {locked.base: MIB, locked.base + MIB: MIB, locked.base + 3 * MIB: 100}
+        assert driver.locked == {
+            locked.base: MIB,
+            locked.base + MIB: MIB,
+            locked.base + 3 * MIB: 100,
+        }
     assert locks.locked_bytes == 2 * MIB + 100
     with locks.of(memory, lambda: True) as again:
         assert again is locked
@@ -61,7 +65,12 @@ def test_what_the_system_refuses_is_not_asked_again() -> None:
     locks = Locks(driver, 1 << 40)
     asked: list[int] = []
     lock = driver.lock
-    driver.lock = lambda address, size: (asked.append(address), lock(address, size))[1]  # type: ignore[method-assign]
+
+    def counted(address: int, size: int) -> bool:
+        asked.append(address)
+        return lock(address, size)
+
+    driver.lock = counted  # type: ignore[method-assign]
     with locks.of(segment(MIB), lambda: True) as locked:
         assert not locks.lock(locked, 0, 10)
         assert not locks.lock(locked, 5, 10)
