@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from types import TracebackType
@@ -21,7 +21,7 @@ from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import View
 from kvstore.client.state import ClientStats
 from kvstore.client.sync import Client
-from kvstore.client.values import Buffer
+from kvstore.client.values import Buffer, Payload
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams
@@ -176,6 +176,10 @@ class AsyncClient:
     def memory_at(self, address: int, size: int) -> memoryview:
         """As ``Client.memory_at``."""
         return self._client.memory_at(address, size)
+
+    def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
+        """As ``Client.payload_at``."""
+        return self._client.payload_at(addresses, sizes)
 
     def device(self, name: str) -> Device:
         """As ``Client.device``."""

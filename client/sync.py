@@ -21,11 +21,12 @@ from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, Range, Raw, Stream, View, seconds
 from kvstore.client.state import ClientState, ClientStats, MasterHTTP
 from kvstore.client.tracing import traceparent, tracing
-from kvstore.client.values import Buffer, Kind, Storable, Value, writable
+from kvstore.client.values import Buffer, Kind, Payload, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
+from kvstore.device import cuda
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
-from kvstore.memory.raw import memory_at
+from kvstore.memory.raw import is_of_cuda_device, memory_at
 from kvstore.stopping import Stop, current
 
 if TYPE_CHECKING:
@@ -444,14 +445,19 @@ class Client:
 
         Args:
             memory: a writable tensor, array or buffer, which is kept alive; or the address of
-                ``size`` bytes of this process, which the caller keeps allocated.
+                ``size`` bytes of this process or of a CUDA device, which the caller keeps
+                allocated.
 
         Raises:
-            InvalidArgumentError: it is registered already, in part or whole; or the processor
-                cannot read it: memory of a device, or none at all.
+            InvalidArgumentError: it is registered already, in part or whole; or it is an address
+                at which neither the processor nor a CUDA device has memory.
+            DeviceError: the device cannot be used.
             TransferEngineError: the engine refuses it.
         """
-        self._state.register(_lent(memory, size))
+        if isinstance(memory, int) and size and is_of_cuda_device(memory):
+            self._state.registered.add_of(self.device(cuda.device_of(memory)), memory, size)
+        else:
+            self._state.register(_lent(memory, size))
 
     def unregister(self, memory: Buffer | int) -> None:
         """Take memory back, named by the registered buffer or its address. Returns when nothing can
@@ -460,13 +466,23 @@ class Client:
         self._state.unregister(memory if isinstance(memory, int) else writable(memory)[0][0])
 
     def memory_at(self, address: int, size: int) -> memoryview:
-        """``size`` bytes at an address of registered memory: a value to put, or a buffer to get
-        into. The caller keeps them allocated, and for a put unchanged, until that call returns.
+        """``size`` bytes at an address of registered memory of the host: a value to put, or a
+        buffer to get into. The caller keeps them allocated, and for a put unchanged, until that
+        call returns.
 
         Raises:
-            InvalidArgumentError: they are not within one registered memory.
+            InvalidArgumentError: they are not within one registered memory, or on a device.
         """
         return self._state.registered.at(address, size)
+
+    def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
+        """As ``memory_at``, for a value that is several runs, all of the host or all of one device.
+
+        Raises:
+            InvalidArgumentError: a run is not within one registered memory, or not where the first
+                one is.
+        """
+        return self._state.registered.payload(addresses, sizes)
 
     def device(self, name: str) -> Device:
         """A device as this client uses it, for values that are several runs of its memory: an
