@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_pages_of_a_device_go_there_and_back(
 ) -> None:
     pages = [fake.array(SIZE) for _ in range(4)]
     for number, page in enumerate(pages):
-        fake.launch(lambda page=page, number=number: page.fill(number + 1))
+        fake.launch(partial(page.fill, number + 1))
         assert store.register_buffer(page.ctypes.data, SIZE) == Code.OK
     one, two, three, four = (page.ctypes.data for page in pages)
     assert store.batch_put_from_multi_buffers(["k"], [[one, two + 7]], [[SIZE, 100]]) == [Code.OK]

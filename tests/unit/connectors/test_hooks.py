@@ -75,7 +75,7 @@ def first_with_a_draft_model(step: Any, forward: Callable[[], None]) -> None:
 
 
 def second(step: Any, forward: Callable[[], None]) -> None:
-    around: Any = second_runner.ActiveKVConnector(None, {})  # type: ignore[arg-type]
+    around: Any = second_runner.ActiveKVConnector(None, {})
     around.pre_forward(step)
     forward()
     around.finish_forward()

@@ -46,7 +46,7 @@ def test_a_stream_that_is_held_runs_no_step() -> None:
     ran: list[int] = []
     driver.held = {5}
     for stream in (5, 0, 5, 0):
-        driver.launch(lambda stream=stream: ran.append(stream), stream)
+        driver.launch(partial(ran.append, stream), stream)
     driver.finish()
     assert ran == [0, 0]
     driver.held.clear()
