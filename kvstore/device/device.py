@@ -117,6 +117,7 @@ class Device:
             raise self._failure()
         if not self._wait(event, deadline + SETTLE_S, stoppable=False):
             self._failed = True
+            self.locks.keep()
             log.error("device_failed device=%s reason=copies_do_not_end", self.name)
             raise self._failure()
 
@@ -138,9 +139,8 @@ class Device:
         """Gives page-locked memory back, except what copies under way use. Calls in ``wait`` fail.
         Idempotent."""
         self._is_closed = True
-        if not self._failed:
-            self.locks.close()
-            self.ring.close()
+        self.locks.close()
+        self.ring.close()
 
     def _wait(self, event: Event, deadline: float, *, stoppable: bool) -> bool:
         stop = current() if stoppable else None

@@ -94,7 +94,8 @@ class FakeDriver:
         return not any(self._streams.values())
 
     @property
-    def _is_copying(self) -> bool:
+    def copies_left(self) -> bool:
+        """Whether copies are queued."""
         return any(self._streams.get(way) for way in Way)
 
     @property
@@ -130,7 +131,7 @@ class FakeDriver:
 
     def unlock(self, address: int) -> None:
         with self._running:
-            assert not self._is_copying, "unlocked while a copy may use it"
+            assert not self.copies_left, "unlocked while a copy may use it"
             del self.locked[address]
 
     def locked_memory(self, size: int) -> memoryview:
@@ -141,7 +142,7 @@ class FakeDriver:
         return memory
 
     def release(self, memory: memoryview) -> None:
-        assert not self._is_copying, "released while a copy may use it"
+        assert not self.copies_left, "released while a copy may use it"
         del self._owned[address_of(memory)]
 
     def empty(self, size: int) -> torch.Tensor:

@@ -44,6 +44,7 @@ class Locks:
         """By the identity of the mapped memory, which is kept while its entry is here."""
         self._changing = threading.Lock()
         self._is_closed = False
+        self._is_kept = False
         self.locked_bytes = 0
 
     @contextmanager
@@ -64,6 +65,9 @@ class Locks:
         finally:
             with self._changing:
                 segment.users -= 1
+                is_last = self._is_closed and not segment.users
+            if is_last:
+                self._unlock(lambda segment: True)
 
     def lock(self, segment: Locked, offset: int, size: int) -> bool:
         """Locks the windows of a range; False: one of them is not, now or for good."""
@@ -95,8 +99,13 @@ class Locks:
         """Unlocks segments that are gone, as soon as no copy uses them."""
         self._unlock(lambda segment: not segment.is_mounted())
 
+    def keep(self) -> None:
+        """Called when copies may run for ever: from now on nothing is unlocked."""
+        with self._changing:
+            self._is_kept = True
+
     def close(self) -> None:
-        """Unlocks everything. Copies have ended."""
+        """Unlocks everything, what is in use as soon as it is not. Idempotent."""
         with self._changing:
             self._is_closed = True
         self._unlock(lambda segment: True)
@@ -106,7 +115,7 @@ class Locks:
             due = {
                 name: each
                 for name, each in self._segments.items()
-                if not each.users and is_due(each)
+                if not each.users and not self._is_kept and is_due(each)
             }
             for name in due:
                 del self._segments[name]

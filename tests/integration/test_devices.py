@@ -381,6 +381,7 @@ def test_copies_that_do_not_end_fail_the_device(
     on.fake.is_stuck = False
     on.fake.finish()
     on.device._failed = False  # so that the fixture can release everything
+    on.device.locks._is_kept = False
     on.device.ring.taken = 0
 
 

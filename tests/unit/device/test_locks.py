@@ -87,3 +87,25 @@ def test_a_segment_in_use_stays_locked_though_it_is_gone() -> None:
         assert driver.locked
     locks.sweep()
     assert not driver.locked
+
+
+def test_a_segment_in_use_is_unlocked_after_the_end() -> None:
+    driver = FakeDriver()
+    locks = Locks(driver, 1 << 40)
+    memory = segment(MIB)
+    with locks.of(memory, lambda: True) as locked, locks.of(memory, lambda: True):
+        assert locks.lock(locked, 0, 10)
+        locks.close()
+        assert driver.locked
+    assert (driver.locked, locks.locked_bytes) == ({}, 0)
+
+
+def test_what_a_copy_may_use_for_ever_stays_locked() -> None:
+    driver = FakeDriver()
+    locks = Locks(driver, 1 << 40)
+    with locks.of(segment(MIB), lambda: False) as locked:
+        assert locks.lock(locked, 0, 10)
+        locks.keep()
+    locks.sweep()
+    locks.close()
+    assert driver.locked

@@ -7,7 +7,7 @@ import pytest
 from kvstore.clocks import uptime
 from kvstore.device.fake import FakeDriver
 from kvstore.device.ring import SLOTS, Ring
-from kvstore.errors import DeadlineExceededError
+from kvstore.errors import ClosedError, DeadlineExceededError
 
 
 def test_slots_are_equal_parts_of_memory_that_is_locked_once() -> None:
@@ -44,9 +44,27 @@ def test_memory_in_use_is_not_released() -> None:
     ring.close()
     assert driver.locked_own_bytes
     slot[:] = b"12345678"
+    for take in (ring.try_take, lambda: ring.take(uptime() + 30)):
+        with pytest.raises(ClosedError):
+            take()
+    ring.give(slot)
+    assert not driver.locked_own_bytes
+    with pytest.raises(ClosedError):
+        ring.try_take()
 
     other = Ring(driver, SLOTS * 8)
     other.give(other.take(uptime()))
     before = driver.locked_own_bytes
     other.close()
     assert driver.locked_own_bytes == before - SLOTS * 8
+
+
+def test_a_wait_for_a_slot_ends_when_the_ring_is_closed() -> None:
+    ring = Ring(FakeDriver(), SLOTS * 8)
+    for _ in range(SLOTS):
+        ring.take(uptime())
+    closing = threading.Timer(0.05, ring.close)
+    closing.start()
+    with pytest.raises(ClosedError):
+        ring.take(uptime() + 60)
+    closing.join()
