@@ -40,17 +40,17 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     """
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cuda() or is_part_of_several():
+        return None
     model, cache = vllm_config.model_config, vllm_config.cache_config
     is_given = cache.user_specified_block_size and cache.block_size != _UNSPLIT_BLOCK_TOKENS
     if (
-        not current_platform.is_cuda()
-        or model is None
+        model is None
         or model.use_mla
         or model.is_hybrid
         or is_given
         or cache.kv_cache_dtype_skip_layers
         or vllm_config.attention_config.hisparse_config is not None
-        or is_part_of_several()
     ):
         return None
     capability = current_platform.get_device_capability()

@@ -3,6 +3,7 @@ told runs late, in any order that a GPU might choose, so that a missing wait is 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -329,6 +330,23 @@ def test_a_worker_that_is_closed_ends_loads_that_wait_for_the_gpu(start: Start) 
     assert [engine.block(0, block) for block in TO] == written
 
 
+def test_a_worker_that_is_closed_waits_for_copies_under_way(start: Start) -> None:
+    engine = start()
+    content = [engine.kernel(0, block) for block in FROM]
+    engine.step(saves=[Save(1, runs(FROM))])
+    assert engine.is_stored()
+    engine.fake.held = {Way.LOAD}
+    engine.step(loads=[Load("r", runs(TO))])
+    until(lambda: bool(engine.fake.copies_left))
+    releasing = threading.Timer(0.2, engine.fake.held.clear)
+    releasing.start()
+    engine.worker.close()
+    releasing.join()
+    assert not engine.fake.copies_left
+    assert [engine.block(0, block) for block in TO] == content
+    assert not engine.fake.locked
+
+
 def test_copies_that_do_not_end_end_the_engine(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +366,7 @@ def test_copies_that_do_not_end_end_the_engine(
     engine.fake.held.clear()
     engine.fake.finish()
     engine.device._failed = False  # which keeps page-locked memory for ever
+    engine.device.locks._is_kept = False
 
 
 def test_a_block_beyond_the_cache_is_a_bug(start: Start) -> None:
