@@ -432,11 +432,12 @@ def test_a_missing_wait_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     mutate(monkeypatch)
-    with pytest.raises(AssertionError):  # noqa: PT012 - in one of some orders
+    with pytest.raises(AssertionError) as caught:  # noqa: PT012 - in one of some orders
         for seed in range(0, 10, 2):
             there_and_back(start, PLAIN, seed)
             clear(pool)
     monkeypatch.undo()
+    assert caught.traceback[-1].name == "there_and_back", "something else was found"
 
 
 def mark_after_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,6 +467,7 @@ def test_a_mark_at_the_wrong_moment_is_found(
     start: Start, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError) as caught:
         test_a_load_does_not_wait_for_the_step_that_begins(start)
     monkeypatch.undo()
+    assert caught.traceback[-1].name == "test_a_load_does_not_wait_for_the_step_that_begins"
