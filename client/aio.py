@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
 from kvstore.client import forks
@@ -21,11 +21,15 @@ from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import View
 from kvstore.client.state import ClientStats
 from kvstore.client.sync import Client
-from kvstore.client.values import Buffer
+from kvstore.client.values import Buffer, Payload
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
+from kvstore.device import streams
 from kvstore.errors import ClosedError, DeadlineExceededError
 from kvstore.stopping import Stop
+
+if TYPE_CHECKING:
+    from kvstore.device.device import Device
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -173,6 +177,14 @@ class AsyncClient:
         """As ``Client.memory_at``."""
         return self._client.memory_at(address, size)
 
+    def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
+        """As ``Client.payload_at``."""
+        return self._client.payload_at(addresses, sizes)
+
+    def device(self, name: str) -> Device:
+        """As ``Client.device``."""
+        return self._client.device(name)
+
     def lease(self, view: View) -> Lease | None:
         """As ``Client.lease``."""
         return self._client.lease(view)
@@ -226,8 +238,10 @@ class AsyncClient:
             with stop.here():
                 return method(self._client, *args, **named)
 
+        context = copy_context()
+        context.run(streams.carry)
         try:
-            call = self._threads.submit(copy_context().run, carry_out)
+            call = self._threads.submit(context.run, carry_out)
         except RuntimeError:  # shut down
             raise ClosedError("the client is closed") from None
         call.add_done_callback(tell)

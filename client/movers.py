@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.background import start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client import forks
+from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.lent.leases import Mounted
 from kvstore.errors import (
@@ -50,12 +51,16 @@ class Movers:
         client_number: int = 0,
         *,
         stall_s: float = STALL_S,
+        device_ring: int = 64 << 20,
+        device_locked: int = 1 << 40,
     ) -> None:
         """
         Args:
             engine: makes the transport "mooncake"; None: this client has none.
             client_number: as ``Context.client_number``.
             stall_s: the longest that a transfer over tcp may move no byte.
+            device_ring: as ``ClientConfig.device_ring``.
+            device_locked: as ``ClientConfig.device_locked``.
 
         Raises:
             TransferEngineError: there is no engine, and no other transport.
@@ -63,6 +68,7 @@ class Movers:
         self._names = names
         self._new_engine = engine if "mooncake" in names else None
         self._stall_s = stall_s
+        self._device_bounds = (device_ring, device_locked)
         self._make(client_number)
         if self._engine is not None and len(self._transports) == 1:
             self._engine.start()
@@ -76,6 +82,7 @@ class Movers:
         }
         made = (kinds[name]() for name in self._names)
         self._transports: list[Transport] = [each for each in made if each is not None]
+        self.devices = ClientDevices(*self._device_bounds)
         self.moved: dict[str, int] = {}
         """Number of transfers, by transport."""
         self._pool: ThreadPoolExecutor | None = None
@@ -165,7 +172,7 @@ class Movers:
         """As ``Forked._begin_anew``. The child's transfer engine starts when it is needed."""
         for transport in self._transports:
             transport.abandon()
-        forks.keep((self._engine, self._pool))
+        forks.keep((self._engine, self._pool, self.devices))
         self._make(client_number)
 
     def close(self) -> None:
@@ -177,6 +184,7 @@ class Movers:
             transport.close()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        self.devices.close()
 
     def _move_one(self, transfer: Transfer, deadline: float) -> KVStoreError | None:
         is_final = True
@@ -226,11 +234,11 @@ class Movers:
         """Drops old mappings regularly. Memory of a restarted node stays allocated as long as a
         client maps it, and a client may make no call for hours."""
         while not self._closing.wait(SWEEP_S):
-            for transport in self._transports:
+            for sweep in (*(each.sweep for each in self._transports), self.devices.sweep):
                 try:
-                    transport.sweep()
+                    sweep()
                 except Exception:  # a bug; the next round goes on
-                    log.exception("sweep_broken transport=%s", transport.name)
+                    log.exception("sweep_broken part=%s", sweep.__qualname__)
 
     def _move_stoppable(
         self, transfer: Transfer, deadline: float, stop: Stop

@@ -16,13 +16,14 @@ from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, SegmentInfo, Version
 from kvstore.client.flows import asking, getting, moving, putting
 from kvstore.client.flows.asking import Match, ObjectStat
+from kvstore.client.flows.devices import DeviceReads
 from kvstore.client.flows.getting import Bad, Target
 from kvstore.client.flows.moving import Moved
-from kvstore.client.flows.objects import headers, is_whole
+from kvstore.client.flows.objects import ObjectReads, headers, is_whole
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.putting import Items, PutOptions
 from kvstore.client.flows.ranges import Parts, get_ranges
-from kvstore.client.flows.steps import Context, Flow, ask
+from kvstore.client.flows.steps import Context, Flow, Ready, ask
 from kvstore.client.lent.leases import Granted, Lease, Named, Place
 from kvstore.client.lent.views import Views, Watched
 from kvstore.client.movers import Movers
@@ -31,16 +32,20 @@ from kvstore.client.values import (
     Bytes1D,
     Described,
     Kind,
+    Payload,
     Storable,
     Value,
     array_over,
     decode,
+    decode_tensor,
     described_as,
     encode_all,
+    fillable,
     read_descriptor,
     writable,
 )
 from kvstore.config import ClientConfig
+from kvstore.device.streams import handle_of
 from kvstore.errors import (
     BufferMismatchError,
     InvalidArgumentError,
@@ -72,7 +77,11 @@ from kvstore.native.kinds import CORRUPT, STALE, ReadRow
 if TYPE_CHECKING:
     import torch
 
+    from kvstore.device.device import Device
+
 AnyKey = str | bytes
+Stream = Union[int, "torch.cuda.Stream"]
+"""A stream of a device: torch's, or the driver's handle of it."""
 TIMEOUT_MS_MAX = 3_600_000
 """The longest time-out of one call; ``ClientConfig.timeout_ms`` has the same bound."""
 
@@ -101,7 +110,7 @@ class _Bounded(Target):
         super().__init__(key)
         self.size_max = size_max
 
-    def make_room(self, size: int) -> list[memoryview]:
+    def make_room(self, size: int) -> Payload:
         if self.size_max is not None and size > self.size_max:
             raise BufferMismatchError(
                 f"the object has {size} bytes, more than {self.size_max}",
@@ -109,6 +118,22 @@ class _Bounded(Target):
                 key=self.key.hex(),
             )
         return super().make_room(size)
+
+
+class _OnDevice(Target):
+    """A target whose memory is allocated on a device."""
+
+    __slots__ = ("device", "tensor")
+
+    def __init__(self, key: Key, device: Device) -> None:
+        super().__init__(key)
+        self.device = device
+        self.tensor = device.empty(0)
+
+    def make_room(self, size: int) -> Payload:
+        if self.tensor.numel() != size:
+            self.tensor = self.device.empty(size)
+        return self.device.memory_of(self.tensor) if size else []
 
 
 class Operations:
@@ -121,6 +146,7 @@ class Operations:
         self.context = context
         self.movers = movers
         self.views = views
+        self.devices = movers.devices
 
     # --- putting ------------------------------------------------------------------------------
 
@@ -135,10 +161,15 @@ class Operations:
         wait_ms: int | None,
         timeout_ms: int | None = None,
         ttl: float | None = None,
+        stream: Stream | None = None,
     ) -> Flow[PutOutcome]:
-        items = Items([check_key(key)], *encode_all([value]))
+        items = Items([check_key(key)], *encode_all([value], self.devices))
         options = self._options(namespace, parent, False, replicas, overwrite, ttl=ttl)
         parts = items.parts[0]
+        if not isinstance(parts, list):
+            return (yield from self._put_from_device(items, options, wait_ms, timeout_ms, stream))[
+                0
+            ]
         if len(parts) > 1 and self.views.allocated:
             self._refuse_lost(items)
         lease = self.views.allocation(parts[0]) if len(parts) == 1 else None
@@ -164,11 +195,14 @@ class Operations:
         wait_ms: int | None,
         timeout_ms: int | None = None,
         ttl: float | None = None,
+        stream: Stream | None = None,
     ) -> Flow[list[PutOutcome]]:
         pairs = list(items)
         keys = check_keys([key for key, _ in pairs], distinct=True)
         options = self._options(namespace, parent, chain, replicas, overwrite, partial, ttl)
-        encoded = Items(keys, *encode_all([value for _, value in pairs]))
+        encoded = Items(keys, *encode_all([value for _, value in pairs], self.devices))
+        if encoded.device is not None:
+            return (yield from self._put_from_device(encoded, options, wait_ms, timeout_ms, stream))
         if self.views.allocated:
             self._refuse_lost(encoded)
         wait_ms = self._wait(wait_ms, timeout_ms)
@@ -185,6 +219,7 @@ class Operations:
         wait_ms: int | None,
         timeout_ms: int | None = None,
         ttl: float | None = None,
+        stream: Stream | None = None,
     ) -> Flow[list[PutOutcome]]:
         if len(keys) != len(values):
             raise InvalidArgumentError(
@@ -192,8 +227,22 @@ class Operations:
             )
         pairs = zip(keys, values, strict=True)
         return self.put_many(
-            pairs, namespace, parent, True, replicas, False, partial, wait_ms, timeout_ms, ttl
-        )
+            pairs, namespace, parent, True, replicas, False, partial, wait_ms, timeout_ms, ttl,
+            stream,
+        )  # fmt: skip
+
+    def _put_from_device(
+        self,
+        items: Items,
+        options: PutOptions,
+        wait_ms: int | None,
+        timeout_ms: int | None,
+        stream: Stream | None,
+    ) -> Flow[list[PutOutcome]]:
+        """Puts values that are in the memory of one device."""
+        yield _ready(items.device, items.parts, stream)
+        wait_ms = self._wait(wait_ms, timeout_ms)
+        return (yield from putting.put(self.context, items, options, wait_ms))
 
     def allocate(
         self,
@@ -224,7 +273,8 @@ class Operations:
 
     def _refuse_lost(self, items: Items) -> None:
         """Raises ReservationLostError if an item is an allocation that this client has lost."""
-        for part in itertools.chain.from_iterable(items.parts):
+        parts = cast("Sequence[list[memoryview]]", items.parts)  # the host's memory
+        for part in itertools.chain.from_iterable(parts):
             lease = self.views.allocation(part)
             if lease is not None and not lease.held:
                 raise _lost()
@@ -297,9 +347,14 @@ class Operations:
         copy: bool,
         kind: Kind | None,
         timeout_ms: int | None = None,
+        device: str | torch.device | None = None,
     ) -> Flow[list[View | None]]:
         checked = check_keys(keys, distinct=False)
         space = self._namespace(namespace)
+        if device is not None and (name := str(device)) != "cpu":
+            if not copy or kind not in (None, "torch"):
+                raise InvalidArgumentError("get(device=...) returns a copy, as a torch tensor")
+            return (yield from self._get_on_device(checked, space, name, timeout_ms))
         if not copy:
             return (yield from self._view_many(checked, space, kind, timeout_ms))
         targets = [Target(key) for key in checked]
@@ -308,6 +363,17 @@ class Operations:
             None
             if target.descriptor is None or target.data is None
             else decode(target.descriptor, target.data, kind)
+            for target in targets
+        ]
+
+    def _get_on_device(
+        self, keys: Sequence[Key], namespace: Namespace, name: str, timeout_ms: int | None
+    ) -> Flow[list[View | None]]:
+        device = self.devices.of(name)
+        targets = [_OnDevice(key, device) for key in keys]
+        yield from getting.get(self.context, namespace, targets, timeout_ms, DeviceReads)
+        return [
+            None if target.descriptor is None else decode_tensor(target.descriptor, target.tensor)
             for target in targets
         ]
 
@@ -332,10 +398,11 @@ class Operations:
         buffers: Sequence[Buffer | Sequence[Buffer]] | Buffer,
         namespace: str | None,
         timeout_ms: int | None = None,
+        stream: Stream | None = None,
     ) -> Flow[list[int | None]]:
         if isinstance(keys, str | bytes):
             one = cast("Buffer | Sequence[Buffer]", buffers)
-            targets = [Target(check_key(keys), *writable(one))]
+            targets = [Target(check_key(keys), *fillable(one, self.devices))]
         else:
             checked = check_keys(keys, distinct=False)
             several = cast("Sequence[Buffer | Sequence[Buffer]]", buffers)
@@ -345,8 +412,14 @@ class Operations:
                     advice="Give one buffer, or one list of buffers, per key.",
                 )
             pairs = zip(checked, several, strict=True)
-            targets = [Target(key, *writable(each)) for key, each in pairs]
-        yield from getting.get(self.context, self._namespace(namespace), targets, timeout_ms)
+            targets = [Target(key, *fillable(each, self.devices)) for key, each in pairs]
+        device = _device_of(targets)
+        kind = ObjectReads
+        if device is not None:
+            yield _ready(device, [target.views or [] for target in targets], stream)
+            kind = DeviceReads
+        space = self._namespace(namespace)
+        yield from getting.get(self.context, space, targets, timeout_ms, kind)
         return [None if target.placed is None else target.placed.size for target in targets]
 
     def get_ranges(
@@ -616,6 +689,32 @@ class Operations:
             partial=partial,
             ttl_ms=0 if ttl is None else _duration_ms("ttl", ttl, TTL_MS_MAX),
         )
+
+
+def _ready(device: Device | None, payloads: Sequence[Payload], stream: Stream | None) -> Ready:
+    """Waits for what the payloads come after; for payloads that do not say it, and if a stream is
+    given, for what was queued there before the call."""
+    assert device is not None
+    memories = [payload for payload in payloads if not isinstance(payload, list)]
+    events = [event for memory in memories for event in memory.after]
+    if stream is not None or not all(memory.after for memory in memories):
+        events.append(device.driver.mark(handle_of(stream)))
+    return Ready(device, events)
+
+
+def _device_of(targets: Sequence[Target]) -> Device | None:
+    """The device whose memory all targets are; None: memory of the host."""
+    devices = {
+        None if isinstance(each.views, list) else each.views.device
+        for each in targets
+        if each.views  # there is memory to fill
+    }
+    if len(devices) > 1:
+        raise BufferMismatchError(
+            "the buffers of one call are in different memories",
+            advice="Make a call for each device, and one for the host's memory.",
+        )
+    return devices.pop() if devices else None
 
 
 def _duration_ms(name: str, duration_s: float, most_ms: int) -> int:

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from kvstore.client.values import Payload
 from kvstore.errors import InvalidArgumentError
 from kvstore.memory.regions import Region, Regions
+
+if TYPE_CHECKING:
+    from kvstore.device.device import Device
+
+_NO_BYTES = memoryview(b"")
 
 
 class RegisteredMemory:
@@ -13,34 +23,85 @@ class RegisteredMemory:
 
     def __init__(self) -> None:
         self._regions = Regions()
+        self._devices: dict[int, Device] = {}
+        """By the address of a region: where it is, unless in the host's memory."""
         self._changing = threading.Lock()
 
     def add(self, memory: memoryview) -> None:
         """Raises InvalidArgumentError: it overlaps registered memory."""
-        if not memory.nbytes:
-            return
-        region = Region.of(memory)
+        if memory.nbytes:
+            self._add(Region.of(memory), None)
+
+    def add_of(self, device: Device, start: int, size: int) -> None:
+        """Memory of a device. Raises as ``add``."""
+        self._add(Region(start, start + size, _NO_BYTES), device)
+
+    def _add(self, region: Region, device: Device | None) -> None:
         with self._changing:
             if self._regions.overlap(region):
                 raise InvalidArgumentError("this memory is registered already, in part or whole")
+            if device is not None:
+                self._devices[region.start] = device
             self._regions.add(region)
 
     def take(self, start: int) -> memoryview | None:
-        """Unregisters and returns the memory that begins at this address; None: there is none."""
+        """Unregisters the memory that begins at this address, and returns it if it is the host's;
+        None: there is none."""
         with self._changing:
             region = self._regions.take(start)
-        return None if region is None else region.memory
+            is_of_host = self._devices.pop(start, None) is None
+        return region.memory if region is not None and is_of_host else None
 
     def at(self, address: int, size: int) -> memoryview:
-        """``size`` bytes at this address, within one region.
+        """``size`` bytes of the host's memory at this address, within one region.
 
         Raises:
-            InvalidArgumentError: they are not within one region.
+            InvalidArgumentError: they are not within one region, or on a device.
         """
+        region = self._holding(address, size)
+        if region.start in self._devices:
+            raise InvalidArgumentError(
+                f"{size} bytes at {address:#x} are memory of {self._devices[region.start].name}, "
+                "which this call cannot use",
+                advice="Put and get whole values there.",
+            )
+        return region.memory[address - region.start : address - region.start + size]
+
+    def payload(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
+        """A value, or memory to fill, that is several runs of registered memory, all of them of the
+        host or all of one device. Runs of no bytes are left out.
+
+        Raises:
+            InvalidArgumentError: a run is not within one region, or elsewhere than the others.
+        """
+        parts = [each for each in zip(addresses, sizes, strict=True) if each[1]]
+        if not parts or not self._devices:
+            return [self.at(*each) for each in parts]
+        device = self._devices.get(self._holding(*parts[0]).start)
+        if device is None:
+            return [self.at(*each) for each in parts]
+        from kvstore.device.memory import DeviceMemory
+
+        try:
+            starts, lengths = np.ascontiguousarray(np.array(parts, np.int64).T)
+        except OverflowError:
+            raise InvalidArgumentError("a run of the value is no range of addresses") from None
+        regions = [each for each in self._regions if self._devices.get(each.start) is device]
+        begins, ends = np.array([each[:2] for each in regions], np.int64).T
+        holder = np.searchsorted(begins, starts, "right") - 1  # -1, too, is one that it is not in
+        room = np.where(starts >= begins[holder], ends[holder] - starts, -1)
+        if ((lengths > room) | (lengths < 0)).any():
+            raise InvalidArgumentError(
+                f"a run is not within registered memory of {device.name}, as the first one is",
+                advice="Put the parts that are in different memories under keys of their own.",
+            )
+        return DeviceMemory(device, starts, lengths)
+
+    def _holding(self, address: int, size: int) -> Region:
         region = self._regions.holding(address, size) if size >= 0 else None
         if region is None:
             raise InvalidArgumentError(
                 f"{size} bytes at {address:#x} are not within memory that was registered",
                 advice="register(address, size) first, once for each of the engine's buffers.",
             )
-        return region.memory[address - region.start : address - region.start + size]
+        return region

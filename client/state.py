@@ -70,6 +70,8 @@ class ClientState:
             self._engine if config.protocol else None,
             client_number,
             stall_s=config.progress_timeout_ms / 1000,
+            device_ring=config.device_ring,
+            device_locked=config.device_locked,
         )
         margin_s = config.lease_margin_ms / 1000
         self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch)

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from kvstore import calls
 from kvstore.addresses import join_address, shown_place, split_address
@@ -16,17 +16,23 @@ from kvstore.client import forks
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.moving import Moved
-from kvstore.client.flows.steps import Ask, Flow, Pause
+from kvstore.client.flows.steps import Ask, Flow, Pause, Ready
 from kvstore.client.lent.leases import Lease
-from kvstore.client.operations import AnyKey, DType, Range, Raw, View, seconds
+from kvstore.client.operations import AnyKey, DType, Range, Raw, Stream, View, seconds
 from kvstore.client.state import ClientState, ClientStats, MasterHTTP
 from kvstore.client.tracing import traceparent, tracing
-from kvstore.client.values import Buffer, Kind, Storable, Value, writable
+from kvstore.client.values import Buffer, Kind, Payload, Storable, Value, writable
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
+from kvstore.device import cuda
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
-from kvstore.memory.raw import memory_at
+from kvstore.memory.raw import is_of_cuda_device, memory_at
 from kvstore.stopping import Stop, current
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.device.device import Device
 
 ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
@@ -161,6 +167,7 @@ class Client:
         wait_ms: int | None = None,
         ttl: float | None = None,
         timeout_ms: int | None = None,
+        stream: Stream | None = None,
     ) -> PutOutcome:
         """Store a torch tensor, a numpy array or bytes under a key.
 
@@ -185,6 +192,9 @@ class Client:
                 FOUND keeps the end that it has; ``overwrite`` sets a new one, or none. The end is
                 known to the master only: after a restart of the master, or when its node was away,
                 the object has none.
+            stream: of a tensor on a device: what was queued there before this call is waited for;
+                None: the stream on which this thread computes, unless a ``DeviceMemory`` says what
+                it comes after. Nothing of the call runs on after it has returned.
 
         Returns:
             STORED by this call, FOUND there already, or BEING_WRITTEN by another client.
@@ -199,7 +209,7 @@ class Client:
         """
         return self._run(
             self._operations.put(
-                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms, ttl
+                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms, ttl, stream
             ),
             timeout_ms,
         )
@@ -216,6 +226,7 @@ class Client:
         wait_ms: int | None = None,
         ttl: float | None = None,
         timeout_ms: int | None = None,
+        stream: Stream | None = None,
     ) -> list[PutOutcome]:
         """``put`` of several, in one exchange: room is found for all of them or for none.
 
@@ -224,6 +235,8 @@ class Client:
                 outcome of the others is NO_SPACE. More than 512 are put in several exchanges, of
                 which one may evict what another has stored.
             ttl: as of ``put``, of each.
+            stream: as of ``put``. Values that are all on one device are copied straight from
+                there; in a mixed batch they pass through the host's memory.
 
         Raises:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
@@ -240,6 +253,7 @@ class Client:
                 wait_ms,
                 timeout_ms,
                 ttl,
+                stream,
             ),
             timeout_ms,
         )
@@ -256,6 +270,7 @@ class Client:
         wait_ms: int | None = None,
         ttl: float | None = None,
         timeout_ms: int | None = None,
+        stream: Stream | None = None,
     ) -> list[PutOutcome]:
         """Store the blocks of one prefix: each key's parent is the key before it.
 
@@ -265,13 +280,14 @@ class Client:
             partial: where the pool is full, store as much of the front as there is room for; the
                 outcome of the others is NO_SPACE.
             ttl: as of ``put``, of each block.
+            stream: as of ``put_many``.
 
         Raises:
             As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
         """
         return self._run(
             self._operations.put_chain(
-                keys, values, namespace, parent, replicas, partial, wait_ms, timeout_ms, ttl
+                keys, values, namespace, parent, replicas, partial, wait_ms, timeout_ms, ttl, stream
             ),
             timeout_ms,
         )
@@ -308,6 +324,7 @@ class Client:
         namespace: str | None = None,
         copy: bool = True,
         kind: Kind | None = None,
+        device: str | torch.device | None = None,
         timeout_ms: int | None = None,
     ) -> View | None:
         """The value of a key, dtype and shape as they were put; None on a miss.
@@ -319,12 +336,15 @@ class Client:
                 a read-only memoryview. Only the header is checked then, not the payload, unless
                 ``verify="all"``.
             kind: ``"torch"``, ``"numpy"`` or ``"bytes"``, instead of the kind that was put.
+            device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this
+                returns. Bytes come as a tensor of ``uint8``.
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
+            DeviceError: the device cannot be used, or has failed.
         """
         return self._run(
-            self._operations.get_many([key], namespace, copy, kind, timeout_ms), timeout_ms
+            self._operations.get_many([key], namespace, copy, kind, timeout_ms, device), timeout_ms
         )[0]
 
     def get_many(
@@ -334,11 +354,12 @@ class Client:
         namespace: str | None = None,
         copy: bool = True,
         kind: Kind | None = None,
+        device: str | torch.device | None = None,
         timeout_ms: int | None = None,
     ) -> list[View | None]:
         """``get`` of several, in one exchange with the master and one with each node."""
         return self._run(
-            self._operations.get_many(keys, namespace, copy, kind, timeout_ms), timeout_ms
+            self._operations.get_many(keys, namespace, copy, kind, timeout_ms, device), timeout_ms
         )
 
     def get_raw(
@@ -367,23 +388,25 @@ class Client:
         *,
         namespace: str | None = None,
         timeout_ms: int | None = None,
+        stream: Stream | None = None,
     ) -> list[int | None]:
         """Read values into the caller's memory; per key, how many bytes that was, or None: a miss.
 
         Args:
             keys: a sequence, or a single key with a single buffer.
-            buffers: per key a contiguous, writable tensor, array, bytearray or memoryview in CPU
-                memory, or a list of them that are filled one after the other. Memory beyond the
-                value's size is left as it is. Only if a longer value is replaced while it is being
-                read (with the transfer engine: during the call) may it hold bytes of that value.
-                Buffers of ``uint8`` take any dtype's bytes.
+            buffers: per key a contiguous, writable tensor, array, bytearray or memoryview, in CPU
+                memory or all on one device, or a list of them that are filled one after the other.
+                Memory beyond the value's size is left as it is. Only if a longer value is replaced
+                while it is being read (with the transfer engine: during the call) may it hold bytes
+                of that value. Buffers of ``uint8`` take any dtype's bytes.
+            stream: of memory of a device: as of ``put``. The bytes have arrived when this returns.
 
         Raises:
             BufferMismatchError: too small (nothing was read for that key), or of another dtype
                 (the buffer's contents are undefined). Other buffers of the batch may be filled.
         """
         return self._run(
-            self._operations.get_into(keys, buffers, namespace, timeout_ms), timeout_ms
+            self._operations.get_into(keys, buffers, namespace, timeout_ms, stream), timeout_ms
         )
 
     def get_ranges(
@@ -422,14 +445,19 @@ class Client:
 
         Args:
             memory: a writable tensor, array or buffer, which is kept alive; or the address of
-                ``size`` bytes of this process, which the caller keeps allocated.
+                ``size`` bytes of this process or of a CUDA device, which the caller keeps
+                allocated.
 
         Raises:
-            InvalidArgumentError: it is registered already, in part or whole; or the processor
-                cannot read it: memory of a device, or none at all.
+            InvalidArgumentError: it is registered already, in part or whole; or it is an address
+                at which neither the processor nor a CUDA device has memory.
+            DeviceError: the device cannot be used.
             TransferEngineError: the engine refuses it.
         """
-        self._state.register(_lent(memory, size))
+        if isinstance(memory, int) and size and is_of_cuda_device(memory):
+            self._state.registered.add_of(self.device(cuda.device_of(memory)), memory, size)
+        else:
+            self._state.register(_lent(memory, size))
 
     def unregister(self, memory: Buffer | int) -> None:
         """Take memory back, named by the registered buffer or its address. Returns when nothing can
@@ -438,13 +466,35 @@ class Client:
         self._state.unregister(memory if isinstance(memory, int) else writable(memory)[0][0])
 
     def memory_at(self, address: int, size: int) -> memoryview:
-        """``size`` bytes at an address of registered memory: a value to put, or a buffer to get
-        into. The caller keeps them allocated, and for a put unchanged, until that call returns.
+        """``size`` bytes at an address of registered memory of the host: a value to put, or a
+        buffer to get into. The caller keeps them allocated, and for a put unchanged, until that
+        call returns.
 
         Raises:
-            InvalidArgumentError: they are not within one registered memory.
+            InvalidArgumentError: they are not within one registered memory, or on a device.
         """
         return self._state.registered.at(address, size)
+
+    def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
+        """As ``memory_at``, for a value that is several runs, all of the host or all of one device.
+
+        Raises:
+            InvalidArgumentError: a run is not within one registered memory, or not where the first
+                one is.
+        """
+        return self._state.registered.payload(addresses, sizes)
+
+    def device(self, name: str) -> Device:
+        """A device as this client uses it, for values that are several runs of its memory: an
+        engine's pages, as ``kvstore.device.memory.DeviceMemory``.
+
+        Args:
+            name: torch's, such as ``cuda:0``.
+
+        Raises:
+            DeviceError: there is no such device, or its driver cannot be used.
+        """
+        return self._state.movers.devices.of(name)
 
     def lease(self, view: View) -> Lease | None:
         """The lease of a value from ``get(copy=False)`` or ``allocate``, or of anything that was
@@ -790,6 +840,9 @@ class Client:
                     elif isinstance(step, Pause):
                         outcome = None
                         pause(step.seconds, deadline, timeout_s)
+                    elif isinstance(step, Ready):
+                        outcome = None
+                        step.device.wait(step.events, deadline)
                     else:
                         outcome = move(step, deadline)  # type: ignore[arg-type]
                 except KVStoreError as error:

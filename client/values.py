@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Union
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +29,35 @@ from kvstore.memory.header import DESCRIPTOR_BYTES_MAX
 if TYPE_CHECKING:
     import torch
 
+    from kvstore.device.device import Device
+    from kvstore.device.memory import DeviceMemory
+
 Kind = Literal["torch", "numpy", "bytes"]
 Value = Union["torch.Tensor", NDArray[np.generic], bytes]
 """What ``get`` returns: the kind that was put."""
-Storable = Union[Value, bytearray, memoryview, Sequence[Union[Value, bytearray, memoryview]]]
+Storable = Union[
+    Value,
+    bytearray,
+    memoryview,
+    "DeviceMemory",
+    Sequence[Union[Value, bytearray, memoryview, "DeviceMemory"]],
+]
 """What ``put`` takes. ``bytearray`` and ``memoryview`` come back as ``bytes``. A list is a gather
 list: its values are stored one after the other, and come back as one ``bytes``."""
-Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview]
-"""What ``get_into`` fills: contiguous, writable, in CPU memory."""
+Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview, "DeviceMemory"]
+"""What ``get_into`` fills: contiguous and writable."""
 Bytes1D = NDArray[np.uint8]
+Payload = Union[list[memoryview], "DeviceMemory"]
+"""The bytes of one value, or memory to fill: parts of the host's memory, none of them empty, or
+memory of a device."""
+
+
+class OnDevices(Protocol):
+    """Finds values in the memory of devices (``kvstore.client.devices``)."""
+
+    def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:
+        """The memory of a contiguous tensor of a device; None: kvstore cannot copy there itself."""
+        ...
 
 
 class Described(NamedTuple):
@@ -57,6 +77,8 @@ class Encoded(NamedTuple):
     """One-dimensional, ``B``-formatted; keeps its memory alive."""
     more: Sequence[memoryview] = ()
     """The further parts of a gather list."""
+    memory: DeviceMemory | None = None
+    """The value is there, and ``data`` is empty."""
 
     @property
     def parts(self) -> list[memoryview]:
@@ -69,20 +91,30 @@ class Columns(NamedTuple):
 
     sizes: list[int]
     """In bytes."""
-    parts: list[list[memoryview]]
+    parts: list[Payload]
+    """Those of one batch are in the host's memory, or on one device; empty values have none."""
     descriptors: list[bytes]
+    device: Device | None = None
+    """Where the values are; None: in the host's memory."""
 
 
 # --- values to bytes ---------------------------------------------------------------------------
 
 _UINT8 = np.dtype(np.uint8)
+_NOTHING = memoryview(b"")
 
 
-def encode_all(values: Iterable[Storable]) -> Columns:
-    """Raises as ``encode``."""
+def encode_all(values: Sequence[Storable], on_devices: OnDevices | None = None) -> Columns:
+    """Raises as ``encode``.
+
+    Args:
+        on_devices: leaves values where they are, if all of them are on one device. None: they are
+            copied to the host's memory.
+    """
     sizes: list[int] = []
-    parts: list[list[memoryview]] = []
+    parts: list[Payload] = []
     descriptors: list[bytes] = []
+    devices: set[Device] = set()
     for value in values:
         if type(value) is np.ndarray and value.dtype is _UINT8:  # a fast path: what engines put
             data = memoryview(value)  # type: ignore[arg-type]
@@ -92,25 +124,33 @@ def encode_all(values: Iterable[Storable]) -> Columns:
                 parts.append([data])
                 descriptors.append(_flat_array(size))
                 continue
-        encoded = encode(value)
-        parts.append(encoded.parts)
-        sizes.append(sum(map(len, parts[-1])))
+        encoded = encode(value, on_devices)
         descriptors.append(encoded.descriptor)
-    return Columns(sizes, parts, descriptors)
+        if encoded.memory is not None:
+            devices.add(encoded.memory.device)
+            sizes.append(encoded.memory.nbytes)
+            parts.append(encoded.memory)
+        else:
+            own = encoded.parts
+            sizes.append(sum(map(len, own)))
+            parts.append(own)
+    if devices and (len(devices) > 1 or any(isinstance(each, list) and each for each in parts)):
+        return encode_all(values)
+    return Columns(sizes, parts, descriptors, devices.pop() if devices else None)
 
 
-def encode(value: Storable) -> Encoded:
+def encode(value: Storable, on_devices: OnDevices | None = None) -> Encoded:
     """The bytes of a value and what they are.
 
-    A tensor that is not contiguous, or not in CPU memory, is copied once; its gradient history
-    is left behind.
+    A tensor that is not contiguous is copied once, and so is one that is not in CPU memory, unless
+    ``on_devices`` finds it. Its gradient history is left behind.
 
     Raises:
         UnsupportedValueError: a type, layout or dtype whose bytes mean nothing elsewhere.
     """
     torch = _torch_of(value)
     if torch is not None:
-        return _encode_tensor(torch, value)  # type: ignore[arg-type]
+        return _encode_tensor(torch, value, on_devices)  # type: ignore[arg-type]
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return Encoded(_describe("numpy", _numpy_name(array.dtype), array.shape), _bytes_of(array))
@@ -120,13 +160,64 @@ def encode(value: Storable) -> Encoded:
             data = memoryview(bytes(data))
         return Encoded(_describe("bytes", "", ()), _flat(data))
     if isinstance(value, list | tuple):
-        first, *more = [encode(part).data for part in value] or [memoryview(b"")]
-        return Encoded(_describe("bytes", "", ()), first, more)
+        return _encode_list(value, on_devices)
+    memory = _device_memory(value)
+    if memory is not None:
+        if on_devices is None:
+            raise UnsupportedValueError("a batch mixes DeviceMemory with values in other memory")
+        return Encoded(_describe("bytes", "", ()), _NOTHING, (), memory)
     raise UnsupportedValueError(
         f"{type(value).__name__} cannot be stored",
         advice="Put a torch tensor, a numpy array, bytes, or a list of those.",
         type=type(value).__name__,
     )
+
+
+def _encode_list(values: Sequence[Storable], on_devices: OnDevices | None) -> Encoded:
+    parts = [encode(part, on_devices) for part in values]
+    memories = [part.memory for part in parts if part.memory is not None]
+    if memories:
+        is_whole = len({memory.device for memory in memories}) == 1 and all(
+            part.memory is not None or not len(part.data) for part in parts
+        )
+        if is_whole:
+            return Encoded(_describe("bytes", "", ()), _NOTHING, (), memories[0].joined(memories))
+        parts = [encode(part) for part in values]
+    first, *more = [part.data for part in parts] or [_NOTHING]
+    return Encoded(_describe("bytes", "", ()), first, more)
+
+
+def fillable(buffers: Buffer | Sequence[Buffer], on_devices: OnDevices) -> tuple[Payload, str]:
+    """As ``writable``, also of memory that is all on one device."""
+    if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
+        data = memoryview(buffers)  # type: ignore[arg-type]
+        if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
+            return [data], ""
+    several = buffers if isinstance(buffers, list | tuple) else [buffers]
+    if not several or not _is_on_device(several[0]):
+        return writable(buffers)
+    memories: list[DeviceMemory] = []
+    dtypes: set[str] = set()
+    for buffer in several:
+        memory = _device_memory(buffer)
+        if memory is None and (torch := _torch_of(buffer)) is not None:
+            dtype = _fillable_dtype(torch, buffer)  # type: ignore[arg-type]
+            dtypes.add("" if dtype == "uint8" else dtype)
+            memory = on_devices.memory_of(buffer.detach())  # type: ignore[union-attr]
+        if memory is None:
+            raise BufferMismatchError("memory of a device goes with no other buffers, or not here")
+        memories.append(memory)
+    if len(dtypes) > 1 or len({each.device for each in memories}) > 1:
+        raise BufferMismatchError("buffers of one value differ in dtype or device")
+    return memories[0].joined(memories), dtypes.pop() if dtypes else ""
+
+
+def _is_on_device(buffer: object) -> bool:
+    if type(buffer) is memoryview or type(buffer) is np.ndarray:  # what engines give
+        return False
+    if _torch_of(buffer) is not None:
+        return buffer.device.type != "cpu"  # type: ignore[attr-defined,no-any-return]
+    return _device_memory(buffer) is not None
 
 
 def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]:
@@ -135,14 +226,9 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     Raises:
         BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
     """
-    if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
-        data = memoryview(buffers)  # type: ignore[arg-type]
-        if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
-            return [data], ""
     views: list[memoryview] = []
     dtypes: set[str] = set()
-    several = isinstance(buffers, list | tuple)
-    for buffer in buffers if several else [buffers]:
+    for buffer in buffers if isinstance(buffers, list | tuple) else [buffers]:
         torch = _torch_of(buffer)
         if torch is not None:
             view, dtype = _writable_tensor(torch, buffer)  # type: ignore[arg-type]
@@ -168,7 +254,9 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     return views, dtypes.pop() if dtypes else ""
 
 
-def _encode_tensor(torch: ModuleType, tensor: torch.Tensor) -> Encoded:
+def _encode_tensor(
+    torch: ModuleType, tensor: torch.Tensor, on_devices: OnDevices | None
+) -> Encoded:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedValueError(
             f"a tensor of layout {tensor.layout} (quantized: {tensor.is_quantized}, device: "
@@ -178,29 +266,40 @@ def _encode_tensor(torch: ModuleType, tensor: torch.Tensor) -> Encoded:
     descriptor = _describe("torch", _torch_name(tensor.dtype), tuple(tensor.shape))
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.device.type != "cpu":
+        memory = on_devices.memory_of(tensor) if on_devices is not None else None
+        if memory is not None and memory.nbytes:
+            return Encoded(descriptor, _NOTHING, (), memory)
+        tensor = tensor.cpu()
     return Encoded(descriptor, _bytes_of_tensor(torch, tensor))
 
 
 def _writable_tensor(torch: ModuleType, tensor: torch.Tensor) -> tuple[memoryview, str]:
+    if tensor.device.type != "cpu":
+        raise BufferMismatchError("a tensor to fill must be in CPU memory here")
+    dtype = _fillable_dtype(torch, tensor)
+    return _bytes_of_tensor(torch, tensor.detach()), dtype
+
+
+def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
+    """Raises BufferMismatchError: the tensor's memory is not its plain values in their order."""
     if (
         tensor.layout != torch.strided
         or tensor.is_quantized
-        or tensor.device.type != "cpu"
+        or tensor.is_meta
         or not tensor.is_contiguous()
         or tensor.is_conj()
         or tensor.is_neg()
     ):
         raise BufferMismatchError(
-            "a tensor to fill must be dense, contiguous and in CPU memory",
-            advice="Pass tensor.contiguous(), or get into a CPU tensor and copy.",
+            "a tensor to fill must be dense and contiguous",
+            advice="Pass tensor.contiguous(), or get into another tensor and copy.",
         )
-    return _bytes_of_tensor(torch, tensor.detach()), _torch_name(tensor.dtype)
+    return _torch_name(tensor.dtype)
 
 
 def _bytes_of_tensor(torch: ModuleType, tensor: torch.Tensor) -> memoryview:
@@ -378,12 +477,39 @@ def check_dtype(descriptor: bytes, expected: str) -> None:
         )
 
 
+def decode_tensor(descriptor: bytes, flat: torch.Tensor) -> torch.Tensor:
+    """The tensor whose bytes are in ``flat``, which it aliases. What was put as bytes stays one of
+    ``uint8``.
+
+    Args:
+        flat: one-dimensional, of ``uint8``, on any device.
+
+    Raises:
+        UnsupportedValueError: this torch does not know the dtype.
+        CorruptObjectError: descriptor and bytes disagree.
+    """
+    described = read_descriptor(descriptor)
+    if described.kind == "bytes":
+        return flat
+    try:
+        return _shaped(_import_torch(), described, flat)
+    except (ValueError, RuntimeError) as error:
+        raise CorruptObjectError(
+            f"{flat.numel()} bytes do not make a {described.dtype} of shape {described.shape}: "
+            f"{error}"
+        ) from error
+
+
 def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
     module = _import_torch()
+    flat = module.from_numpy(data) if data.size else module.empty(0, dtype=module.uint8)
+    return _shaped(module, described, flat)
+
+
+def _shaped(module: ModuleType, described: Described, flat: torch.Tensor) -> torch.Tensor:
     dtype = getattr(module, described.dtype, None)
     if not isinstance(dtype, module.dtype):
         raise UnsupportedValueError(f"this torch has no dtype {described.dtype}")
-    flat = module.from_numpy(data) if data.size else module.empty(0, dtype=module.uint8)
     tensor: torch.Tensor = flat.view(dtype).reshape(described.shape)
     return tensor
 
@@ -414,6 +540,12 @@ def _import_torch() -> ModuleType:
             advice='pip install torch; or ask for kind="numpy" or kind="bytes".',
         ) from None
     return torch
+
+
+def _device_memory(value: object) -> DeviceMemory | None:
+    """The value itself, if it is memory of a device; without importing its module."""
+    module = sys.modules.get("kvstore.device.memory")
+    return value if module is not None and isinstance(value, module.DeviceMemory) else None
 
 
 def _torch_of(value: object) -> ModuleType | None:

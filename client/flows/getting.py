@@ -24,7 +24,7 @@ from kvstore import calls
 from kvstore.client.flows.objects import ObjectReads
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.steps import Ask, Context, Flow, ask, describe, unreachable
-from kvstore.client.values import Bytes1D, check_dtype
+from kvstore.client.values import Bytes1D, Payload, check_dtype
 from kvstore.errors import BufferMismatchError, KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.native.kinds import STALE
@@ -40,7 +40,7 @@ class Target:
 
     __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
 
-    def __init__(self, key: Key, views: list[memoryview] | None = None, dtype: str = "") -> None:
+    def __init__(self, key: Key, views: Payload | None = None, dtype: str = "") -> None:
         self.key = key
         self.views = views
         """Caller's memory, filled in order; None: memory is made once the size is known."""
@@ -57,10 +57,13 @@ class Target:
         self.bad: Sequence[Bad] = ()
         """Reads under a valid lease that found other bytes."""
 
-    def make_room(self, size: int) -> list[memoryview]:
+    def make_room(self, size: int) -> Payload:
         """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
         views = self.views
         if views is not None:
+            if not isinstance(views, list):
+                _check_room(views.nbytes, size, self.key)
+                return views.first(size) if size else []
             if len(views) == 1 and len(views[0]) == size:
                 return views
             return _exactly(views, size, self.key)
@@ -106,10 +109,12 @@ def get(
     namespace: Namespace,
     targets: Sequence[Target],
     timeout_ms: int | None = None,
+    kind: type[ObjectReads] = ObjectReads,
 ) -> Flow[None]:
     """Read every target that is there; sets ``descriptor`` of those, and ``data``.
 
     Args:
+        kind: ``DeviceReads``, if the targets are on a device.
         timeout_ms: of the whole call; None: the client's. A third of it is for first replicas.
 
     Raises:
@@ -135,7 +140,7 @@ def get(
                 segment, offset = replica
                 group = groups.get(id(segment))
                 if group is None:
-                    reads = ObjectReads(segment, namespace, verify=context.verify_payload)
+                    reads = kind(segment, namespace, verify=context.verify_payload)
                     group = groups[id(segment)] = _Group(reads, [])
                 group.reads.add(known, offset, target.key, target.make_room(known.size))
                 group.targets.append((target, known, replica))
@@ -254,15 +259,7 @@ def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica)
 
 def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
     """The first ``size`` bytes of the caller's memory."""
-    room = sum(len(view) for view in whole)
-    if room < size:
-        raise BufferMismatchError(
-            f"the object has {size} bytes, the buffer {room}",
-            advice="Ask stat(key) for the size first.",
-            size_bytes=size,
-            buffer_bytes=room,
-            key=key.hex(),
-        )
+    _check_room(sum(len(view) for view in whole), size, key)
     views = []
     for view in whole:
         if not size:
@@ -271,3 +268,14 @@ def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
             views.append(view[:size] if len(view) > size else view)
             size -= len(views[-1])
     return views
+
+
+def _check_room(room: int, size: int, key: Key) -> None:
+    if room < size:
+        raise BufferMismatchError(
+            f"the object has {size} bytes, the buffer {room}",
+            advice="Ask stat(key) for the size first.",
+            size_bytes=size,
+            buffer_bytes=room,
+            key=key.hex(),
+        )

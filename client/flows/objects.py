@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.steps import Transfer
+from kvstore.client.values import Payload
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import (
     HEADER_BYTES,
@@ -61,8 +62,9 @@ class ObjectReads(Transfer):
         self.done: list[Outcome] | None = None
         """Set by a transport that has carried out the rows."""
 
-    def add(self, placed: Placed, offset: int, key: Key, views: list[memoryview]) -> None:
-        """``views`` together have the payload's size."""
+    def add(self, placed: Placed, offset: int, key: Key, room: Payload) -> None:
+        """``room`` has the payload's size."""
+        views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
         self.rows.append((offset, placed.size, placed.epoch, placed.counter, key, views))
 
     def in_one_go(self, transport: Transport, deadline: float) -> bool:
@@ -162,14 +164,34 @@ class ObjectWrites(Transfer):
             head = bytearray(HEADER_BYTES)
             moves.append(Move(offset, _WIPE))
             at = offset + HEADER_BYTES
-            for view in views:
+            for view in views or ():
                 moves.append(Move(at, view, hasher))
                 at += len(view)
-            seal: Callable[[], None] = partial(self._seal, row, head, hasher)
+            seal: Callable[[], None] = partial(self._pack, row, head, hasher)
             moves.append(Move(offset, memoryview(head), None, seal))
         return moves
 
-    def _seal(self, row: WriteRow, head: bytearray, hasher: Hasher) -> None:
+    def seal(self, rows: list[WriteRow], transport: Transport, deadline: float) -> None:
+        """Writes the headers of objects whose payloads are in their places already, in a segment
+        that is mapped.
+
+        Args:
+            rows: without buffers.
+
+        Raises:
+            As ``Transport.write``.
+        """
+        if transport.write_objects(self.segment, self.namespace, rows, deadline):
+            return
+        memory = transport.memory(self.segment)
+        moves: list[Move] = []
+        for row in rows:
+            head = bytearray(HEADER_BYTES)
+            self._pack(row, head, _hashed(memory, row[0], row[1]))
+            moves.append(Move(row[0], memoryview(head)))
+        transport.write(self.segment, moves, deadline)
+
+    def _pack(self, row: WriteRow, head: bytearray, hasher: Hasher) -> None:
         offset, size, epoch, counter, key, _, parent, descriptor = row
         header = Header(
             self.namespace, Key(key), Key(parent) if parent else None, size, epoch, counter,
@@ -208,9 +230,16 @@ def is_whole(memory: memoryview, segment: SegmentInfo, row: ReadRow) -> bool:
     """Whether the payload behind a header is what the header says. Reads all of it."""
     offset, size = row[:2]
     header = unpack(memory[offset : offset + HEADER_BYTES], segment.seed, offset)
+    if header is None:
+        return False
+    return _hashed(memory, offset, size).intdigest() == header.payload_checksum
+
+
+def _hashed(memory: memoryview, offset: int, size: int) -> Hasher:
+    """The hash of an extent's payload."""
     hasher = xxh3_64()
     feed(hasher, memory[offset + HEADER_BYTES : offset + HEADER_BYTES + size])
-    return header is not None and hasher.intdigest() == header.payload_checksum
+    return hasher
 
 
 def is_of(header: Header, namespace: Namespace, row: ReadRow) -> bool:

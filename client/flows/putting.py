@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from xxhash import xxh3_64
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
+from kvstore.client.flows.devices import DeviceWrites
 from kvstore.client.flows.objects import ObjectWrites
 from kvstore.client.flows.placements import Replica, is_silent
 from kvstore.client.flows.steps import Context, Flow, Pause, Transfer, ask, describe, unreachable
+from kvstore.client.values import Payload
 from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,
@@ -29,6 +31,9 @@ from kvstore.limits import AVOID_MAX, PUT_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
 from kvstore.native.kinds import WriteRow
 from kvstore.transport.base import Move
+
+if TYPE_CHECKING:
+    from kvstore.device.device import Device
 
 log = logging.getLogger("kvstore.client")
 
@@ -51,18 +56,21 @@ class Items(NamedTuple):
     keys: Sequence[Key]
     sizes: Sequence[int]
     """Payload bytes."""
-    parts: Sequence[list[memoryview]]
-    """The parts of each payload, in order; none is empty."""
+    parts: Sequence[Payload]
+    """The parts of each payload, in order."""
     descriptors: Sequence[bytes]
+    device: Device | None = None
+    """Where the payloads are; None: in the host's memory."""
 
     def of(self, rows: Sequence[int]) -> Items:
         """The items with these indexes."""
-        keys, sizes, parts, descriptors = self
+        keys, sizes, parts, descriptors, device = self
         return Items(
             [keys[row] for row in rows],
             [sizes[row] for row in rows],
             [parts[row] for row in rows],
             [descriptors[row] for row in rows],
+            device,
         )
 
 
@@ -282,8 +290,9 @@ def _finish(
     deadline = at + grants.deadline_ms / 1000 - context.lease_margin_s
     replicas, segment_ids = grants.replicas, grants.segments
     distinct_ids = dict.fromkeys(segment_ids)
+    kind = ObjectWrites if items.device is None else DeviceWrites
     writes = {
-        segment_id: ObjectWrites(segments[segment_id], options.namespace, deadline)
+        segment_id: kind(segments[segment_id], options.namespace, deadline)
         for segment_id in distinct_ids
         if segment_id in segments
     }
@@ -352,10 +361,10 @@ def _rows(
         each = [index for index in granted for _ in range(replicas)]
         items, parents = items.of(each), [parents[index] for index in each]
         tokens = [token for token in tokens for _ in range(replicas)]
-    keys, sizes, parts, descriptors = items
+    keys, sizes, parts, descriptors, _ = items
     epochs = [grants.epoch] * len(keys)
     columns = grants.offsets, sizes, epochs, tokens, keys, parts, parents, descriptors
-    return list(zip(*columns, strict=True))
+    return cast("list[WriteRow]", list(zip(*columns, strict=True)))  # see ``DeviceWrites``
 
 
 def revoke(epoch: int, tokens: Sequence[int], why: Sequence[KVStoreError] = ()) -> Flow[None]:
@@ -422,7 +431,8 @@ def commit(
             its object removed and wiped since.
     """
     epoch, token, (segment, offset) = granted
-    (key,), (size,), ((data,),), (descriptor,) = item
+    (key,), (size,), (parts,), (descriptor,), _ = item
+    (data,) = cast("list[memoryview]", parts)
     head = bytearray(HEADER_BYTES)
     header = Header(
         options.namespace, key, options.parent, size, epoch, token,

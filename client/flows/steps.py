@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
 from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
+from kvstore.device.driver import Event
 from kvstore.errors import (
     DeadlineExceededError,
     InvalidRangeError,
@@ -27,6 +28,9 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.transport.base import Move, Transport
+
+if TYPE_CHECKING:
+    from kvstore.device.device import Device
 
 log = logging.getLogger("kvstore.client")
 
@@ -87,7 +91,15 @@ class Pause(NamedTuple):
     seconds: float
 
 
-Step = Ask | Sequence[Transfer] | Pause
+class Ready(NamedTuple):
+    """Step: wait until the work that was queued on a device before the call has ended, so that its
+    memory can be read or filled."""
+
+    device: Device
+    events: Sequence[Event]
+
+
+Step = Ask | Sequence[Transfer] | Pause | Ready
 ResultT = TypeVar("ResultT")
 NameT = TypeVar("NameT")
 Flow = Generator[Step, object, ResultT]

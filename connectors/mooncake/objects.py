@@ -11,7 +11,7 @@ import numpy as np
 
 from kvstore.calls import Placements, PutOutcome
 from kvstore.client.sync import Client
-from kvstore.client.values import Storable
+from kvstore.client.values import Payload, Storable
 from kvstore.connectors.guard import Guard
 from kvstore.connectors.mooncake.names import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
@@ -29,7 +29,7 @@ _OUTCOMES: Final = {
 
 ResultT = TypeVar("ResultT")
 Found = list[memoryview] | Code
-"""The memory at some addresses, or the code that says why there is none."""
+"""The host's memory at some addresses, or the code that says why there is none."""
 
 
 class Objects:
@@ -77,18 +77,33 @@ class Objects:
             return code_of(error)
         return Code.OK
 
-    def memories(
+    def payloads(
         self, pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
-    ) -> list[Found]:
-        """Per key the memory at its addresses, which the caller keeps; an empty list if pointers
-        and sizes are of different numbers."""
+    ) -> list[Payload | Code]:
+        """Per key the memory at its addresses, of the host or of a device, which the caller keeps;
+        an empty list if pointers and sizes are of different numbers."""
         if len(pointers) != len(sizes):
             return []
-        return [self.memory(*each) for each in zip(pointers, sizes, strict=True)]
+        return [self._payload(*each) for each in zip(pointers, sizes, strict=True)]
+
+    def payloads_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Payload | Code]:
+        """``payloads``, if each key has one address."""
+        return self.payloads([(pointer,) for pointer in pointers], [(size,) for size in sizes])
+
+    def _payload(self, pointers: Sequence[int], sizes: Sequence[int]) -> Payload | Code:
+        if len(pointers) != len(sizes):
+            return Code.INVALID_PARAMS
+        try:
+            return self.client().payload_at(pointers, sizes)
+        except KVStoreError as error:
+            log.debug("%s", error)
+            return code_of(error)
 
     def memories_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
-        """``memories``, if each key has one address."""
-        return self.memories([(pointer,) for pointer in pointers], [(size,) for size in sizes])
+        """As ``payloads_of``, of the host alone."""
+        if len(pointers) != len(sizes):
+            return []
+        return [self.memory((at,), (size,)) for at, size in zip(pointers, sizes, strict=True)]
 
     def memory(self, pointers: Sequence[int], sizes: Sequence[int]) -> Found:
         if len(pointers) != len(sizes):
@@ -145,7 +160,7 @@ class Objects:
         codes = [_OUTCOMES[outcome] for outcome in outcomes]
         return dict(zip((name for name, _ in items), codes, strict=True))
 
-    def get_into(self, keys: Sequence[str], buffers: Sequence[Found]) -> list[int]:
+    def get_into(self, keys: Sequence[str], buffers: Sequence[Payload | Code]) -> list[int]:
         if len(keys) != len(buffers):
             return [Code.INVALID_PARAMS] * len(keys)
         codes: list[int] = [
@@ -162,7 +177,7 @@ class Objects:
                 codes[index] = code
         return codes
 
-    def _get_some(self, names: list[bytes], memories: list[list[memoryview]]) -> list[int]:
+    def _get_some(self, names: list[bytes], memories: list[Payload]) -> list[int]:
         def get(client: Client, timeout_ms: int) -> list[int | None]:
             return client.get_into(names, memories, timeout_ms=timeout_ms)
 

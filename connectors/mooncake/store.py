@@ -5,7 +5,8 @@ type. ``is_exist`` leases the objects that it finds, so that a get after it find
 whole value compares it with its checksum before it returns.
 
 Memory by address must be within memory given to ``register_buffer``; otherwise the code is
-``INVALID_PARAMS``. Memory of a device cannot be registered, so every call refuses it.
+``INVALID_PARAMS``. Whole values can be put from and got into memory of a CUDA device; other calls
+refuse it.
 """
 
 from __future__ import annotations
@@ -154,9 +155,8 @@ class MooncakeDistributedStore(Tensors):
     # --- memory -------------------------------------------------------------------------------
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Lends ``size`` bytes of host memory, which the caller keeps allocated, until
-        ``unregister_buffer``. Memory of a device is refused: INVALID_PARAMS, and the log says so.
-        """
+        """Lends ``size`` bytes of host memory, or of a CUDA device, which the caller keeps
+        allocated, until ``unregister_buffer``."""
         code = self._objects.done(lambda: self._objects.client().register(buffer_ptr, size))
         if code == Code.OK:
             self._registered.add(buffer_ptr)
@@ -220,7 +220,7 @@ class MooncakeDistributedStore(Tensors):
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """Per key 0 or a code; NO_AVAILABLE_HANDLE for those that a full pool has no room for."""
-        return self._objects.put(keys, self._objects.memories_of(buffer_ptrs, sizes), config)
+        return self._objects.put(keys, self._objects.payloads_of(buffer_ptrs, sizes), config)
 
     def batch_put_from_multi_buffers(
         self,
@@ -230,7 +230,7 @@ class MooncakeDistributedStore(Tensors):
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """As ``batch_put_from``; each value is its buffers, one after the other."""
-        return self._objects.put(keys, self._objects.memories(all_buffer_ptrs, all_sizes), config)
+        return self._objects.put(keys, self._objects.payloads(all_buffer_ptrs, all_sizes), config)
 
     # --- putting anew -------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class MooncakeDistributedStore(Tensors):
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        memories = self._objects.memories_of(buffer_ptrs, sizes)
+        memories = self._objects.payloads_of(buffer_ptrs, sizes)
         return self._objects.put(keys, memories, config, overwrite=True)
 
     # --- putting part by part -----------------------------------------------------------------
@@ -350,7 +350,7 @@ class MooncakeDistributedStore(Tensors):
     ) -> list[int]:
         """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if its value is longer
         than ``size``, or another code."""
-        return self._objects.get_into(keys, self._objects.memories_of(buffer_ptrs, sizes))
+        return self._objects.get_into(keys, self._objects.payloads_of(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
         self,
@@ -361,7 +361,7 @@ class MooncakeDistributedStore(Tensors):
     ) -> list[int]:
         """As ``batch_get_into``; buffers are filled one after the other."""
         del prefer_alloc_in_same_node
-        return self._objects.get_into(keys, self._objects.memories(all_buffer_ptrs, all_sizes))
+        return self._objects.get_into(keys, self._objects.payloads(all_buffer_ptrs, all_sizes))
 
     def get_into_ranges(
         self,

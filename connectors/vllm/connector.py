@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,16 +18,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 
+from kvstore.client.sync import Client
 from kvstore.connectors.vllm.config import read_config
-from kvstore.connectors.vllm.core import callers
+from kvstore.connectors.vllm.core import is_part_of_several
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.identity import Adapters, identify
+from kvstore.connectors.vllm.layout import wanted_layout
 from kvstore.connectors.vllm.messages import Drained, Hello, Orders, Report
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
 from kvstore.connectors.vllm.scheduler import SchedulerSide
 from kvstore.connectors.vllm.scheduler_role import SchedulerRole
-from kvstore.connectors.vllm.worker import WorkerSide
+from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +79,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerRole(
                 vllm_config, kv_cache_config, self._config, self._groups, self.options, _on_worker
             )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """A wish rather than a requirement: see ``layout``."""
+        return wanted_layout(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -162,14 +170,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         from vllm.distributed import get_pp_group, get_tp_group
 
         geometry = survey(kv_caches, self._kv_cache_config)
-        pages = pages_of(geometry)
         replicas = max(1, self._kv_cache_config.kv_tp_replicas)
         rank, stage = get_tp_group().rank_in_group, get_pp_group().rank_in_group
         part = f"p{stage}t{rank // replicas}"
-        self._layout = (pages.layout, sorted(geometry.pages), part)
+        self._layout = (geometry.layout, sorted(geometry.pages), part)
         is_producer = self._kv_transfer_config.is_kv_producer
         saves = (is_producer or self._config.save_decode) and rank % replicas == 0
-        self._worker = WorkerSide(self._config, self._groups, pages, part, saves=saves)
+        with ExitStack() as failing:
+            config = client_config(self._config, self._config.transfer_timeout_ms)
+            client = failing.enter_context(Client(config=config))
+            pages = pages_of(geometry, client.device)
+            self._worker = WorkerSide(self._config, self._groups, client, pages, part, saves=saves)
+            failing.pop_all()
 
     def hello(self, worker: Any) -> Hello:
         """The worker's identity now; the scheduler side asks for it between two steps.
@@ -221,7 +233,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert isinstance(orders, Orders)
         return orders
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the step's forward pass is queued: in both model runners, with and without
+        asynchronous scheduling. ``start_load_kv`` is too late for the moment that loads wait for:
+        for loads that no request of the step needs, vLLM calls it afterwards."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(self._orders())
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Orders loads."""
         self._worker_side.load(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -295,7 +316,7 @@ def _check_name(kind: type) -> None:
     """Raises ConfigError if vLLM would take this connector for its own."""
     if kind.__name__ == "KVStoreConnector":
         return
-    if any(type(caller).__name__ == "MultiConnector" for caller in callers()):
+    if is_part_of_several():
         raise ConfigError(
             f"MultiConnector finds its parts by name, and {kind.__name__} is the name of vLLM's "
             f"own connector",

@@ -132,11 +132,18 @@ def before_reset(pool: Any, prepare: Callable[[], None]) -> None:
     pool.reset_prefix_cache = prepared
 
 
+def is_part_of_several() -> bool:
+    """Whether vLLM's ``MultiConnector`` is among the callers."""
+    kinds = (each if isinstance(each, type) else type(each) for each in callers())
+    return any(kind.__name__ == "MultiConnector" for kind in kinds)
+
+
 def callers() -> Iterator[Any]:
-    """The objects whose methods are under way on this thread, the innermost first."""
+    """The objects, or classes, whose methods are under way on this thread, the innermost first."""
     frame = sys._getframe(1)
     for _ in range(CALLERS_MAX):
-        if (caller := frame.f_locals.get("self")) is not None:
+        known = frame.f_locals
+        if (caller := known.get("self", known.get("cls"))) is not None:
             yield caller
         if frame.f_back is None:
             return

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvstore.connectors.vllm.layout import stored_order
 from kvstore.connectors.vllm.messages import Hello
 from kvstore.fingerprint import digest, files_digest, meaningful
 
@@ -46,7 +47,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         "context_parallel": [
             parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size,
         ],
-        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "layout": stored_order(str(getattr(kv_cache_config, "kv_cache_layout", None))),
         "packing": {name: os.environ[name] for name in PACKING if name in os.environ},
         "groups": [
             {

@@ -5,32 +5,30 @@ its group's layers, one after the other in the order of the layers; they are not
 converted. Engines whose pages have the same content format (``layout``) can read each other's
 blocks, wherever the pages are in memory.
 
-On a CPU the store copies directly between the pages and the mapped segment. On a GPU a separate
-stream gathers the pages into page-locked memory; it waits for the compute stream by events, and the
-compute stream never waits for it.
+Nothing is staged here: the client copies between the pages and the pool, and on a GPU its driver
+does (``kvstore.device``).
 """
-
-# mypy: allow-untyped-calls
-# torch annotates its CUDA classes only in part.
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
+from kvstore.client.values import Payload
+from kvstore.device.device import Device
+from kvstore.device.driver import Event, Numbers
+from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-Buffers = list[list[memoryview]]
-"""For each block: its pages, or runs of several adjacent pages."""
-
-Lent = AbstractContextManager[Buffers]
+Mark = Event | None
+"""A moment of the compute stream; None on a CPU, where work has ended when its call returns."""
 
 
 class Pages(Protocol):
@@ -40,18 +38,13 @@ class Pages(Protocol):
     block_bytes: dict[int, int]
     """Stored bytes of one block, by group."""
 
-    def mark(self) -> Any:
-        """Marks a moment of the compute stream, for which ``reading`` and ``writing`` wait. The
-        thread that computes calls it, and does not wait."""
+    def mark(self) -> Mark:
+        """The moment at which the work has ended that is queued now on the stream of the calling
+        thread, which is the one that computes. Does not wait."""
         ...
 
-    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Lent:
-        """The bytes of these blocks, valid while the context is open."""
-        ...
-
-    def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Lent:
-        """Buffers to fill; their bytes are in the blocks once the context has closed without an
-        error."""
+    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
+        """The memory of these blocks, to store or to fill, from the moment ``after`` on."""
         ...
 
 
@@ -158,7 +151,7 @@ def _merged(pages: list[Page]) -> list[Page]:
 
 
 class CPUPages:
-    """Implements ``Pages`` for a cache in main memory, without a copy of its own."""
+    """Implements ``Pages`` for a cache in main memory."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.layout = geometry.layout
@@ -166,10 +159,10 @@ class CPUPages:
         self._memory = [memoryview(each.numpy()) for each in geometry.storages]  # type: ignore[arg-type]
         self._pages = geometry.pages
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         return None
 
-    def _buffers(self, group: int, block_ids: Sequence[int]) -> Buffers:
+    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[list[memoryview]]:
         memory = self._memory
         last = max(block_ids, default=0)
         for storage, offset, stride, length in self._pages[group]:
@@ -182,87 +175,75 @@ class CPUPages:
             for block in block_ids
         ]
 
-    @contextmanager
-    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
-        del after
-        yield self._buffers(group, block_ids)
 
-    @contextmanager
-    def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
-        del after
-        yield self._buffers(group, block_ids)
+class _Table(NamedTuple):
+    """The pages of one group, in the order of the layers."""
+
+    firsts: Numbers
+    """Addresses in block 0."""
+    strides: Numbers
+    lengths: Numbers
+    ends: Numbers
+    """Addresses at which their allocations end."""
 
 
 class CUDAPages:
     """Implements ``Pages`` for a cache in a GPU's memory.
 
-    Each call uses page-locked memory for its blocks, which the calling thread keeps and reuses.
-    Not run on this project's machines, which have no GPU: see docs/vllm.md.
+    Has not been run on a GPU, but with ``kvstore.device.fake``: see docs/vllm.md.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, device: Device) -> None:
+        """``device``: has all of the cache."""
         self.layout = geometry.layout
         self.block_bytes = geometry.block_bytes
+        self._device = device
         self._storages = geometry.storages
-        self._pages = geometry.pages
-        self._stream = torch.cuda.Stream(device=geometry.storages[0].device)
+        starts = [storage.data_ptr() for storage in geometry.storages]
+        ends = [start + len(each) for start, each in zip(starts, geometry.storages, strict=True)]
+        self._tables = {
+            group: _Table(
+                np.array([starts[page.storage] + page.offset for page in pages], np.int64),
+                np.array([page.stride for page in pages], np.int64),
+                np.array([page.length for page in pages], np.int64),
+                np.array([ends[page.storage] for page in pages], np.int64),
+            )
+            for group, pages in geometry.pages.items()
+        }
 
-    def mark(self) -> Any:
-        event = torch.cuda.Event()
-        event.record()
-        return event
+    def mark(self) -> Mark:
+        return self._device.driver.mark()
 
-    @contextmanager
-    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
-        staged = self._staging(group, len(block_ids))
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
-            for here, there in self._pieces(group, block_ids, staged):
-                there.copy_(here, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        done.synchronize()  # this thread waits, the compute stream does not
-        yield self._views(staged)
-
-    @contextmanager
-    def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
-        staged = self._staging(group, len(block_ids))
-        yield self._views(staged)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
-            for here, there in self._pieces(group, block_ids, staged):
-                here.copy_(there, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        done.synchronize()
-
-    def _staging(self, group: int, blocks: int) -> torch.Tensor:
-        shape = (blocks, self.block_bytes[group])
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)  # torch caches it
-
-    def _pieces(
-        self, group: int, block_ids: Sequence[int], staged: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of device memory and page-locked memory, one per page."""
-        for row, block in enumerate(block_ids):
-            at = 0
-            for storage, offset, stride, length in self._pages[group]:
-                start = offset + block * stride
-                yield self._storages[storage][start : start + length], staged[row, at : at + length]
-                at += length
-
-    @staticmethod
-    def _views(staged: torch.Tensor) -> Buffers:
-        return [[memoryview(row.numpy())] for row in staged]
+    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[DeviceMemory]:
+        assert after is not None, "the stream of this thread says nothing about the cache"
+        firsts, strides, lengths, ends = self._tables[group]
+        last = max(block_ids, default=0)
+        assert (firsts + last * strides + lengths <= ends).all(), f"block {last}"
+        numbers = np.array(block_ids, np.int64).reshape(-1, 1)
+        size, events = self.block_bytes[group], (after,)
+        return [
+            DeviceMemory(self._device, addresses, lengths, events, self._storages, size)
+            for addresses in firsts + numbers * strides
+        ]
 
 
-def pages_of(geometry: Geometry) -> Pages:
-    """The pages of a cache, for the device that it is on. Raises ConfigError."""
-    devices = {storage.device.type for storage in geometry.storages}
-    if devices == {"cpu"}:
+def pages_of(geometry: Geometry, device_of: Callable[[str], Device]) -> Pages:
+    """The pages of a cache, for the device that it is on.
+
+    Args:
+        device_of: ``Client.device``, of the client that will copy.
+
+    Raises:
+        ConfigError: no device whose memory can be copied, or several.
+        DeviceError: its driver cannot be used.
+    """
+    devices = {storage.device for storage in geometry.storages}
+    kinds = {device.type for device in devices}
+    if kinds == {"cpu"}:
         return CPUPages(geometry)
-    if devices == {"cuda"}:
-        return CUDAPages(geometry)
+    if kinds == {"cuda"} and len(devices) == 1:
+        return CUDAPages(geometry, device_of(str(devices.pop())))
     raise ConfigError(
-        f"KV caches on {sorted(devices)} are not supported", advice="Use a CPU or CUDA engine."
+        f"a KV cache on {', '.join(sorted(map(str, devices)))} is not supported",
+        advice="Use an engine whose workers compute on CPUs, or on one CUDA GPU each.",
     )

@@ -35,13 +35,19 @@ from kvstore.connectors.vllm.messages import (
     namespace,
 )
 from kvstore.connectors.vllm.metrics import StoreStats
-from kvstore.connectors.vllm.pages import Pages
-from kvstore.errors import ClosedError, DeadlineExceededError, KVStoreError, UnavailableError
+from kvstore.connectors.vllm.pages import Mark, Pages
+from kvstore.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    DeviceError,
+    KVStoreError,
+    UnavailableError,
+)
 
 log = logging.getLogger("vllm.kvstore")
 
 RUN_BLOCKS_MAX = 256
-"""Blocks per call of the store: bounds page-locked memory, and the blocks lost by one failure."""
+"""Blocks per call of the store: bounds the blocks lost by one failure."""
 
 LOAD_THREADS = 4
 """Requests loaded in parallel, so that one slow node does not delay blocks on other nodes."""
@@ -56,8 +62,7 @@ CONTRIBUTE_PAUSE_S = 2.0
 class _Order(NamedTuple):
     what: Load | Save
     fingerprint: str
-    after: Any
-    """``Pages.mark`` of the order's step."""
+    after: Mark
     at: float
 
 
@@ -65,10 +70,12 @@ class WorkerSide:
     """See the module. The thread that computes calls the public methods."""
 
     def __init__(
-        self, config: ConnectorConfig, groups: Groups, pages: Pages, part: str, *, saves: bool
-    ) -> None:
+        self, config: ConnectorConfig, groups: Groups, client: Client, pages: Pages, part: str,
+        *, saves: bool,
+    ) -> None:  # fmt: skip
         """
         Args:
+            client: closed by ``close``.
             part: this worker's part of each block.
             saves: whether this worker saves its part, and not another rank with equal bytes.
         """
@@ -92,8 +99,10 @@ class WorkerSide:
         self._is_suspended = False
         self._loads: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._saves: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        client = client_config(config, config.transfer_timeout_ms)
-        self._client = Client(config=client)
+        self._client = client
+        self._begun: Mark = None
+        self._runaway: DeviceError | None = None
+        """Copies did not end: they may still write to blocks that vLLM takes to be free."""
         self._breakers = {doing: Breaker.of_a_store() for doing in ("load", "save")}
         self._threads = [
             start_thread(name, partial(self._serve, waiting, work))
@@ -108,15 +117,32 @@ class WorkerSide:
 
     # --- the thread that computes -------------------------------------------------------------
 
-    def load(self, orders: Orders) -> None:
+    def begin(self, orders: Orders) -> None:
+        """Called before the step's forward pass is queued. Loads of the step wait for the work that
+        is queued now: it may still read or write their blocks for requests that had them before,
+        zero them, or copy them. The step itself touches no block that is being loaded, and loads
+        do not wait for it.
+
+        Raises:
+            DeviceError: copies of an earlier step did not end.
+        """
+        self._check()
         if orders.loads:
-            after = self._pages.mark()
+            self._begun = self._pages.mark()
+
+    def load(self, orders: Orders) -> None:
+        """Orders the loads of a step that has begun."""
+        if orders.loads:
             with self._lock:
                 self._loads_left.update(each.request_id for each in orders.loads)
             for each in orders.loads:
-                self._loads.put(_Order(each, orders.fingerprint, after, time.monotonic()))
+                self._loads.put(_Order(each, orders.fingerprint, self._begun, time.monotonic()))
 
     def save(self, orders: Orders) -> None:
+        """Called when the step's forward pass, and that of a draft model, has been queued. Saves
+        wait for it, since it computes their last tokens. Later steps do not write to these blocks:
+        all their tokens are computed, and the scheduler side holds them until their save has been
+        reported."""
         if not orders.saves:
             return
         if not self._does_save:
@@ -131,7 +157,9 @@ class WorkerSide:
             self._saves.put(_Order(save, orders.fingerprint, after, time.monotonic()))
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
-        """Requests whose load has ended, and those among them with missing blocks."""
+        """Requests whose load has ended, and those among them with missing blocks. Raises as
+        ``begin``."""
+        self._check()
         with self._lock:
             arrived, self._arrived = self._arrived, set()
             failed, self._failed = self._failed, set()
@@ -167,6 +195,11 @@ class WorkerSide:
     def resume(self) -> None:
         """Lets transfers begin again. Idempotent."""
         self._is_suspended = False
+
+    def _check(self) -> None:
+        """Ends the engine, rather than that a block changes under a request."""
+        if self._runaway is not None:
+            raise self._runaway
 
     def _settle(self) -> None:
         """Waits for all transfers. The caller holds the lock."""
@@ -251,6 +284,8 @@ class WorkerSide:
         except ClosedError:
             return False
         except KVStoreError as error:
+            if isinstance(error, DeviceError) and not error.fields.get("settled", 1):
+                self._runaway = error
             if not isinstance(
                 error, UnavailableError
             ):  # the store answers, but is full, for example
@@ -289,12 +324,12 @@ class WorkerSide:
                     sizes: list[int | None] = sizes,
                     left_ms: int = left_ms,
                 ) -> None:
-                    with self._pages.writing(piece.group, piece.block_ids, order.after) as buffers:
-                        sizes[:] = self._client.get_into(
-                            piece.keys, buffers,
-                            namespace=namespace(order.fingerprint, piece.group, self._part),
-                            timeout_ms=left_ms,
-                        )  # fmt: skip
+                    sizes[:] = self._client.get_into(
+                        piece.keys,
+                        self._pages.blocks(piece.group, piece.block_ids, order.after),
+                        namespace=namespace(order.fingerprint, piece.group, self._part),
+                        timeout_ms=left_ms,
+                    )
 
                 late = self._drops or not left_ms
                 done = not late and self._guarded("load", get, left_ms)
@@ -330,13 +365,13 @@ class WorkerSide:
 
                 def put(piece: Run = piece, left_ms: int = left_ms) -> None:
                     nonlocal stored
-                    with self._pages.reading(piece.group, piece.block_ids, order.after) as buffers:
-                        outcomes = self._client.put_chain(
-                            piece.keys, buffers,
-                            namespace=namespace(order.fingerprint, piece.group, self._part),
-                            parent=piece.parent,
-                            timeout_ms=left_ms,
-                        )  # fmt: skip
+                    outcomes = self._client.put_chain(
+                        piece.keys,
+                        self._pages.blocks(piece.group, piece.block_ids, order.after),
+                        namespace=namespace(order.fingerprint, piece.group, self._part),
+                        parent=piece.parent,
+                        timeout_ms=left_ms,
+                    )
                     stored &= PutOutcome.BEING_WRITTEN not in outcomes
 
                 if not left_ms or not self._guarded("save", put, left_ms):
@@ -403,6 +438,8 @@ def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) 
         device_name=config.device_name,
         metadata_server=config.metadata_server,
         engine_buffer=config.engine_buffer,
+        device_ring=config.device_ring,
+        device_locked=config.device_locked,
         verify=config.verify,
         replicas=config.replicas,
         timeout_ms=timeout_ms,

@@ -13,6 +13,8 @@ from kvstore.config.values import (
     Bytes,
     Cluster,
     Count,
+    DeviceLocked,
+    DeviceRing,
     Devices,
     EngineBuffer,
     Master,
@@ -112,6 +114,8 @@ class ClientConfig(Config):
     memory: Bytes = Field(
         default=0, description="Memory that this process also pools (2GiB); 0 contributes none."
     )
+    device_ring: DeviceRing = 64 << 20
+    device_locked: DeviceLocked = 1 << 40
     protocol: MoversProtocol = ""
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P

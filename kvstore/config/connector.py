@@ -12,6 +12,8 @@ from kvstore.config.values import (
     Bytes,
     Cluster,
     Count,
+    DeviceLocked,
+    DeviceRing,
     Devices,
     EngineBuffer,
     Master,
@@ -47,6 +49,8 @@ class ConnectorConfig(Config):
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
     engine_buffer: EngineBuffer = 64 << 20
+    device_ring: DeviceRing = 64 << 20
+    device_locked: DeviceLocked = 1 << 40
     verify: Verify = Field(
         default="payload", description="What is checked of loaded blocks, as of a client."
     )

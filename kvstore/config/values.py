@@ -321,6 +321,24 @@ MoversProtocol = Annotated[
         "where the node has it, too, over this protocol; empty: without it."
     ),
 ]
+DeviceRing = Annotated[
+    Bytes,
+    Field(
+        ge=8 << 20,
+        description="Page-locked memory for each GPU whose tensors are put or got, through which "
+        "bytes pass that the GPU cannot copy where they are: those of nodes on other hosts. "
+        "Allocated when it is first needed.",
+    ),
+]
+DeviceLocked = Annotated[
+    Bytes,
+    Field(
+        ge=0,
+        description="The most memory of this host's segments that is page-locked for a GPU, so "
+        "that it copies straight from and to them; it grows as they are used. Beyond it, bytes "
+        "pass through --device-ring.",
+    ),
+]
 EngineBuffer = Annotated[
     Bytes,
     Field(

@@ -33,7 +33,7 @@ def memory_at(address: int, size: int) -> memoryview:
     """
     if size <= 0 or not 0 < address <= (1 << 64) - size:
         raise InvalidArgumentError(f"{size} bytes at {address:#x} are no memory")
-    if _is_of_cuda_device(address):
+    if is_of_cuda_device(address):
         raise InvalidArgumentError(
             f"{size} bytes at {address:#x} are memory of a CUDA device, which the processor cannot "
             "copy",
@@ -67,8 +67,9 @@ def _unreadable(address: int, size: int) -> int | None:
         os.close(writer)
 
 
-def _is_of_cuda_device(address: int) -> bool:
-    """False also where this process does not use CUDA: then it has no such memory."""
+def is_of_cuda_device(address: int) -> bool:
+    """Whether memory at this address is of a CUDA device alone, and not of the processor, too.
+    False also where this process does not use CUDA: then it has no such memory."""
     try:
         cuda = ctypes.CDLL(_CUDA, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:

@@ -42,11 +42,11 @@ REFUSED: Final = 8
 Buffers = list[memoryview]
 ReadRow = tuple[int, int, int, int, bytes, Buffers | None]
 """Offset of the extent, payload bytes, epoch and counter of the version, key, and where the payload
-goes (its sizes add up to the payload's); None: only the header is looked at."""
+goes (its sizes add up to the payload's); None: it stays where it is, in mapped memory."""
 
-WriteRow = tuple[int, int, int, int, bytes, Buffers, bytes, bytes]
-"""As ``ReadRow``, with the buffers that the payload comes from; then the parent's key (empty: a
-root) and the descriptor."""
+WriteRow = tuple[int, int, int, int, bytes, Buffers | None, bytes, bytes]
+"""As ``ReadRow``, with the buffers that the payload comes from (None: it is in its place already);
+then the parent's key (empty: a root) and the descriptor."""
 
 
 class Fast(Protocol):
@@ -70,7 +70,7 @@ class Fast(Protocol):
             memory: the whole segment, mapped.
             generation: that the segment must have; looked at before each 256 KiB.
             seed: of its header checksums.
-            verify: hash the payload as it is copied, and compare.
+            verify: hash the payload as it is copied, or where it stays, and compare.
             deadline: a ``uptime()`` value, looked at as often.
             threads: at most so many copy, each its own rows.
 

@@ -53,7 +53,7 @@ typedef struct {
     size_t key_size, parent_size, descriptor_size;
     Part *parts;
     size_t part_count;
-    int copied; /* whether the payload moves at all */
+    int copied; /* whether the payload moves at all; otherwise it may be hashed where it is */
     /* what comes out of a read */
     int status;
     uint64_t checksum, left; /* of a payload that comes in pieces */
@@ -137,8 +137,25 @@ static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch
     memcpy(head + 8, &sum, 8);
 }
 
+/* The checksum of a payload that stays where it is. Others may have copied it from here, or to here. */
+static int hash_payload(const Batch *batch, const Row *row, const uint8_t *place, Xxh3 *state) {
+    size_t left = (size_t)row->size;
+    while (left) {
+        size_t size = left < PIECE_BYTES ? left : PIECE_BYTES;
+        int ended = interrupted(batch);
+        if (ended)
+            return ended;
+        xxh3_feed(state, NULL, place, size);
+        place += size;
+        left -= size;
+    }
+    return DONE;
+}
+
 /* Payload between the segment (`place`) and the row's parts; its checksum in `state` if wanted. */
 static int move_payload(const Batch *batch, const Row *row, uint8_t *place, Xxh3 *state) {
+    if (!row->copied)
+        return hash_payload(batch, row, place, state);
     for (size_t index = 0; index < row->part_count; index++) {
         uint8_t *part = row->parts[index].at;
         size_t left = row->parts[index].size;
@@ -167,7 +184,7 @@ static int read_row(const Batch *batch, Row *row) {
     if (ended)
         return ended;
     row->status = check_header(row, place, batch, &checksum);
-    if (row->status != WHOLE || !row->copied)
+    if (row->status != WHOLE || (!row->copied && !batch->verify))
         return DONE;
     Xxh3 state;
     if (batch->verify)
@@ -236,7 +253,7 @@ static int take_bytes(PyObject *row, Py_ssize_t index, size_t most, const uint8_
 /* A list of buffers whose sizes add up to the row's, or None: the payload stays where it is. */
 static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
     row->copied = buffers != Py_None;
-    if (!row->copied && !batch->write && batch->memory.obj)
+    if (!row->copied && batch->memory.obj)
         return 0;
     if (!row->copied) {
         PyErr_SetString(PyExc_ValueError, "this row needs buffers");
@@ -306,7 +323,7 @@ static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
             room - row->offset - HEADER_BYTES < row->size)
             return OUTSIDE;
         batch->row_count++;
-        *total += row->copied ? row->size : 0;
+        *total += row->copied || batch->write || batch->verify ? row->size : 0;
     }
     return DONE;
 }

@@ -11,6 +11,9 @@ import pytest
 
 from kvstore import Client
 from kvstore.client.registered import RegisteredMemory
+from kvstore.device.device import Device
+from kvstore.device.fake import FakeDriver
+from kvstore.device.memory import DeviceMemory
 from kvstore.errors import InvalidArgumentError
 from kvstore.memory.raw import address_of, memory_at
 
@@ -148,3 +151,66 @@ def test_unregister_waits_for_all_that_the_transports_may_still_write_to(
         client.unregister(array[:8])
         client.unregister(array.ctypes.data)
         assert waited == [list(range(8, 16)), list(range(64)), list(range(8))]
+
+
+def on_devices() -> tuple[RegisteredMemory, Device, list[int]]:
+    """Two neighbouring regions and a third of one device, one of another, one of the host."""
+    registered = RegisteredMemory()
+    device, other = (Device(FakeDriver(name), ring_bytes=8, locked_max=0) for name in "ab")
+    starts = [1 << 20, (1 << 20) + 100, 1 << 30]
+    for start in starts:
+        registered.add_of(device, start, 100)
+    registered.add_of(other, 1 << 25, 100)
+    registered.add(memoryview(HOST))  # type: ignore[arg-type]
+    return registered, device, starts
+
+
+HOST = np.arange(64, dtype=np.uint8)
+
+
+def test_runs_of_one_device_are_one_value() -> None:
+    registered, device, (first, second, third) = on_devices()
+    addresses, sizes = [third + 1, first, second + 10, first + 5], [99, 100, 90, 0]
+    payload = registered.payload(addresses, sizes)
+    assert isinstance(payload, DeviceMemory)
+    assert payload.device is device
+    assert payload.addresses.tolist() == addresses[:3]
+    assert payload.sizes.tolist() == sizes[:3]
+    assert (payload.nbytes, payload.after) == (289, ())
+    host = HOST.ctypes.data
+    parts = registered.payload([host + 2, host, host + 9], [3, 1, 0])
+    assert isinstance(parts, list)
+    assert [part.tolist() for part in parts] == [[2, 3, 4], [0]]
+    assert registered.payload([5], [0]) == []
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [
+        ((1 << 20) - 1, 2), ((1 << 20) + 99, 2), ((1 << 20) + 90, 20), ((1 << 30) + 101, 1),
+        (1 << 20, -1), (1 << 25, 10), (0, 1), (1 << 20, (1 << 63) - 1), (1 << 64, 1),
+        (HOST.ctypes.data, 1),
+    ],
+)  # fmt: skip
+def test_a_run_elsewhere_is_refused(start: int, size: int) -> None:
+    registered, _, (first, *_) = on_devices()
+    with pytest.raises(InvalidArgumentError):
+        registered.payload([first, start], [1, size])
+    if start != 1 << 25 and start != HOST.ctypes.data:
+        with pytest.raises(InvalidArgumentError):
+            registered.payload([start], [size])
+
+
+def test_memory_of_a_device_is_not_lent_as_the_hosts() -> None:
+    registered, device, (first, second, _) = on_devices()
+    with pytest.raises(InvalidArgumentError, match="memory of a"):
+        registered.at(first, 10)
+    with pytest.raises(InvalidArgumentError):
+        registered.payload([HOST.ctypes.data, first], [1, 1])
+    with pytest.raises(InvalidArgumentError, match="registered already"):
+        registered.add_of(device, first + 50, 10)
+    assert registered.take(first) is None
+    with pytest.raises(InvalidArgumentError, match="not within memory that was registered"):
+        registered.payload([first], [1])
+    registered.payload([second], [1])
+    registered.add_of(device, first, 100)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.connectors.vllm.config import ABORT_VARIABLE, MOONCAKE_VARIABLE, read_config
+from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError
 
 NO_FILE = {"KVSTORE_CONFIG": ""}
@@ -182,6 +183,15 @@ def test_what_is_said_of_rdma_is_for_the_transfer_engine(
     assert config.device_name == "mlx5_0,mlx5_1"
     assert config.metadata_server == meant
     assert config.engine_buffer == 128 << 20
+
+
+def test_page_locked_memory_is_bounded_as_for_a_client() -> None:
+    config = client_config(read_config({"device_ring": "16MiB", "device_locked": 0}, NO_FILE), 100)
+    assert (config.device_ring, config.device_locked) == (16 << 20, 0)
+    plain = client_config(read_config({}, NO_FILE), 100)
+    assert (plain.device_ring, plain.device_locked) == (64 << 20, 1 << 40)
+    with pytest.raises(ConfigError, match="device_ring"):
+        read_config({"device_ring": "1MiB"}, NO_FILE)
 
 
 def test_tcp_is_our_own_and_needs_no_engine(mooncake: Mooncake) -> None:

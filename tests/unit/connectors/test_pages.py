@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from kvstore.connectors.vllm.pages import CPUPages, Geometry, Page, pages_of, survey
+from kvstore.device.device import Device
+from kvstore.device.fake import FakeDriver
+from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError
 
 BLOCKS, HEADS, TOKENS, CONTENT = 5, 2, 4, 6
@@ -62,18 +65,17 @@ def fill(caches: Mapping[str, torch.Tensor], seed: int) -> None:
 
 def stored(pages: CPUPages, group: int, block_ids: list[int]) -> list[bytes]:
     """What is stored of each block."""
-    with pages.reading(group, block_ids, None) as buffers:
-        return [b"".join(bytes(piece) for piece in pieces) for pieces in buffers]
+    blocks = pages.blocks(group, block_ids, None)
+    return [b"".join(bytes(piece) for piece in pieces) for pieces in blocks]
 
 
 def put_back(pages: CPUPages, group: int, block_ids: list[int], data: list[bytes]) -> None:
-    with pages.writing(group, block_ids, None) as buffers:
-        for pieces, of_block in zip(buffers, data, strict=True):
-            at = 0
-            for piece in pieces:
-                piece[:] = of_block[at : at + len(piece)]
-                at += len(piece)
-            assert at == len(of_block)
+    for pieces, of_block in zip(pages.blocks(group, block_ids, None), data, strict=True):
+        at = 0
+        for piece in pieces:
+            piece[:] = of_block[at : at + len(piece)]
+            at += len(piece)
+        assert at == len(of_block)
 
 
 def test_layers_with_memory_of_their_own_are_a_page_each() -> None:
@@ -157,12 +159,40 @@ def test_what_is_no_dense_page_for_each_block_is_refused(cache: torch.Tensor) ->
         survey({"l0": cache}, config(["l0"]))
 
 
-def test_only_caches_that_can_be_read_are_taken() -> None:
+class Storage:
+    """A tensor over memory of a device that this host does not have."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+    def data_ptr(self) -> int:
+        return 1 << 40
+
+    def __len__(self) -> int:
+        return 100
+
+
+def elsewhere(*devices: str) -> Geometry:
+    storages: Any = [Storage(each) for each in devices]
+    return Geometry(storages, {0: [Page(0, 0, 10, 10)]}, "layout")
+
+
+def test_the_copying_device_is_the_one_that_has_the_cache() -> None:
+    asked: list[str] = []
+
+    def device_of(name: str) -> Any:
+        asked.append(name)
+        return Device(FakeDriver(name), ring_bytes=1 << 20, locked_max=0)
+
     geometry = survey(layer_by_layer(1), config(["l0"]))
-    assert isinstance(pages_of(geometry), CPUPages)
-    meta = Geometry([torch.zeros(1, device="meta")], {}, "")
-    with pytest.raises(ConfigError, match="meta"):
-        pages_of(meta)
+    assert isinstance(pages_of(geometry, device_of), CPUPages)
+    assert not asked
+    [memory] = pages_of(elsewhere("cuda:3"), device_of).blocks(0, [2], object())
+    assert isinstance(memory, DeviceMemory)
+    assert asked == [memory.device.name] == ["cuda:3"]
+    for geometry in (elsewhere("meta"), elsewhere("cuda:0", "cuda:1"), elsewhere("cuda:0", "cpu")):
+        with pytest.raises(ConfigError, match=str(geometry.storages[-1].device)):
+            pages_of(geometry, device_of)
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -172,12 +202,12 @@ def test_buffers_are_the_cache_itself() -> None:
     caches = layer_by_layer(2)
     fill(caches, 1)
     pages = CPUPages(survey(caches, config(["l0", "l1"])))
-    with pages.reading(0, [3], None) as [[first, second]]:
-        assert bytes(first) == caches["l0"][3].numpy().tobytes()
-        assert bytes(second) == caches["l1"][3].numpy().tobytes()
-    with pages.writing(0, [2], None) as [[first, second]]:
-        first[:] = bytes(PAGE)
-        second[:] = b"\x3c" * PAGE
+    [[first, second]] = pages.blocks(0, [3], None)
+    assert bytes(first) == caches["l0"][3].numpy().tobytes()
+    assert bytes(second) == caches["l1"][3].numpy().tobytes()
+    [[first, second]] = pages.blocks(0, [2], None)
+    first[:] = bytes(PAGE)
+    second[:] = b"\x3c" * PAGE
     assert not caches["l0"][2].any()
     assert caches["l0"][1].all()
     assert caches["l0"][3].all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ from kvstore.connectors.vllm.messages import (
     SaveEnd,
     namespace,
 )
-from kvstore.connectors.vllm.pages import Buffers, CPUPages, survey
-from kvstore.connectors.vllm.worker import WorkerSide
+from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
+from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import DeadlineExceededError
 from tests.unit.connectors.test_pages import Config, Group
 
@@ -57,37 +56,20 @@ class Cache:
 
 
 class Held(CPUPages):
-    """Pages that are lent only when it is said."""
+    """Pages that are lent only when it is said: all, or those of one group."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, group: int | None = None) -> None:
         self.layout, self.block_bytes = cache.pages.layout, cache.pages.block_bytes
         self._memory, self._pages = cache.pages._memory, cache.pages._pages
+        self.group = group
         self.asked = threading.Event()
         self.go_on = threading.Event()
 
-    @contextmanager
-    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
-        self.asked.set()
-        assert self.go_on.wait(LONG_S)
-        with super().reading(group, block_ids, after) as buffers:
-            yield buffers
-
-
-class HeldWriting(Held):
-    """Those of group 1 are lent for loads only when it is said; all others at once."""
-
-    @contextmanager
-    def reading(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
-        with CPUPages.reading(self, group, block_ids, after) as buffers:
-            yield buffers
-
-    @contextmanager
-    def writing(self, group: int, block_ids: Sequence[int], after: Any) -> Iterator[Buffers]:
-        if group == 1:
+    def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> list[list[memoryview]]:
+        if self.group in (None, group):
             self.asked.set()
             assert self.go_on.wait(LONG_S)
-        with super().writing(group, block_ids, after) as buffers:
-            yield buffers
+        return super().blocks(group, block_ids, after)
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +95,10 @@ Start = Callable[..., WorkerSide]
 def start(pool: kvstore.Client) -> Iterator[Start]:
     started: list[WorkerSide] = []
 
-    def start(
-        pages: CPUPages, *, master: str = "", saves: bool = True, **settings: Any
-    ) -> WorkerSide:
+    def start(pages: Pages, *, master: str = "", saves: bool = True, **settings: Any) -> WorkerSide:
         config = ConnectorConfig(master=master or pool.config.master, **settings)
-        started.append(WorkerSide(config, GROUPS, pages, "p0t0", saves=saves))
+        client = kvstore.Client(config=client_config(config, config.transfer_timeout_ms))
+        started.append(WorkerSide(config, GROUPS, client, pages, "p0t0", saves=saves))
         return started[-1]
 
     yield start
@@ -428,9 +409,12 @@ def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
     start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DRAIN_S", 0.05)
-    held = HeldWriting(Cache(1))
+    held = Held(Cache(1), group=1)
     worker = start(held)
+    held.go_on.set()
     assert save(worker, run(0, [1]), run(1, [1]))
+    held.go_on.clear()
+    held.asked.clear()
     begun = [Load(f"begun{index}", [run(1, [2 + index])]) for index in range(module.LOAD_THREADS)]
     worker.load(Orders("f", [*begun, Load("waits", [run(0, [2])])], []))
     assert held.asked.wait(LONG_S)
@@ -475,7 +459,7 @@ def test_what_does_not_end_is_told_to_whoever_drains(
     start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "DRAIN_S", 0.01)
-    pages = HeldWriting(Cache(1))
+    pages = Held(Cache(1), group=1)
     worker = start(pages, transfer_timeout_ms=50)
     worker.load(Orders("f", [Load("r", [run(1, [2])])], []))
     assert worker.drain() == Drained(None, set(), {"r"})
@@ -556,11 +540,12 @@ def test_a_load_that_has_waited_too_long_is_not_begun(start: Start, store: kvsto
 def test_one_load_that_is_held_up_does_not_hold_up_others(
     start: Start, store: kvstore.Client
 ) -> None:
-    cache = Cache(1)
-    held = HeldWriting(cache)
+    held = Held(Cache(1), group=1)
     worker = start(held)
-    assert save(worker, run(0, [1]))
-    assert save(worker, run(1, [1]))
+    held.go_on.set()
+    assert save(worker, run(0, [1]), run(1, [1]))
+    held.go_on.clear()
+    held.asked.clear()
     worker.load(Orders("f", [Load("slow", [run(1, [2])])], []))
     assert held.asked.wait(LONG_S)
     worker.load(Orders("f", [Load("quick", [run(0, [2])])], []))

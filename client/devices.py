@@ -1,0 +1,58 @@
+"""The devices whose memory a client has met, and the values that are in it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kvstore.device.device import Device
+from kvstore.device.driver import driver_of
+from kvstore.device.memory import DeviceMemory
+from kvstore.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ClientDevices:
+    """Implements ``OnDevices``. Threads: any."""
+
+    def __init__(self, ring_bytes: int, locked_max: int) -> None:
+        """The bounds are of each device; see ``Device``."""
+        self._ring_bytes = ring_bytes
+        self._locked_max = locked_max
+        self._devices: dict[str, Device] = {}
+        self._changing = threading.Lock()
+
+    def of(self, name: str) -> Device:
+        """A device by torch's name of it (``cuda:0``). Raises DeviceError: it cannot be used."""
+        device = self._devices.get(name)
+        if device is None:
+            with self._changing:
+                device = self._devices.get(name)
+                if device is None:
+                    device = self._devices[name] = Device(
+                        driver_of(name), ring_bytes=self._ring_bytes, locked_max=self._locked_max
+                    )
+        return device
+
+    def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:
+        """As ``OnDevices.memory_of``."""
+        place = value.device
+        if place.type != "cuda":
+            return None
+        try:
+            device = self.of(f"cuda:{place.index or 0}")
+        except DeviceError:  # an accelerator of another kind under that name: torch copies
+            return None
+        return device.memory_of(value)
+
+    def sweep(self) -> None:
+        """Unlocks the memory of segments that are gone."""
+        for device in list(self._devices.values()):
+            device.sweep()
+
+    def close(self) -> None:
+        """Gives page-locked memory back, when no call is under way any more."""
+        for device in self._devices.values():
+            device.close()

@@ -1,0 +1,301 @@
+"""Whole objects between a segment and the memory of a device.
+
+Where the segment is mapped and the device's driver has locked its pages, the device copies straight
+between its memory and the extents: one copy each way. Elsewhere the bytes take two steps, through
+the ring of page-locked memory or, if they do not fit there, through ordinary memory; the second
+step is the usual transfer of the same rows.
+
+The work that was queued before the call has ended when a transfer begins (the step ``Ready``).
+
+Checksums are computed by the processor, over the bytes in the pool: of one group of objects while
+the device copies the next. They are right because of the lease, as for any reader: while it holds,
+the bytes in the pool do not change between the copy and the checksum.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from kvstore.calls import SegmentInfo
+from kvstore.client.flows.objects import ObjectReads, ObjectWrites, Outcome, headers, is_whole
+from kvstore.device.copies import laid_out
+from kvstore.device.device import GROUP_BYTES, Device
+from kvstore.device.driver import Event, Way
+from kvstore.device.locks import Locked
+from kvstore.device.memory import DeviceMemory
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
+from kvstore.native.kinds import CORRUPT, OUTSIDE, ReadRow, WriteRow
+from kvstore.stopping import current
+from kvstore.transport.base import Transport
+from kvstore.transport.pieces import batch_ended
+
+RowT = TypeVar("RowT", ReadRow, WriteRow)
+
+
+class DeviceReads(ObjectReads):
+    """``ObjectReads`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+
+    __slots__ = ()
+
+    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+        values = _values(self.rows)
+        if not values:
+            return super().in_one_go(transport, deadline)
+        device = values[0].device
+        outcomes: list[Outcome] = []
+        with (
+            _straight(device, transport, self.segment) as locked,
+            _UnderWay(device, deadline) as under_way,
+        ):
+            for group in _groups(self.rows, GROUP_BYTES):
+                _check_stop()
+                if locked is not None and _lock(device, locked, group, self.segment):
+                    outcomes += self._straight(group, under_way, transport, locked)
+                    under_way.settle(all_but=1)
+                else:
+                    for part in _groups(group, device.ring.slot_bytes):
+                        outcomes += self._staged(part, device, transport, deadline)
+        if locked is not None:
+            transport.memory(self.segment)  # raises, if the segment was unmounted meanwhile
+        self.done = outcomes
+        return True
+
+    def _straight(
+        self, group: list[ReadRow], under_way: _UnderWay, transport: Transport, locked: Locked
+    ) -> list[Outcome]:
+        """Lets the device copy the payloads, and verifies them meanwhile."""
+        memory = transport.memory(self.segment)
+        bare = _bare(group)
+        found = headers(memory, self.segment, self.namespace, bare)
+        there = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
+        under_way.copy(Way.LOAD, there, locked)
+        if not self.verify or not there:
+            return found
+        return self._verified(bare, found, transport, memory, under_way.deadline)
+
+    def _verified(
+        self,
+        bare: list[ReadRow],
+        found: list[Outcome],
+        transport: Transport,
+        memory: memoryview,
+        deadline: float,
+    ) -> list[Outcome]:
+        """The outcomes, with the payloads compared with their checksums where they are."""
+        done = transport.read_objects(self.segment, self.namespace, bare, True, deadline)
+        if done is not None:
+            return done
+        return [
+            CORRUPT if isinstance(each, bytes) and not is_whole(memory, self.segment, row) else each
+            for row, each in zip(bare, found, strict=True)
+        ]
+
+    def _staged(
+        self, group: list[ReadRow], device: Device, transport: Transport, deadline: float
+    ) -> list[Outcome]:
+        with _room(device, _payload_bytes(group), deadline) as room:
+            reads = ObjectReads(self.segment, self.namespace, verify=self.verify)
+            reads.rows = _into(group, room.memory)
+            if not reads.in_one_go(transport, deadline):
+                reads.move_by_move(transport, deadline)
+            outcomes = reads.outcomes()
+            there = [isinstance(found, bytes) for found in outcomes]
+            room.copy(Way.LOAD, group, there, deadline)
+        return outcomes
+
+
+class DeviceWrites(ObjectWrites):
+    """``ObjectWrites`` whose rows hold a ``DeviceMemory`` each, all of one device."""
+
+    __slots__ = ()
+
+    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+        values = _values(self.rows)
+        if not values:
+            return super().in_one_go(transport, deadline)
+        device = values[0].device
+        unsealed: deque[list[WriteRow]] = deque()
+        with (
+            _straight(device, transport, self.segment) as locked,
+            _UnderWay(device, deadline) as under_way,
+        ):
+            for group in _groups(self.rows, GROUP_BYTES):
+                _check_stop()
+                if locked is not None and _lock(device, locked, group, self.segment):
+                    self._begin(group, under_way, transport, locked)
+                    unsealed.append(group)
+                    if len(unsealed) > 1:  # of one, checksums are computed while the next is copied
+                        under_way.settle(all_but=1)
+                        self.seal(_bare(unsealed.popleft()), transport, deadline)
+                else:
+                    for part in _groups(group, device.ring.slot_bytes):
+                        self._staged(part, device, transport, deadline)
+            under_way.settle()
+            for group in unsealed:
+                self.seal(_bare(group), transport, deadline)
+        return True
+
+    def _begin(
+        self, group: list[WriteRow], under_way: _UnderWay, transport: Transport, locked: Locked
+    ) -> None:
+        """Wipes the headers, and lets the device copy the payloads to their places."""
+        memory = transport.memory(self.segment)
+        for row in group:
+            memory[row[0] : row[0] + len(WIPE)] = WIPE
+        under_way.copy(Way.SAVE, group, locked)
+
+    def _staged(
+        self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
+    ) -> None:
+        with _room(device, _payload_bytes(group), deadline) as room:
+            room.copy(Way.SAVE, group, [True] * len(group), deadline)
+            writes = ObjectWrites(self.segment, self.namespace, deadline)
+            writes.rows = _into(group, room.memory)
+            if not writes.in_one_go(transport, deadline):
+                writes.move_by_move(transport, deadline)
+
+
+class _UnderWay:
+    """Copies that the device makes at this moment; when the block is left, all have ended."""
+
+    def __init__(self, device: Device, deadline: float) -> None:
+        self.deadline = deadline
+        self._device = device
+        self._events: deque[Event | None] = deque()
+        """One per group, in their order; None: a group without bytes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.settle()
+
+    def copy(self, way: Way, rows: Sequence[Any], locked: Locked) -> None:
+        """Queues the copies between the memory of these rows and their extents."""
+        with_bytes = [row for row in rows if row[1]]
+        event = None
+        if with_bytes:
+            places = [locked.base + row[0] + HEADER_BYTES for row in with_bytes]
+            copies = laid_out([row[5] for row in with_bytes], places)
+            event = self._device.copy(way, copies, locked)
+        self._events.append(event)
+
+    def settle(self, all_but: int = 0) -> None:
+        """Waits for the copies of all groups but so many, the last ones."""
+        while len(self._events) > all_but:
+            if (event := self._events[0]) is not None:
+                self._device.settle(event, self.deadline)
+            self._events.popleft()
+
+
+class _Room:
+    """Host memory for the payloads of a group, end to end."""
+
+    def __init__(self, device: Device, memory: memoryview, is_locked: bool) -> None:
+        self.memory = memory
+        self._device = device
+        self._is_locked = is_locked
+
+    def copy(self, way: Way, group: Sequence[Any], wanted: Sequence[bool], deadline: float) -> None:
+        """Copies the payloads of the wanted rows between the device and this memory."""
+        base = int(np.frombuffer(self.memory, np.uint8).ctypes.data) if len(self.memory) else 0
+        values: list[DeviceMemory] = []
+        places: list[int] = []
+        for row, is_wanted in zip(group, wanted, strict=True):
+            if is_wanted and row[1]:
+                values.append(row[5])
+                places.append(base)
+            base += row[1]
+        if values:
+            copies = laid_out(values, places)
+            copy = self._device.copy if self._is_locked else self._device.copy_ordinary
+            self._device.settle(copy(way, copies), deadline)
+
+
+@contextmanager
+def _room(device: Device, size: int, deadline: float) -> Iterator[_Room]:
+    """Page-locked memory of the ring; ordinary memory, if it is too much for a slot."""
+    if size > device.ring.slot_bytes:
+        ordinary = np.empty(size, np.uint8)
+        yield _Room(device, memoryview(ordinary), False)  # type: ignore[arg-type]
+        return
+    slot = device.ring.take(deadline)
+    try:
+        yield _Room(device, slot, True)
+    finally:
+        if not device.has_failed:
+            device.ring.give(slot)
+
+
+@contextmanager
+def _straight(
+    device: Device, transport: Transport, segment: SegmentInfo
+) -> Iterator[Locked | None]:
+    """The segment for the device's own copies; None: it is not mapped here."""
+    is_mounted: Callable[[], bool] | None = transport.watch(segment) if transport.maps else None
+    if is_mounted is None:
+        yield None
+        return
+    with device.locks.of(transport.memory(segment), is_mounted) as locked:
+        yield locked
+
+
+def _lock(
+    device: Device, locked: Locked, group: Sequence[ReadRow] | Sequence[WriteRow],
+    segment: SegmentInfo,
+) -> bool:  # fmt: skip
+    """Locks the pages of these extents. Raises InvalidRangeError: one is not in the segment."""
+    for row in group:
+        offset, size = row[:2]
+        if offset < SUPERBLOCK_BYTES or offset + HEADER_BYTES + size > segment.size:
+            raise batch_ended(OUTSIDE, segment)
+    return all(device.locks.lock(locked, row[0], HEADER_BYTES + row[1]) for row in group)
+
+
+def _groups(rows: list[RowT], size_max: int) -> Iterator[list[RowT]]:
+    """The rows in groups of at most so many payload bytes; a larger row is a group of its own."""
+    group: list[RowT] = []
+    size = 0
+    for row in rows:
+        if group and size + row[1] > size_max:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += row[1]
+    if group:
+        yield group
+
+
+def _values(rows: Sequence[Any]) -> list[DeviceMemory]:
+    return [row[5] for row in rows if row[1]]
+
+
+def _payload_bytes(rows: Sequence[Any]) -> int:
+    return sum(row[1] for row in rows)
+
+
+def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
+    """The rows with host memory in the place of the device's, end to end."""
+    made = []
+    at = 0
+    for row in rows:
+        views = [memory[at : at + row[1]]] if row[1] else []
+        made.append((*row[:5], views, *row[6:]))
+        at += row[1]
+    return made
+
+
+def _bare(rows: Sequence[Any]) -> list[Any]:
+    """The rows without memory: what they describe is in its place."""
+    return [(*row[:5], None, *row[6:]) for row in rows]
+
+
+def _check_stop() -> None:
+    stop = current()
+    if stop is not None:
+        stop.check()

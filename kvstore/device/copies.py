@@ -1,0 +1,70 @@
+"""Lists of copies as arrays: made, joined and cut without a step of Python for each copy.
+
+A batch of 1,000 blocks of 64 pages is 64,000 copies. All functions are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.device.driver import Numbers
+from kvstore.device.memory import DeviceMemory
+
+
+class Copies(NamedTuple):
+    """Pairs of runs, one on the device and one beside it, of equal size."""
+
+    device: Numbers
+    """Addresses."""
+    other: Numbers
+    """Addresses, mostly of the host."""
+    sizes: Numbers
+    """Bytes; none is 0."""
+
+
+def laid_out(values: Sequence[DeviceMemory], places: Sequence[int]) -> Copies:
+    """The copies between values on a device and places beside it: the runs of a value lie end to
+    end from its place on.
+
+    Args:
+        places: an address per value.
+    """
+    device = np.concatenate([each.addresses for each in values])
+    sizes = np.concatenate([each.sizes for each in values])
+    counts = np.fromiter((len(each.sizes) for each in values), np.int64, len(values))
+    starts = np.cumsum(sizes) - sizes
+    firsts = np.cumsum(counts) - counts
+    shift = np.asarray(places, np.int64) - starts[firsts]
+    return merged(Copies(device, starts + np.repeat(shift, counts), sizes))
+
+
+def merged(copies: Copies) -> Copies:
+    """Joins copies that follow each other without a gap on both sides."""
+    device, other, sizes = copies
+    if len(sizes) < 2:
+        return copies
+    begins = np.ones(len(sizes), bool)
+    begins[1:] = (device[1:] != device[:-1] + sizes[:-1]) | (other[1:] != other[:-1] + sizes[:-1])
+    if begins.all():
+        return copies
+    at = np.flatnonzero(begins)
+    return Copies(device[at], other[at], np.add.reduceat(sizes, at))
+
+
+def cut(copies: Copies, base: int, window: int) -> Copies:
+    """Cuts copies where the other side crosses a multiple of ``window`` bytes from ``base``: a
+    driver copies only within memory that was page-locked in one piece."""
+    device, other, sizes = copies
+    first = (other - base) // window
+    pieces = (other + sizes - 1 - base) // window - first + 1
+    if pieces.max(initial=1) == 1:
+        return copies
+    row = np.repeat(np.arange(len(sizes)), pieces)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    border = base + (first[row] + number) * window
+    begin = np.maximum(other[row], border)
+    end = np.minimum(other[row] + sizes[row], border + window)
+    return Copies(device[row] + (begin - other[row]), begin, end - begin)

@@ -1,0 +1,368 @@
+"""NVIDIA's driver, through its own library ``libcuda.so.1``.
+
+The library is called directly, with arrays of addresses as numpy holds them: for the 64,000 copies
+of 1,000 blocks, NVIDIA's Python package converts each address and size by itself, which holds the
+interpreter for 13 to 25 ms (measured with cuda-bindings 12.9.4; here it is 0.1 ms). It needs no
+package, because every driver brings the library.
+
+Streams and events are handles of the device's primary context, which torch uses as well. Each call
+makes that context current and then restores what was current before.
+"""
+
+# mypy: allow-untyped-calls
+# torch annotates its CUDA classes only in part.
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import numpy as np
+
+from kvstore.device.driver import Event, Numbers, Way
+from kvstore.device.streams import current_stream
+from kvstore.errors import DeviceError
+from kvstore.memory.raw import address_of
+
+if TYPE_CHECKING:
+    import torch
+
+LIBRARY: Final = "libcuda.so.1"
+
+# Values of enums and flags of cuda.h.
+_NOT_READY = 600
+_STREAM_NON_BLOCKING = 1
+_EVENT_DISABLE_TIMING = 2
+_HOST_PORTABLE = 1
+_IN_STREAM_ORDER = 1
+_MEMORY_TYPE, _DEVICE_ORDINAL, _IS_MANAGED = 2, 9, 8
+_OF_DEVICE = 2
+
+_Handle = ctypes.c_void_p
+_Size = ctypes.c_size_t
+_Address = ctypes.c_uint64
+_Int = ctypes.c_int
+_ToHandle = ctypes.POINTER(ctypes.c_void_p)
+_ToInt = ctypes.POINTER(ctypes.c_int)
+
+_FUNCTIONS: Final = {
+    "cuInit": [ctypes.c_uint],
+    "cuDriverGetVersion": [_ToInt],
+    "cuGetErrorString": [_Int, ctypes.POINTER(ctypes.c_char_p)],
+    "cuDeviceGetCount": [_ToInt],
+    "cuDeviceGet": [_ToInt, _Int],
+    "cuDevicePrimaryCtxRetain": [_ToHandle, _Int],
+    "cuCtxPushCurrent_v2": [_Handle],
+    "cuCtxPopCurrent_v2": [_ToHandle],
+    "cuCtxGetStreamPriorityRange": [_ToInt, _ToInt],
+    "cuStreamCreateWithPriority": [_ToHandle, ctypes.c_uint, _Int],
+    "cuEventCreate": [_ToHandle, ctypes.c_uint],
+    "cuEventRecord": [_Handle, _Handle],
+    "cuEventQuery": [_Handle],
+    "cuMemcpyAsync": [_Address, _Address, _Size, _Handle],
+    "cuMemHostRegister_v2": [_Handle, _Size, ctypes.c_uint],
+    "cuMemHostUnregister": [_Handle],
+    "cuMemHostAlloc": [_ToHandle, _Size, ctypes.c_uint],
+    "cuMemFreeHost": [_Handle],
+    "cuPointerGetAttribute": [_Handle, _Int, _Address],
+}
+"""What is called, with the types of its arguments; each returns a ``CUresult``."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", _Int), ("id", _Int))
+
+
+class _Attributes(ctypes.Structure):
+    """``CUmemcpyAttributes``: how the copies of a batch read their source."""
+
+    _fields_ = (
+        ("source_order", _Int),
+        ("source", _Location),
+        ("destination", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_Numbers = ctypes.POINTER(ctypes.c_uint64)
+_BATCH_V1: Final[Any] = [
+    _Numbers, _Numbers, _Numbers, _Size, ctypes.POINTER(_Attributes), ctypes.POINTER(_Size), _Size,
+    ctypes.POINTER(_Size), _Handle,
+]  # fmt: skip
+"""Of ``cuMemcpyBatchAsync`` since CUDA 12.8; the last but one says which copy was refused."""
+
+
+class _Event:
+    """Gives its handle back to the driver's spare ones when nothing refers to it. That takes no
+    lock and calls nothing of CUDA: a finalizer runs anywhere."""
+
+    __slots__ = ("handle", "spare")
+
+    def __init__(self, handle: int, spare: deque[int]) -> None:
+        self.handle = handle
+        self.spare = spare
+
+    def __del__(self) -> None:
+        self.spare.append(self.handle)
+
+
+class CUDADriver:
+    """Implements ``Driver``. Threads: any.
+
+    In the child of a fork every call fails: CUDA does not survive one.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Raises DeviceError: no driver, or no such device."""
+        self.name: Final = f"cuda:{number}"
+        self._library = library()
+        device = _Int()
+        context = _Handle()
+        self._call("cuDeviceGet", ctypes.byref(device), number)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device.value)
+        self._context = context
+        self._pid = os.getpid()
+        self._number = number
+        self._spare_events: deque[int] = deque()
+        lowest, highest = _Int(), _Int()
+        with self._current():
+            self._call("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
+            self._streams = {
+                Way.SAVE: self._new_stream(lowest.value),
+                Way.LOAD: self._new_stream(highest.value),
+            }
+        self._batch = self._batch_function()
+
+    @property
+    def copies_batches(self) -> bool:
+        """Whether ``copy`` is one call of the driver."""
+        return self._batch is not None
+
+    # --- order --------------------------------------------------------------------------------
+
+    def mark(self, stream: int | None = None) -> Event:
+        return self._record(current_stream(self._number) if stream is None else stream)
+
+    def is_done(self, event: Event) -> bool:
+        with self._current():
+            status: int = self._library.cuEventQuery(cast("_Event", event).handle)
+        if status == _NOT_READY:
+            return False
+        self._check("cuEventQuery", status)
+        return True
+
+    def _record(self, stream: int) -> Event:
+        with self._current():
+            try:
+                handle = self._spare_events.popleft()
+            except IndexError:
+                made = _Handle()
+                self._call("cuEventCreate", ctypes.byref(made), _EVENT_DISABLE_TIMING)
+                handle = made.value or 0
+            event = _Event(handle, self._spare_events)
+            self._call("cuEventRecord", handle, stream)
+        return event
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def copy(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+        if self._batch is None or len(sizes) == 1:
+            return self.copy_ordinary(way, to, source, sizes)
+        attributes = _Attributes(source_order=_IN_STREAM_ORDER)
+        first, refused = _Size(0), _Size(0)
+        arrays = [np.ascontiguousarray(each, np.int64) for each in (to, source, sizes)]
+        columns = [each.ctypes.data_as(_Numbers) for each in arrays]
+        with self._current():
+            status = self._batch(
+                *columns, len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1,
+                ctypes.byref(refused), self._streams[way],
+            )  # fmt: skip
+            if status:
+                self._settle_after_error(way)
+                row = min(int(refused.value), len(sizes) - 1)
+                what = f"{sizes[row]} bytes from {source[row]:#x} to {to[row]:#x}"
+                self._check("cuMemcpyBatchAsync", status, what)
+        return self._record(self._streams[way])
+
+    def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+        stream = self._streams[way]
+        copy = self._library.cuMemcpyAsync
+        with self._current():
+            for row in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
+                status = copy(*row, stream)
+                if status:
+                    self._settle_after_error(way)
+                    into, out_of, size = row
+                    what = f"{size} bytes from {out_of:#x} to {into:#x}"
+                    self._check("cuMemcpyAsync", status, what)
+        return self._record(stream)
+
+    def _settle_after_error(self, way: Way) -> None:
+        """Some copies of a refused batch may be queued: they end before the error is raised."""
+        self._library.cuStreamSynchronize(self._streams[way])
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def lock(self, address: int, size: int) -> bool:
+        with self._current():
+            return not self._library.cuMemHostRegister_v2(address, size, _HOST_PORTABLE)
+
+    def unlock(self, address: int) -> None:
+        with self._current():
+            self._call("cuMemHostUnregister", address)
+
+    def locked_memory(self, size: int) -> memoryview:
+        made = _Handle()
+        with self._current():
+            self._call("cuMemHostAlloc", ctypes.byref(made), size, _HOST_PORTABLE)
+        assert made.value is not None
+        return memoryview((ctypes.c_char * size).from_address(made.value)).cast("B")
+
+    def release(self, memory: memoryview) -> None:
+        with self._current():
+            self._call("cuMemFreeHost", address_of(memory))
+
+    def empty(self, size: int) -> torch.Tensor:
+        try:
+            import torch
+        except ImportError:
+            raise DeviceError(
+                "device memory is returned as a torch tensor, and torch is not installed here",
+                device=self.name,
+            ) from None
+        # torch would give memory that the current stream may still be using. Of its own pool for
+        # our stream, only what has ended is given again: the host waits for all that runs there.
+        ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
+        with torch.cuda.stream(ours):
+            tensor = torch.empty(size, dtype=torch.uint8, device=self.name)
+        computing = current_stream(self._number)
+        if computing:
+            tensor.record_stream(torch.cuda.ExternalStream(computing, device=self.name))
+        else:
+            tensor.record_stream(torch.cuda.default_stream(self.name))
+        return tensor
+
+    # --- the library --------------------------------------------------------------------------
+
+    def _new_stream(self, priority: int) -> int:
+        made = _Handle()
+        self._call("cuStreamCreateWithPriority", ctypes.byref(made), _STREAM_NON_BLOCKING, priority)
+        return made.value or 0
+
+    def _batch_function(self) -> Any:
+        """``cuMemcpyBatchAsync``; None: the driver is older than CUDA 12.8."""
+        try:
+            batch = self._library.cuMemcpyBatchAsync
+        except AttributeError:
+            return None
+        batch.argtypes = _BATCH_V1
+        batch.restype = _Int
+        return batch
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise DeviceError(
+                f"{self.name} cannot be used in the child of a fork",
+                advice='Start processes with the method "spawn".',
+                device=self.name,
+            )
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            before = _Handle()
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        self._check(function, getattr(self._library, function)(*arguments))
+
+    def _check(self, function: str, status: int, what: str = "") -> None:
+        if status:
+            raise _refused(self._library, function, status, what, self.name)
+
+
+_libraries: Final[list[ctypes.CDLL]] = []
+_loading: Final = threading.Lock()
+
+
+def library() -> ctypes.CDLL:
+    """The driver's library, initialised. Raises DeviceError: there is none, or it fails."""
+    with _loading:
+        if _libraries:
+            return _libraries[0]
+        try:
+            cuda = ctypes.CDLL(LIBRARY)
+            for name, arguments in _FUNCTIONS.items():
+                getattr(cuda, name).argtypes = arguments
+            cuda.cuStreamSynchronize.argtypes = [_Handle]
+        except (OSError, AttributeError) as error:
+            raise DeviceError(
+                f"NVIDIA's driver cannot be used: {error}",
+                advice=f"Install a driver whose {LIBRARY} this process can load.",
+            ) from None
+        status = cuda.cuInit(0)
+        if status:
+            raise _refused(cuda, "cuInit", status, "", "")
+        _libraries.append(cuda)
+        return cuda
+
+
+class Probed(NamedTuple):
+    """What a device can do."""
+
+    name: str
+    copies_batches: bool
+    """Whether one call copies a batch: the driver is of CUDA 12.8 or later."""
+    locks: bool
+    """Whether memory of this process can be page-locked."""
+
+
+def probe() -> list[Probed]:
+    """The devices that this process can use, for ``kvstore doctor``.
+
+    Raises:
+        DeviceError: no driver, or a device that does not work.
+    """
+    cuda = library()
+    count = _Int()
+    status = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        raise _refused(cuda, "cuDeviceGetCount", status, "", "")
+    found = []
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address = address_of(memoryview(page))
+    for number in range(count.value):
+        driver = CUDADriver(number)
+        locks = driver.lock(address, mmap.PAGESIZE)
+        if locks:
+            driver.unlock(address)
+        found.append(Probed(driver.name, driver.copies_batches, locks))
+    return found
+
+
+def device_of(address: int) -> str:
+    """The device whose memory is at an address: ``cuda:0``; empty: none."""
+    cuda = library()
+    kind, ordinal = ctypes.c_uint(0), _Int(0)
+    if cuda.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, address):
+        return ""
+    if kind.value != _OF_DEVICE:
+        return ""
+    if cuda.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, address):
+        return ""
+    return f"cuda:{ordinal.value}"
+
+
+def _refused(cuda: ctypes.CDLL, function: str, status: int, what: str, device: str) -> DeviceError:
+    text = ctypes.c_char_p()
+    cuda.cuGetErrorString(status, ctypes.byref(text))
+    reason = (text.value or b"unknown error").decode(errors="replace")
+    of = f" on {device}" if device else ""
+    return DeviceError(f"{function}{of} failed: {reason} ({status}){what and ': ' + what}")

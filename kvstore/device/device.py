@@ -1,0 +1,165 @@
+"""One device as a client uses it: copies, waits with a deadline, and page-locked memory.
+
+The rule that keeps bytes right: a copy is queued only when the work before it has ended, which the
+host has seen. So no copy waits behind an engine's work in a queue of the device, where no deadline
+would reach it; and once a call has waited for its own copies, nothing of it is left to run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvstore.clocks import uptime
+from kvstore.device.copies import Copies, cut
+from kvstore.device.driver import Driver, Event, Way
+from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
+from kvstore.device.memory import DeviceMemory
+from kvstore.device.ring import Ring
+from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
+from kvstore.stopping import current
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("kvstore.device")
+
+GROUP_BYTES: Final = 32 << 20
+"""Copied between two looks at the deadline, the caller's wish to stop and the segment's generation;
+long enough that the gap between two groups does not show."""
+
+SETTLE_S: Final = 5.0
+"""How long copies under way may still take when the deadline has passed. A group of copies takes
+some milliseconds; a device that needs longer has failed."""
+
+_NONE: Final = np.empty(0, np.int64)
+
+NAP_MIN_S: Final = 20e-6
+NAP_MAX_S: Final = 500e-6
+"""Sleep between two looks at an event: short at first, because most copies take less than 1 ms."""
+
+
+class Device:
+    """See the module. Threads: any, for all but ``close``."""
+
+    def __init__(self, driver: Driver, *, ring_bytes: int, locked_max: int) -> None:
+        """
+        Args:
+            ring_bytes: page-locked memory for bytes that cannot be copied where they are.
+            locked_max: the most memory of mapped segments that is page-locked.
+        """
+        self.name: Final = driver.name
+        self.driver: Final = driver
+        self.ring: Final = Ring(driver, ring_bytes)
+        self.locks: Final = Locks(driver, locked_max)
+        self._failed = False
+        self._is_closed = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether copies did not end. Then they may still run, for all that is known."""
+        return self._failed
+
+    def wait(self, events: Iterable[Event], deadline: float) -> None:
+        """Waits until all these moments have passed.
+
+        Raises:
+            DeadlineExceededError: not by the deadline; nothing was touched.
+            ClosedError: the call was cancelled, or the client is closed.
+            DeviceError: the device has failed.
+        """
+        if self._failed:
+            raise self._failure()
+        for event in {id(each): each for each in events}.values():
+            if not self._wait(event, deadline, stoppable=True):
+                raise DeadlineExceededError(
+                    f"the work before the copy had not ended on {self.name} by the deadline",
+                    settled=1,
+                )
+
+    def copy(self, way: Way, copies: Copies, locked: Locked | None = None) -> Event:
+        """Queues copies. ``settle`` before the memory is used for anything else.
+
+        Args:
+            locked: the segment that the other side is in; None: a slot of the ring, or memory of
+                this device.
+        """
+        if self._failed:
+            raise self._failure()
+        if locked is not None:
+            copies = cut(copies, locked.base, WINDOW_BYTES)
+        device, other, sizes = copies
+        if way is Way.SAVE:
+            return self.driver.copy(way, other, device, sizes)
+        return self.driver.copy(way, device, other, sizes)
+
+    def copy_ordinary(self, way: Way, copies: Copies) -> Event:
+        """As ``copy``; the other side is memory that is not page-locked."""
+        if self._failed:
+            raise self._failure()
+        device, other, sizes = copies
+        if way is Way.SAVE:
+            return self.driver.copy_ordinary(way, other, device, sizes)
+        return self.driver.copy_ordinary(way, device, other, sizes)
+
+    def settle(self, event: Event, deadline: float) -> None:
+        """Waits for copies. They touch no memory afterwards, unless this raises.
+
+        Raises:
+            DeviceError: they did not end for seconds after the deadline. The device is not used
+                again by this client, and its page-locked memory is kept.
+        """
+        if self._failed:
+            raise self._failure()
+        if not self._wait(event, deadline + SETTLE_S, stoppable=False):
+            self._failed = True
+            self.locks.keep()
+            log.error("device_failed device=%s reason=copies_do_not_end", self.name)
+            raise self._failure()
+
+    def empty(self, size: int) -> torch.Tensor:
+        """As ``Driver.empty``."""
+        return self.driver.empty(size)
+
+    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
+        """The memory of a contiguous tensor on this device, which is kept alive."""
+        size = tensor.numel() * tensor.element_size()
+        if not size:
+            return DeviceMemory(self, _NONE, _NONE)
+        return DeviceMemory(self, np.array([tensor.data_ptr()]), np.array([size]), (), tensor, size)
+
+    def sweep(self) -> None:
+        self.locks.sweep()
+
+    def close(self) -> None:
+        """Gives page-locked memory back, except what copies under way use. Calls in ``wait`` fail.
+        Idempotent."""
+        self._is_closed = True
+        self.locks.close()
+        self.ring.close()
+
+    def _wait(self, event: Event, deadline: float, *, stoppable: bool) -> bool:
+        stop = current() if stoppable else None
+        nap = NAP_MIN_S
+        while not self.driver.is_done(event):
+            if stop is not None:
+                stop.check()
+            if stoppable and self._is_closed:
+                raise ClosedError("the client is closed", settled=1)
+            if uptime() >= deadline:
+                return False
+            time.sleep(nap)
+            nap = min(2 * nap, NAP_MAX_S)
+        return True
+
+    def _failure(self) -> DeviceError:
+        return DeviceError(
+            f"{self.name} did not finish copies, and this client does not use it any more",
+            advice="Look at the kernel's log for errors of the device, and start the process anew.",
+            device=self.name,
+            settled=0,
+        )

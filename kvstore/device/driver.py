@@ -1,0 +1,147 @@
+"""What kvstore needs of an accelerator's driver, and the drivers of this process by device.
+
+A driver queues copies and says when they have ended. It decides nothing: what is copied, in which
+pieces and after what, is said by ``kvstore.device.device`` and above. Two implementations:
+``cuda`` for NVIDIA's, and ``fake``, whose device is memory of the host and whose copies run late
+and in any order that a real device might choose.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+Numbers = NDArray[np.int64]
+"""Addresses, or sizes in bytes; one-dimensional and contiguous."""
+
+
+class Event(Protocol):
+    """A moment in the work of a device. Opaque."""
+
+
+class Way(enum.Enum):
+    """Which of kvstore's two streams on a device does a copy: neither waits for the other, and
+    neither for the streams on which an engine computes."""
+
+    SAVE = "save"
+    """Out of the device; at the lowest priority."""
+    LOAD = "load"
+    """Into the device; requests wait for it."""
+
+
+class Driver(Protocol):
+    """The driver of one device. Threads: any; no call changes the thread's current device.
+
+    Every method raises ``DeviceError`` when the driver refuses or the device has failed.
+    """
+
+    @property
+    def name(self) -> str:
+        """As torch names the device: ``cuda:0``."""
+        ...
+
+    def mark(self, stream: int | None = None) -> Event:
+        """The moment at which the work that was queued on a stream until now has ended.
+
+        Args:
+            stream: the driver's handle of it; None: the one on which this thread computes.
+        """
+        ...
+
+    def is_done(self, event: Event) -> bool:
+        """Whether that moment has passed. Does not wait."""
+        ...
+
+    def copy(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+        """Queues copies, which run in any order, and returns the moment at which all have ended.
+        The arrays may be changed afterwards, the memory only after that moment.
+
+        Args:
+            to: one address per copy. One side of each copy at least is on this device; the other is
+                too, or is host memory of one ``lock`` or ``locked_memory``.
+        """
+        ...
+
+    def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+        """As ``copy``, for host memory that is not page-locked: slower, and may wait for the copy
+        to end."""
+        ...
+
+    def lock(self, address: int, size: int) -> bool:
+        """Page-locks host memory, so that the device can copy it. False: the system refuses."""
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Undoes a ``lock``. No copy of that memory is under way."""
+        ...
+
+    def locked_memory(self, size: int) -> memoryview:
+        """New page-locked memory of the host."""
+        ...
+
+    def release(self, memory: memoryview) -> None:
+        """Gives ``locked_memory`` back; no copy of it is under way, and nothing refers to it."""
+        ...
+
+    def empty(self, size: int) -> torch.Tensor:
+        """New memory of the device: a one-dimensional tensor of uint8, which nothing uses that was
+        queued before. When it is freed, work of the stream on which this thread computes now may
+        still use it; of other streams, the owner says so (``Tensor.record_stream``)."""
+        ...
+
+
+_drivers: Final[dict[str, Driver]] = {}
+_lock: Final = threading.Lock()
+
+
+def driver_of(name: str) -> Driver:
+    """The driver of a device, made once per process.
+
+    Raises:
+        DeviceError: there is no such device, or no driver for it.
+    """
+    with _lock:
+        known = _drivers.get(name)
+        if known is None:
+            known = _drivers[name] = _new(name)
+        return known
+
+
+def use(name: str, driver: Driver | None) -> None:
+    """Makes ``driver`` the driver of this device in this process; None: the usual one again. For
+    tests, with ``kvstore.device.fake``."""
+    with _lock:
+        _drivers.pop(name, None)
+        if driver is not None:
+            _drivers[name] = driver
+
+
+def _new(name: str) -> Driver:
+    kind, _, number = name.partition(":")
+    make = _KINDS.get(kind)
+    if make is None or not (number or "0").isdigit():
+        raise DeviceError(
+            f"{name} is no device whose memory kvstore can copy",
+            advice="Name a CUDA device, such as cuda:0.",
+            device=name,
+        )
+    return make(int(number or 0))
+
+
+def _cuda(number: int) -> Driver:
+    from kvstore.device.cuda import CUDADriver  # loads the driver's library
+
+    return CUDADriver(number)
+
+
+_KINDS: Final[dict[str, Callable[[int], Driver]]] = {"cuda": _cuda}

@@ -1,0 +1,217 @@
+"""A device made of the host's memory, for tests: wrong order is a wrong byte.
+
+Each stream is a queue of steps: one copy of a batch, or a kernel of the test. A step runs only when
+somebody looks at an event, one per look, of a stream chosen at random; copies of one batch run in
+random order. So a copy that nobody waited for has mostly not happened when its bytes are read, and
+reads what was written later. The fake refuses what a driver refuses: host memory that is not
+page-locked, and copies across the border of two locked ranges.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from kvstore.device.driver import Event, Numbers, Way
+from kvstore.errors import DeviceError
+from kvstore.memory.raw import address_of
+
+if TYPE_CHECKING:
+    import torch
+
+COMPUTE = 0
+"""The stream on which the test's kernels run."""
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+class FakeDriver:
+    """Implements ``Driver``. Threads: any."""
+
+    def __init__(
+        self, name: str = "cuda:0", *, seed: int = 0, lock_max: int = 1 << 62, eager: bool = False
+    ) -> None:
+        """
+        Args:
+            seed: of the order of steps.
+            lock_max: the most bytes that ``lock`` locks.
+            eager: run every step at once, for tests of something else.
+        """
+        self.name = name
+        self._random = random.Random(seed)  # noqa: S311 - an order that a seed repeats
+        self._lock_max = lock_max
+        self._eager = eager
+        self._running = threading.RLock()
+        self._streams: dict[int | Way, deque[list[Callable[[], None]]]] = {}
+        self.locked: dict[int, int] = {}
+        """Sizes of locked ranges of the host, by address."""
+        self._owned: dict[int, int] = {}
+        """Sizes of ``locked_memory`` by address."""
+        self.memory: dict[int, int] = {}
+        """Sizes of the device's own memory, by address."""
+        self._kept: list[object] = []
+        self.is_stuck = False
+        """While it is, no step runs."""
+        self.held: set[int | Way] = set()
+        """Streams of which no step runs: their first one takes long."""
+        self.copied_bytes = 0
+
+    # --- what a test does ---------------------------------------------------------------------
+
+    def array(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """New memory of the device. The test reads and writes it as host memory, in a ``launch`` or
+        when nothing runs."""
+        array = np.zeros(size, np.uint8)
+        self._kept.append(array)
+        self.memory[array.ctypes.data] = size
+        return array
+
+    def launch(self, kernel: Callable[[], None], stream: int = COMPUTE) -> None:
+        """Queues a kernel of the test."""
+        self._queue(stream, [kernel])
+
+    def finish(self) -> None:
+        """Runs all that is queued."""
+        while self._step():
+            pass
+
+    def forget(self) -> None:
+        """Drops all that is queued, when its memory may be gone."""
+        with self._running:
+            self._streams.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self._streams.values())
+
+    @property
+    def copies_left(self) -> bool:
+        """Whether copies are queued."""
+        return any(self._streams.get(way) for way in Way)
+
+    @property
+    def locked_own_bytes(self) -> int:
+        """Of ``locked_memory`` that was not released."""
+        return sum(self._owned.values())
+
+    # --- Driver -------------------------------------------------------------------------------
+
+    def mark(self, stream: int | None = None) -> Event:
+        return self._mark(COMPUTE if stream is None else stream)
+
+    def is_done(self, event: Event) -> bool:
+        if not cast("_Event", event).is_done:
+            self._step()
+        return cast("_Event", event).is_done
+
+    def copy(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+        return self._copy(way, to, source, sizes, [*self.locked.items(), *self._owned.items()])
+
+    def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
+        return self._copy(way, to, source, sizes, [(0, 1 << 62)])
+
+    def lock(self, address: int, size: int) -> bool:
+        with self._running:
+            if sum(self.locked.values()) + size > self._lock_max:
+                return False
+            assert not any(
+                at < address + size and address < at + length for at, length in self.locked.items()
+            ), "locked twice"
+            self.locked[address] = size
+            return True
+
+    def unlock(self, address: int) -> None:
+        with self._running:
+            assert not self.copies_left, "unlocked while a copy may use it"
+            del self.locked[address]
+
+    def locked_memory(self, size: int) -> memoryview:
+        array = np.zeros(size, np.uint8)
+        memory = memoryview(array)  # type: ignore[arg-type]
+        self._kept.append(array)
+        self._owned[array.ctypes.data] = size
+        return memory
+
+    def release(self, memory: memoryview) -> None:
+        assert not self.copies_left, "released while a copy may use it"
+        del self._owned[address_of(memory)]
+
+    def empty(self, size: int) -> torch.Tensor:
+        import torch
+
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        self._kept.append(tensor)
+        self.memory[tensor.data_ptr()] = size
+        return tensor
+
+    def _copy(
+        self,
+        way: Way,
+        to: Numbers,
+        source: Numbers,
+        sizes: Numbers,
+        host: list[tuple[int, int]],
+    ) -> Event:
+        steps: list[Callable[[], None]] = []
+        for into, out_of, size in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
+            assert size > 0
+            sides = [self._is_within(each, size, self.memory.items()) for each in (into, out_of)]
+            for address, is_device in zip((into, out_of), sides, strict=True):
+                if not is_device and not self._is_within(address, size, host):
+                    raise DeviceError(
+                        f"{size} bytes at {address:#x} are not page-locked in one piece",
+                        device=self.name,
+                    )
+            if not any(sides):
+                raise DeviceError("a copy without the device", device=self.name)
+            steps.append(partial(self._move, into, out_of, size))
+        self._random.shuffle(steps)
+        with self._running:
+            for step in steps:
+                self._queue(way, [step])
+            return self._mark(way)
+
+    @staticmethod
+    def _is_within(address: int, size: int, ranges: Any) -> bool:
+        return any(at <= address and address + size <= at + length for at, length in ranges)
+
+    def _move(self, to: int, source: int, size: int) -> None:
+        import ctypes
+
+        ctypes.memmove(to, source, size)
+        self.copied_bytes += size
+
+    def _mark(self, stream: int | Way) -> Event:
+        event = _Event()
+
+        def passed() -> None:
+            event.is_done = True
+
+        self._queue(stream, [passed])
+        return event
+
+    def _queue(self, stream: int | Way, steps: list[Callable[[], None]]) -> None:
+        with self._running:
+            self._streams.setdefault(stream, deque()).append(steps)
+            while self._eager and self._step():
+                pass
+
+    def _step(self) -> bool:
+        """Runs the next step of one stream; False: nothing is queued, or the device is stuck."""
+        with self._running:
+            streams = self._streams.items()
+            waiting = [queue for name, queue in streams if queue and name not in self.held]
+            if not waiting or self.is_stuck:
+                return False
+            for step in self._random.choice(waiting).popleft():
+                step()
+            return True

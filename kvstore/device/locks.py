@@ -1,0 +1,128 @@
+"""Segments of this host whose memory a device's driver has page-locked.
+
+Locking all of a large segment takes seconds, and the system may refuse it. So memory is locked in
+windows, each when its first copy is made, up to a bound. The memory of a window that is not locked
+goes through the ring (``kvstore.device.ring``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvstore.device.driver import Driver
+from kvstore.memory.raw import address_of
+
+WINDOW_BYTES: Final = 256 << 20
+"""Locking a window of small pages takes some 50 ms, of huge pages less than one."""
+
+
+class Locked:
+    """One mapped segment."""
+
+    def __init__(self, memory: memoryview, is_mounted: Callable[[], bool]) -> None:
+        self.memory = memory
+        """Keeps the segment mapped for as long as parts of it are locked."""
+        self.base = address_of(memory)
+        self.is_mounted = is_mounted
+        self.windows: dict[int, bool] = {}
+        """By number: whether it could be locked."""
+        self.users = 0
+        self.locking = threading.Lock()
+
+
+class Locks:
+    """See the module. Threads: any."""
+
+    def __init__(self, driver: Driver, bytes_max: int) -> None:
+        """``bytes_max``: the most that is locked in total."""
+        self._driver = driver
+        self._bytes_max = bytes_max
+        self._segments: dict[int, Locked] = {}
+        """By the identity of the mapped memory, which is kept while its entry is here."""
+        self._changing = threading.Lock()
+        self._is_closed = False
+        self._is_kept = False
+        self.locked_bytes = 0
+
+    @contextmanager
+    def of(self, memory: memoryview, is_mounted: Callable[[], bool]) -> Iterator[Locked]:
+        """A segment, whose windows stay locked in the meantime.
+
+        Args:
+            memory: all of it, the same object for each mapping.
+            is_mounted: see ``Transport.watch``; once it says no, ``sweep`` unlocks the memory.
+        """
+        with self._changing:
+            segment = self._segments.get(id(memory))
+            if segment is None:
+                segment = self._segments[id(memory)] = Locked(memory, is_mounted)
+            segment.users += 1
+        try:
+            yield segment
+        finally:
+            with self._changing:
+                segment.users -= 1
+                is_last = self._is_closed and not segment.users
+            if is_last:
+                self._unlock(lambda segment: True)
+
+    def lock(self, segment: Locked, offset: int, size: int) -> bool:
+        """Locks the windows of a range; False: one of them is not, now or for good."""
+        numbers = range(offset // WINDOW_BYTES, (offset + size - 1) // WINDOW_BYTES + 1)
+        return all(
+            segment.windows[number] if number in segment.windows else self._lock(segment, number)
+            for number in numbers
+        )
+
+    def _lock(self, segment: Locked, number: int) -> bool:
+        start = number * WINDOW_BYTES
+        size = min(WINDOW_BYTES, len(segment.memory) - start)
+        with segment.locking:
+            if number in segment.windows:
+                return segment.windows[number]
+            with self._changing:
+                has_room = not self._is_closed and self.locked_bytes + size <= self._bytes_max
+                if has_room:
+                    self.locked_bytes += size
+            is_locked = has_room and self._driver.lock(segment.base + start, size)
+            if has_room and not is_locked:
+                with self._changing:
+                    self.locked_bytes -= size
+            if has_room:  # otherwise there may be room when another segment is gone
+                segment.windows[number] = is_locked
+            return is_locked
+
+    def sweep(self) -> None:
+        """Unlocks segments that are gone, as soon as no copy uses them."""
+        self._unlock(lambda segment: not segment.is_mounted())
+
+    def keep(self) -> None:
+        """Called when copies may run for ever: from now on nothing is unlocked."""
+        with self._changing:
+            self._is_kept = True
+
+    def close(self) -> None:
+        """Unlocks everything, what is in use as soon as it is not. Idempotent."""
+        with self._changing:
+            self._is_closed = True
+        self._unlock(lambda segment: True)
+
+    def _unlock(self, is_due: Callable[[Locked], bool]) -> None:
+        with self._changing:
+            due = {
+                name: each
+                for name, each in self._segments.items()
+                if not each.users and not self._is_kept and is_due(each)
+            }
+            for name in due:
+                del self._segments[name]
+        for segment in due.values():
+            for number, is_locked in segment.windows.items():
+                if is_locked:
+                    start = number * WINDOW_BYTES
+                    self._driver.unlock(segment.base + start)
+                    with self._changing:
+                        self.locked_bytes -= min(WINDOW_BYTES, len(segment.memory) - start)

@@ -1,0 +1,73 @@
+"""A value that is in the memory of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.device.driver import Event, Numbers
+from kvstore.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kvstore.device.device import Device
+
+
+class DeviceMemory:
+    """Bytes of a device's memory, in one or several runs: a payload to store, or memory to fill.
+
+    Immutable. Does not own the memory; ``keep`` keeps its owner alive.
+    """
+
+    __slots__ = ("addresses", "after", "device", "keep", "nbytes", "sizes")
+
+    def __init__(
+        self,
+        device: Device,
+        addresses: Numbers,
+        sizes: Numbers,
+        after: Sequence[Event] = (),
+        keep: object = None,
+        nbytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            addresses: of the runs, on the device, in the order of the payload.
+            sizes: of the runs, in bytes; none is 0.
+            after: moments that pass before kvstore touches the memory; none: what was queued before
+                the call on its stream has ended (``Client.put``).
+            keep: an object that owns the memory.
+            nbytes: the sum of ``sizes``, if it is known.
+        """
+        self.device = device
+        self.addresses = addresses
+        self.sizes = sizes
+        self.after = after
+        self.keep = keep
+        self.nbytes = int(sizes.sum()) if nbytes is None else nbytes
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def first(self, size: int) -> DeviceMemory:
+        """Its first bytes, at most all of them."""
+        if size == self.nbytes:
+            return self
+        if not 0 < size < self.nbytes:
+            raise InvalidArgumentError(f"{size} of {self.nbytes} bytes")
+        ends = np.cumsum(self.sizes)
+        count = int(np.searchsorted(ends, size)) + 1
+        sizes = self.sizes[:count].copy()
+        sizes[-1] -= ends[count - 1] - size
+        return DeviceMemory(self.device, self.addresses[:count], sizes, self.after, self.keep, size)
+
+    @staticmethod
+    def joined(memories: Sequence[DeviceMemory]) -> DeviceMemory:
+        """Memories of one device, one after the other."""
+        if len(memories) == 1:
+            return memories[0]
+        addresses = np.concatenate([each.addresses for each in memories])
+        sizes = np.concatenate([each.sizes for each in memories])
+        events = [event for each in memories for event in each.after]
+        return DeviceMemory(memories[0].device, addresses, sizes, events, list(memories))

@@ -1,0 +1,92 @@
+"""Page-locked memory through which bytes go that a device cannot copy where they are."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from kvstore.clocks import uptime
+from kvstore.device.driver import Driver
+from kvstore.errors import ClosedError, DeadlineExceededError
+
+SLOTS: Final = 8
+"""Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is
+emptied."""
+
+
+class Ring:
+    """A fixed amount of page-locked memory, allocated at its first use. Threads: any."""
+
+    def __init__(self, driver: Driver, size: int) -> None:
+        """``size``: in bytes, a multiple of ``SLOTS``."""
+        self.slot_bytes: Final = size // SLOTS
+        self._driver = driver
+        self._size = size
+        self._memory: memoryview | None = None
+        self._free: list[memoryview] = []
+        self._changing = threading.Condition()
+        self._is_closed = False
+        self.taken = 0
+
+    def try_take(self) -> memoryview | None:
+        """A free slot, or None. Raises ClosedError."""
+        with self._changing:
+            self._prepare()
+            return self._pop() if self._free else None
+
+    def take(self, deadline: float) -> memoryview:
+        """A slot, when one is free. The caller holds none, or others could wait for it for ever.
+
+        Args:
+            deadline: a ``uptime()`` value.
+
+        Raises:
+            ClosedError, DeadlineExceededError
+        """
+        with self._changing:
+            self._prepare()
+            left = max(0.0, deadline - uptime())
+            if not self._changing.wait_for(lambda: self._free or self._is_closed, left):
+                raise DeadlineExceededError(
+                    "no page-locked memory became free by the deadline",
+                    advice="Give the client a larger device_ring.",
+                    settled=1,
+                )
+            self._prepare()
+            return self._pop()
+
+    def give(self, slot: memoryview) -> None:
+        """Gives a slot back; no copy of it is under way."""
+        with self._changing:
+            self._free.append(slot)
+            self.taken -= 1
+            self._changing.notify()
+            if self._is_closed:
+                self._release()
+
+    def close(self) -> None:
+        """Releases the memory, when all slots have been given back. Idempotent."""
+        with self._changing:
+            self._is_closed = True
+            self._changing.notify_all()
+            self._release()
+
+    def _release(self) -> None:
+        """The caller holds the lock."""
+        if self._memory is not None and not self.taken:
+            memory, self._memory = self._memory, None
+            self._free.clear()
+            self._driver.release(memory)
+
+    def _pop(self) -> memoryview:
+        self.taken += 1
+        return self._free.pop()
+
+    def _prepare(self) -> None:
+        """Allocates the memory, if that is to do. The caller holds the lock."""
+        if self._is_closed:
+            raise ClosedError("the client is closed", settled=1)
+        if self._memory is None:
+            memory = self._memory = self._driver.locked_memory(self._size)
+            size = self.slot_bytes
+            self._free = [memory[at : at + size] for at in range(0, SLOTS * size, size)]

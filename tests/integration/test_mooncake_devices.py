@@ -1,0 +1,76 @@
+"""Mooncake's store with memory of a device, by address. The device is a fake."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvstore.client import sync
+from kvstore.connectors.mooncake.names import Code
+from kvstore.connectors.mooncake.store import MooncakeDistributedStore
+from kvstore.device import cuda
+from kvstore.device.driver import use
+from kvstore.device.fake import FakeDriver
+
+NAME = "cuda:3"
+SIZE = 5_000
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    fake = FakeDriver(NAME)
+    use(NAME, fake)
+    monkeypatch.setattr(
+        sync, "is_of_cuda_device",
+        lambda address: any(at <= address < at + size for at, size in fake.memory.items()),
+    )  # fmt: skip
+    monkeypatch.setattr(cuda, "device_of", lambda address: NAME)
+    yield fake
+    use(NAME, None)
+
+
+@pytest.fixture
+def store(fake: FakeDriver) -> Iterator[MooncakeDistributedStore]:
+    with sync.Client.embedded("16MiB") as client:
+        store = MooncakeDistributedStore()
+        assert store.setup(master_server_addr=client.config.master) == Code.OK
+        yield store
+        store.close()
+
+
+def test_pages_of_a_device_go_there_and_back(
+    store: MooncakeDistributedStore, fake: FakeDriver
+) -> None:
+    pages = [fake.array(SIZE) for _ in range(4)]
+    for number, page in enumerate(pages):
+        fake.launch(partial(page.fill, number + 1))
+        assert store.register_buffer(page.ctypes.data, SIZE) == Code.OK
+    one, two, three, four = (page.ctypes.data for page in pages)
+    assert store.batch_put_from_multi_buffers(["k"], [[one, two + 7]], [[SIZE, 100]]) == [Code.OK]
+    assert store.put_from("single", two, SIZE) == Code.OK
+    assert store.get("k") == bytes([1] * SIZE + [2] * 100)
+    assert store.batch_get_into_multi_buffers(["k"], [[three, four]], [[SIZE, 100]]) == [SIZE + 100]
+    assert (pages[2] == 1).all()
+    assert (pages[3][:100] == 2).all()
+    assert (pages[3][100:] == 4).all()
+    assert store.get_into("single", one, SIZE) == SIZE
+    assert (pages[0] == 2).all()
+    assert store.unregister_buffer(one) == Code.OK
+    assert store.get_into("single", one, SIZE) == Code.INVALID_PARAMS
+
+
+def test_other_calls_refuse_memory_of_a_device(
+    store: MooncakeDistributedStore, fake: FakeDriver
+) -> None:
+    page, host = fake.array(SIZE), np.zeros(SIZE, np.uint8)
+    for each in (page, host):
+        assert store.register_buffer(each.ctypes.data, SIZE) == Code.OK
+    assert store.put_from("k", host.ctypes.data, SIZE) == Code.OK
+    pointers, sizes = [[host.ctypes.data, page.ctypes.data]], [[10, 10]]
+    assert store.batch_put_from_multi_buffers(["both"], pointers, sizes) == [Code.INVALID_PARAMS]
+    assert store.batch_get_into_multi_buffers(["k"], pointers, sizes) == [Code.INVALID_PARAMS]
+    assert not ctypes.string_at(page.ctypes.data, SIZE).strip(b"\0")
