@@ -98,6 +98,17 @@ class EngineAddress(NamedTuple):
     metadata_server: Name
 
 
+class DevicePlace(NamedTuple):
+    """Where a segment is in the memory of a device, for processes on its host."""
+
+    device: Name
+    """Its name in the node's process: ``cuda:0``."""
+    entry: ShmName
+    """Entry in ``/dev/shm`` that holds the superblock alone."""
+    handle: Name
+    """What opens the memory in another process (``kvstore.device.driver.Driver.export``)."""
+
+
 class SegmentInfo(NamedTuple):
     """How to reach a segment. ``segment_id`` is never used again within an epoch."""
 
@@ -122,6 +133,8 @@ class SegmentInfo(NamedTuple):
     """None: its node has no transfer engine."""
     data_protocol: int = 2
     """The highest version of the data protocol that the node's data server speaks."""
+    device: DevicePlace | None = None
+    """None: the segment is in memory of the host."""
 
 
 class Placements(NamedTuple):
@@ -903,6 +916,8 @@ class SegmentOffer(NamedTuple):
     engine: EngineAddress | None = None
     data_protocol: int = 2
     """The highest version of the data protocol that the node's data server speaks."""
+    device: DevicePlace | None = None
+    """None: the segment is in memory of the host."""
 
 
 class NodeJoin(NamedTuple):
