@@ -485,6 +485,8 @@ class SegmentStatus(NamedTuple):
     reclaim: int = 0
     """Of the used bytes: those of removed and evicted objects, which readers may still read or
     whose headers are not wiped yet."""
+    device: NameOrEmpty = ""
+    """Name of the device whose memory it is (``cuda:0``); empty: memory of the host."""
 
 
 class NodeStatus(NamedTuple):

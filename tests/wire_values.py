@@ -163,7 +163,7 @@ SEGMENT_INFO = st.builds(
     PROTOCOL,
     DEVICE,
 )
-SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64)
+SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64, ANY_NAME)
 NODE_STATUS = st.builds(
     calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3), ANY_NAME
 )

@@ -7,6 +7,10 @@ step is the usual transfer of the same rows.
 
 The work that was queued before the call has ended when a transfer begins (the step ``Ready``).
 
+A segment may be in the memory of the same device, which then copies within its memory. The
+processor has to see the bytes for their checksum, so those that are written, and those that are
+read and verified, are copied to the ring as well: once over the bus, as without such a segment.
+
 Checksums are computed by the processor, over the bytes in the pool: of one group of objects while
 the device copies the next. They are right because of the lease, as for any reader: while it holds,
 the bytes in the pool do not change between the copy and the checksum.
@@ -21,16 +25,24 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.flows.objects import ObjectReads, ObjectWrites, Outcome, headers, is_whole
+from kvstore.client.flows.objects import (
+    ObjectReads,
+    ObjectWrites,
+    Outcome,
+    header_of,
+    headers,
+    is_whole,
+)
 from kvstore.device.copies import Copies, laid_out
 from kvstore.device.device import GROUP_BYTES, Device
 from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
-from kvstore.native.kinds import CORRUPT, OUTSIDE, ReadRow, WriteRow
+from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.stopping import current
-from kvstore.transport.base import Transport
+from kvstore.transport.base import Move, Transport
+from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import batch_ended
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
@@ -46,6 +58,11 @@ class DeviceReads(ObjectReads):
         if not values:
             return super().in_one_go(transport, deadline)
         device = values[0].device
+        if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
+            self.done = []
+            for group in _groups(self.rows, GROUP_BYTES):
+                self.done += self._within(group, device, transport, deadline)
+            return True
         with _straight(device, transport, self.segment) as locked:
             outcomes: list[Outcome] = []
             for group in _groups(self.rows, GROUP_BYTES):
@@ -101,6 +118,43 @@ class DeviceReads(ObjectReads):
             for row, each in zip(bare, found, strict=True)
         ]
 
+    def _within(
+        self, group: list[ReadRow], device: Device, transport: DeviceTransport, deadline: float
+    ) -> list[Outcome]:
+        """The device copies within its memory, after the headers have been checked."""
+        heads = [bytearray(HEADER_BYTES) for _ in group]
+        moves = [Move(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
+        with transport.lent(self.segment, _extents(group), deadline) as (ranges, check):
+            ranges.read(moves, deadline, check)
+            found = [
+                header_of(head, self.segment, self.namespace, row)
+                for row, head in zip(group, heads, strict=True)
+            ]
+            there = [
+                (row, header)
+                for row, header in zip(group, found, strict=True)
+                if header is not None and row[1]
+            ]
+            copies = _copies([row for row, _ in there], ranges.base)
+            bad: set[int] = set()
+            if copies is not None:
+                event = device.copy(Way.LOAD, copies)
+                try:
+                    if self.verify:
+                        payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in there]
+                        hashers = ranges.hashed(payloads, deadline, check)
+                        bad = {
+                            row[0]
+                            for (row, header), hasher in zip(there, hashers, strict=True)
+                            if hasher.intdigest() != header.payload_checksum
+                        }
+                finally:
+                    device.settle(event, deadline)
+        return [
+            STALE if header is None else CORRUPT if row[0] in bad else header.descriptor
+            for row, header in zip(group, found, strict=True)
+        ]
+
     def _staged(
         self, group: list[ReadRow], device: Device, transport: Transport, deadline: float
     ) -> list[Outcome]:
@@ -125,6 +179,10 @@ class DeviceWrites(ObjectWrites):
         if not values:
             return super().in_one_go(transport, deadline)
         device = values[0].device
+        if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
+            for group in _groups(self.rows, GROUP_BYTES):
+                self._within(group, device, transport, deadline)
+            return True
         with _straight(device, transport, self.segment) as locked:
             under_way: _UnderWay | None = None
             try:
@@ -146,6 +204,24 @@ class DeviceWrites(ObjectWrites):
                 if under_way is not None:
                     device.settle(under_way.event, deadline)
         return True
+
+    def _within(
+        self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
+    ) -> None:
+        """The device copies within its memory. The checksums are of the bytes in the segment."""
+        wipes = [Move(row[0], memoryview(WIPE)) for row in group]
+        with transport.lent(self.segment, _extents(group), deadline) as (ranges, check):
+            ranges.write(wipes, deadline, check)
+            copies = _copies(group, ranges.base)
+            if copies is not None:
+                device.settle(device.copy(Way.SAVE, copies), deadline)
+            payloads = [(row[0] + HEADER_BYTES, row[1]) for row in group]
+            heads: list[Move] = []
+            for row, hasher in zip(group, ranges.hashed(payloads, deadline, check), strict=True):
+                head = bytearray(HEADER_BYTES)
+                self._pack(row, head, hasher)
+                heads.append(Move(row[0], memoryview(head)))
+            ranges.write(heads, deadline, check)
 
     def _begin(
         self, group: list[WriteRow], device: Device, transport: Transport, locked: Locked
@@ -275,6 +351,11 @@ def _copies(rows: Sequence[Any], base: int) -> Copies | None:
         return None
     places = [base + row[0] + HEADER_BYTES for row in with_bytes]
     return laid_out([row[5] for row in with_bytes], places)
+
+
+def _extents(rows: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where each row's object begins, and how many bytes it has with its header."""
+    return [(row[0], HEADER_BYTES + row[1]) for row in rows]
 
 
 def _payload_bytes(rows: Sequence[Any]) -> int:

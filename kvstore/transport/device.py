@@ -38,7 +38,7 @@ from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import current
 from kvstore.transport.base import Move
 from kvstore.transport.on_device import DeviceRanges
-from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
 
 log = logging.getLogger("kvstore.transport")
 
@@ -170,17 +170,22 @@ class DeviceTransport:
         attachment = self._attachment(segment)
         return attachment is not None and attachment.is_usable
 
+    def is_on(self, segment: SegmentInfo, device: Device) -> bool:
+        """Whether the segment is in the memory of this device, and open."""
+        attachment = self._attachment(segment)
+        return attachment is not None and attachment.device.driver is device.driver
+
     def register(self, buffer: memoryview) -> None:
         """Nothing to do."""
 
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.read``."""
-        with self.lent(segment, moves, deadline) as (ranges, check):
+        with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.read(moves, deadline, check)
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.write``."""
-        with self.lent(segment, moves, deadline) as (ranges, check):
+        with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.write(moves, deadline, check)
 
     def read_objects(
@@ -236,18 +241,23 @@ class DeviceTransport:
 
     @contextmanager
     def lent(
-        self, segment: SegmentInfo, moves: Sequence[Move], deadline: float
+        self, segment: SegmentInfo, ranges: Sequence[tuple[int, int]], deadline: float
     ) -> Iterator[tuple[DeviceRanges, Callable[[], None]]]:
-        """The memory of a segment, and a function that raises if the call must not go on. Raises
-        ``SegmentGoneError`` at the end, if the owner has not lived through it.
+        """The memory of a segment, and a function that raises if the call must not go on.
+
+        Args:
+            ranges: offset and length of all that the call touches.
 
         Raises:
-            As ``Transport.read``.
+            As ``Transport.read``; SegmentGoneError at the end, too, if the owner has not lived
+            through the call.
         """
         attachment = self._attachment(segment)
         if attachment is None:
             raise self._closed_error() if self._closed else _not_here(segment, "it is not open")
-        check_moves(segment, moves)
+        for offset, length in ranges:
+            if offset < SUPERBLOCK_BYTES or offset + length > segment.size:
+                raise invalid_range(offset, length, segment.size)
 
         def check() -> None:
             if self._closed:
@@ -315,6 +325,10 @@ class DeviceTransport:
 
     def _closed_error(self) -> ClosedError:
         return ClosedError("the transport was closed", settled=1)
+
+
+def _ranges_of(moves: Sequence[Move]) -> list[tuple[int, int]]:
+    return [(move.offset, len(move.buffer)) for move in moves]
 
 
 def _is_current(attachment: Attachment | None) -> bool:

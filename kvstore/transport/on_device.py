@@ -11,33 +11,48 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64
 
 from kvstore.device.copies import Copies
 from kvstore.device.device import Device
 from kvstore.device.driver import Event, Way
 from kvstore.memory.raw import address_of
-from kvstore.transport.base import Move
-from kvstore.transport.pieces import feed, windows
+from kvstore.transport.base import Hasher, Move
+from kvstore.transport.pieces import feed
 
 PIECES_MAX: Final = 4_096
 """Copies that are queued at once."""
 
+_Taking = Callable[[int, int, memoryview], None]
+"""Gets the index of a range, where in the range a piece begins, and the piece's bytes."""
+
+
+class _Piece(NamedTuple):
+    index: int
+    """Of the range that it is cut from."""
+    start: int
+    """In the range, bytes."""
+    size: int
+
 
 class _Window(NamedTuple):
-    """Pieces that the device copies into a half of a slot."""
+    """Pieces that the device copies into a half of a slot, end to end."""
 
     event: Event | None
-    """None: the pieces have no bytes."""
-    memory: memoryview
-    pieces: list[tuple[int, memoryview]]
-    """Index of the move, and the piece of its buffer; they lie in ``memory`` end to end."""
+    """None: they have no bytes."""
+    half: memoryview
+    pieces: list[_Piece]
 
 
 class DeviceRanges:
-    """See the module. Whoever calls has checked that the moves are within the segment. However a
-    call ends, no copy of it is under way afterwards, unless the device has failed.
+    """See the module. The caller has checked that the ranges are within the segment. However a call
+    ends, no copy of it is under way afterwards, unless the device has failed.
 
     Threads: any.
+
+    Raises, in all methods:
+        DeadlineExceededError: no part of the ring was free by the deadline.
+        DeviceError: the driver refused, or the device has failed.
     """
 
     def __init__(self, device: Device, base: int) -> None:
@@ -46,87 +61,90 @@ class DeviceRanges:
         self.base: Final = base
 
     def read(self, moves: Sequence[Move], deadline: float, check: Callable[[], None]) -> None:
-        """Fills the moves' buffers.
+        """Fills the moves' buffers. ``check`` is called before the device gets work; if it raises,
+        the call ends."""
 
-        Args:
-            check: called before the device gets work; may raise, which ends the call.
+        def take(index: int, start: int, data: memoryview) -> None:
+            move = moves[index]
+            move.buffer[start : start + len(data)] = data
+            if move.hasher is not None:
+                feed(move.hasher, data)
 
-        Raises:
-            DeadlineExceededError: no part of the ring was free by the deadline.
-            DeviceError: the driver refused, or the device has failed.
-        """
-        places = [self.base + move.offset for move in moves]
-        with self._halves(deadline) as halves:
-            before: _Window | None = None
-            begun: _Window | None = None
-            try:
-                for number, pieces in enumerate(_windows(moves, len(halves[0]))):
-                    check()
-                    begun = self._begin(pieces, places, halves[number % 2])
-                    if before is not None:
-                        self._finish(before, moves, deadline)
-                    before, begun = begun, None
-                if before is not None:
-                    self._finish(before, moves, deadline)
-                    before = None
-            finally:
-                left = [each.event for each in (before, begun) if each is not None]
-                self._settle([event for event in left if event is not None], deadline)
+        self._read([(move.offset, len(move.buffer)) for move in moves], take, deadline, check)
+
+    def hashed(
+        self, ranges: Sequence[tuple[int, int]], deadline: float, check: Callable[[], None]
+    ) -> list[Hasher]:
+        """The hash of each range (offset, length). ``check``: as ``read``."""
+        hashers = [xxh3_64() for _ in ranges]
+        self._read(ranges, lambda index, _, data: feed(hashers[index], data), deadline, check)
+        return list(hashers)
 
     def write(self, moves: Sequence[Move], deadline: float, check: Callable[[], None]) -> None:
-        """Writes the moves' buffers, in their order. Arguments and errors as ``read``."""
-        places = [self.base + move.offset for move in moves]
+        """Writes the moves' buffers, in their order. ``check``: as ``read``."""
+        lengths = [len(move.buffer) for move in moves]
         with self._halves(deadline) as halves:
-            events: list[list[Event]] = [[], []]
-            started = -1
+            events: tuple[list[Event], list[Event]] = [], []
             try:
-                for number, pieces in enumerate(_windows(moves, len(halves[0]))):
+                for number, pieces in enumerate(_windows(lengths, len(halves[0]))):
                     check()
                     half, queued = halves[number % 2], events[number % 2]
                     self._settle(queued, deadline)
                     batch = _Batch(address_of(half))
-                    at = 0
-                    for index, piece in pieces:
+                    for at, (index, start, size) in _laid_out(pieces):
                         move = moves[index]
-                        is_new, started = index != started, index
-                        if is_new and move.prepare is not None:
+                        if move.prepare is not None and not start:
                             queued += self._send(batch)  # what the header describes goes first
                             move.prepare()
+                        piece = move.buffer[start : start + size]
                         if move.hasher is not None:
                             feed(move.hasher, piece)
-                        if batch.may_overlap(places[index]):
+                        place = self.base + move.offset + start
+                        if batch.may_overlap(place):
                             queued += self._send(batch)
-                        half[at : at + len(piece)] = piece
-                        batch.add(places[index], at, len(piece))
-                        places[index] += len(piece)
-                        at += len(piece)
+                        half[at : at + size] = piece
+                        batch.add(place, at, size)
                     queued += self._send(batch)
             finally:
                 self._settle(events[0] + events[1], deadline)
 
+    def _read(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        take: _Taking,
+        deadline: float,
+        check: Callable[[], None],
+    ) -> None:
+        lengths = [length for _, length in ranges]
+        with self._halves(deadline) as halves:
+            under_way: list[_Window] = []
+            try:
+                for number, pieces in enumerate(_windows(lengths, len(halves[0]))):
+                    check()
+                    under_way.append(self._begin(ranges, pieces, halves[number % 2]))
+                    if len(under_way) == 2:
+                        self._finish(under_way[0], take, deadline)
+                        del under_way[0]
+                for window in under_way:
+                    self._finish(window, take, deadline)
+            finally:
+                self._settle([each.event for each in under_way if each.event], deadline)
+
     def _begin(
-        self, pieces: list[tuple[int, memoryview]], places: list[int], half: memoryview
+        self, ranges: Sequence[tuple[int, int]], pieces: list[_Piece], half: memoryview
     ) -> _Window:
         batch = _Batch(address_of(half))
-        at = 0
-        for index, piece in pieces:
-            batch.add(places[index], at, len(piece))
-            places[index] += len(piece)
-            at += len(piece)
+        for at, (index, start, size) in _laid_out(pieces):
+            batch.add(self.base + ranges[index][0] + start, at, size)
         copies = batch.taken()
         event = None if copies is None else self.device.copy(Way.SAVE, copies)
         return _Window(event, half, pieces)
 
-    def _finish(self, window: _Window, moves: Sequence[Move], deadline: float) -> None:
+    def _finish(self, window: _Window, take: _Taking, deadline: float) -> None:
         if window.event is not None:
             self.device.settle(window.event, deadline)
-        at = 0
-        for index, piece in window.pieces:
-            piece[:] = window.memory[at : at + len(piece)]
-            at += len(piece)
-            hasher = moves[index].hasher
-            if hasher is not None:
-                feed(hasher, piece)
+        for at, (index, start, size) in _laid_out(window.pieces):
+            take(index, start, window.half[at : at + size])
 
     def _send(self, batch: _Batch) -> list[Event]:
         copies = batch.taken()
@@ -171,9 +189,36 @@ class _Batch:
     def taken(self) -> Copies | None:
         """The copies, which are no longer here; None: there are none."""
         rows, self._rows, self._end = self._rows, [], 0
-        return Copies(*np.array(rows, np.int64).T.copy()) if rows else None
+        if not rows:
+            return None
+        places, others, sizes = np.array(rows, np.int64).T.copy()
+        return Copies(places, others, sizes)
 
 
-def _windows(moves: Sequence[Move], size: int) -> Iterator[list[tuple[int, memoryview]]]:
-    buffers = [move.buffer for move in moves]
-    return windows(buffers, window_bytes=size, window_buffers=PIECES_MAX)
+def _windows(lengths: Sequence[int], size_max: int) -> Iterator[list[_Piece]]:
+    """Ranges of these lengths in pieces, in order, grouped by what fits into ``size_max`` bytes. A
+    range of no bytes is one piece."""
+    window: list[_Piece] = []
+    room = size_max
+    for index, length in enumerate(lengths):
+        start = 0
+        while True:
+            size = min(room, length - start)
+            window.append(_Piece(index, start, size))
+            start += size
+            room -= size
+            if not room or len(window) == PIECES_MAX:
+                yield window
+                window, room = [], size_max
+            if start == length:
+                break
+    if window:
+        yield window
+
+
+def _laid_out(pieces: Sequence[_Piece]) -> Iterator[tuple[int, _Piece]]:
+    """Each piece, and where it begins if they lie end to end."""
+    at = 0
+    for piece in pieces:
+        yield at, piece
+        at += piece.size

@@ -93,6 +93,7 @@ class SegmentAnswer(BaseModel):
     pending: int
     quarantined: int
     reclaim: int
+    device: str = Field(description="Whose memory it is; empty: the host's.")
 
 
 class NodeAnswer(BaseModel):

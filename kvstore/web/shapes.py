@@ -26,6 +26,7 @@ class Segment(BaseModel):
     pending: int
     quarantined: int
     reclaim: int
+    device: str
 
 
 class Node(BaseModel):
