@@ -55,8 +55,8 @@ class FakeDriver:
         self._streams: dict[int | Way, deque[list[Callable[[], None]]]] = {}
         self.locked: dict[int, int] = {}
         """Sizes of locked ranges of the host, by address."""
-        self._owned: dict[int, Any] = {}
-        """Page-locked memory by address, and what keeps it."""
+        self._owned: dict[int, int] = {}
+        """Sizes of ``locked_memory`` by address."""
         self.memory: dict[int, int] = {}
         """Sizes of the device's own memory, by address."""
         self._kept: list[object] = []
@@ -85,9 +85,19 @@ class FakeDriver:
         while self._step():
             pass
 
+    def forget(self) -> None:
+        """Drops all that is queued, when its memory may be gone."""
+        with self._running:
+            self._streams.clear()
+
     @property
     def is_idle(self) -> bool:
         return not any(self._streams.values())
+
+    @property
+    def locked_own_bytes(self) -> int:
+        """Of ``locked_memory`` that was not released."""
+        return sum(self._owned.values())
 
     # --- Driver -------------------------------------------------------------------------------
 
@@ -100,7 +110,7 @@ class FakeDriver:
         return cast("_Event", event).is_done
 
     def copy(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
-        return self._copy(way, to, source, sizes, [*self.locked.items(), *self._locked_own()])
+        return self._copy(way, to, source, sizes, [*self.locked.items(), *self._owned.items()])
 
     def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         return self._copy(way, to, source, sizes, [(0, 1 << 62)])
@@ -123,6 +133,7 @@ class FakeDriver:
     def locked_memory(self, size: int) -> memoryview:
         array = np.zeros(size, np.uint8)
         memory = memoryview(array)  # type: ignore[arg-type]
+        self._kept.append(array)
         self._owned[array.ctypes.data] = size
         return memory
 
@@ -169,9 +180,6 @@ class FakeDriver:
         self._files[address] = mapped, fd
         self.memory[address] = size
         return address
-
-    def _locked_own(self) -> list[tuple[int, int]]:
-        return list(self._owned.items())
 
     def _copy(
         self,

@@ -1,0 +1,98 @@
+"""Lists of copies, compared with what a loop over single bytes says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.device.copies import Copies, cut, laid_out, merged
+from kvstore.device.device import Device
+from kvstore.device.fake import FakeDriver
+from kvstore.device.memory import DeviceMemory
+from kvstore.errors import InvalidArgumentError
+
+DEVICE = Device(FakeDriver(), ring_bytes=8, locked_max=0)
+
+Runs = list[tuple[int, int]]
+runs = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=6)
+
+
+def memory(each: Runs) -> DeviceMemory:
+    addresses, sizes = zip(*each, strict=True)
+    return DeviceMemory(DEVICE, np.array(addresses), np.array(sizes))
+
+
+def pairs(copies: Copies) -> list[tuple[int, int]]:
+    """Byte by byte: its address on the device, and the other one."""
+    return [
+        (device + at, other + at)
+        for device, other, size in zip(*(each.tolist() for each in copies), strict=True)
+        for at in range(size)
+    ]
+
+
+def expected(values: list[Runs], places: list[int]) -> list[tuple[int, int]]:
+    found = []
+    for value, place in zip(values, places, strict=True):
+        for address, size in value:
+            found += [(address + at, place + at) for at in range(size)]
+            place += size
+    return found
+
+
+@given(st.lists(st.tuples(runs, st.integers(0, 10_000)), min_size=1, max_size=5))
+def test_runs_of_a_value_lie_end_to_end_from_its_place(rows: list[tuple[Runs, int]]) -> None:
+    values, places = [row[0] for row in rows], [row[1] for row in rows]
+    copies = laid_out([memory(each) for each in values], places)
+    assert pairs(copies) == expected(values, places)
+
+
+@given(st.lists(st.tuples(runs, st.integers(0, 300)), min_size=1, max_size=4), st.integers(1, 64))
+def test_no_copy_crosses_a_border(rows: list[tuple[Runs, int]], window: int) -> None:
+    base = 7
+    places = [base + row[1] for row in rows]
+    whole = laid_out([memory(row[0]) for row in rows], places)
+    pieces = cut(whole, base, window)
+    assert pairs(pieces) == pairs(whole)
+    assert all(pieces.sizes > 0)
+    assert all(
+        (pieces.other - base) // window == (pieces.other + pieces.sizes - 1 - base) // window
+    )
+
+
+def test_copies_that_touch_on_both_sides_are_one() -> None:
+    one = Copies(np.array([10, 14, 20]), np.array([110, 114, 120]), np.array([4, 6, 5]))
+    assert [each.tolist() for each in merged(one)] == [[10], [110], [15]]
+    apart = Copies(np.array([10, 14]), np.array([110, 115]), np.array([4, 4]))
+    assert merged(apart) is apart
+
+
+def test_blocks_that_are_contiguous_on_the_device_are_one_copy_each() -> None:
+    block = [(1_000 + layer * 64, 64) for layer in range(32)]
+    copies = laid_out([memory(block), memory([(5_000, 7)])], [0, 90_000])
+    assert [each.tolist() for each in copies] == [[1_000, 5_000], [0, 90_000], [2_048, 7]]
+
+
+@given(runs, st.data())
+def test_the_first_bytes_of_a_memory(each: Runs, data: st.DataObject) -> None:
+    whole = memory(each)
+    size = data.draw(st.integers(1, whole.nbytes))
+    first = whole.first(size)
+    assert len(first) == first.nbytes == size == int(first.sizes.sum())
+    assert pairs(laid_out([first], [0])) == expected([each], [0])[:size]
+    assert len(whole) == sum(length for _, length in each)  # unchanged
+
+
+@pytest.mark.parametrize("size", [0, -1, 6])
+def test_more_than_a_memory_has(size: int) -> None:
+    with pytest.raises(InvalidArgumentError):
+        memory([(0, 5)]).first(size)
+
+
+def test_joined() -> None:
+    left, right = memory([(0, 3), (9, 2)]), memory([(50, 4)])
+    both = DeviceMemory.joined([left, right])
+    assert (both.addresses.tolist(), both.sizes.tolist()) == ([0, 9, 50], [3, 2, 4])
+    assert DeviceMemory.joined([left]) is left

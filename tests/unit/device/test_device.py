@@ -1,0 +1,102 @@
+"""Waits for a device end, by the deadline or when the call is cancelled; a device that does not end
+its copies is not used again."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvstore.clocks import uptime
+from kvstore.device import device as module
+from kvstore.device.copies import Copies
+from kvstore.device.device import Device
+from kvstore.device.driver import Way, driver_of, use
+from kvstore.device.fake import FakeDriver
+from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
+from kvstore.stopping import Stop
+
+
+def made() -> tuple[FakeDriver, Device]:
+    driver = FakeDriver()
+    return driver, Device(driver, ring_bytes=8_000, locked_max=1 << 40)
+
+
+def one_copy(driver: FakeDriver, device: Device) -> Copies:
+    there = driver.array(100)
+    there[:] = 7
+    here = np.frombuffer(device.ring.take(uptime()), np.uint8)
+    return Copies(np.array([there.ctypes.data]), np.array([here.ctypes.data]), np.array([100]))
+
+
+def test_a_copy_has_ended_when_it_is_settled() -> None:
+    driver, device = made()
+    copies = one_copy(driver, device)
+    event = device.copy(Way.SAVE, copies)
+    assert driver.copied_bytes == 0  # it is only queued
+    device.settle(event, uptime() + 30)
+    assert driver.copied_bytes == 100
+
+
+def test_work_that_does_not_end_by_the_deadline() -> None:
+    driver, device = made()
+    driver.is_stuck = True
+    with pytest.raises(DeadlineExceededError):
+        device.wait([driver.mark()], uptime() + 0.01)
+    assert not device.has_failed
+    driver.is_stuck = False
+    device.wait([driver.mark(), driver.mark()], uptime() + 30)
+
+
+def test_a_wait_ends_when_the_call_is_cancelled() -> None:
+    driver, device = made()
+    driver.is_stuck = True
+    stop = Stop()
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            with stop.here():
+                device.wait([driver.mark()], uptime() + 60)
+        except ClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    stop.set()
+    thread.join(30)
+    assert len(errors) == 1
+
+
+def test_a_device_whose_copies_do_not_end_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    driver, device = made()
+    copies = one_copy(driver, device)
+    event = device.copy(Way.SAVE, copies)
+    driver.is_stuck = True
+    with pytest.raises(DeviceError) as caught:
+        device.settle(event, uptime())
+    assert caught.value.fields["settled"] == 0
+    assert device.has_failed
+    with pytest.raises(DeviceError):
+        device.copy(Way.SAVE, copies)
+    device.close()
+    assert driver.locked_own_bytes  # kept: a copy may still write there
+
+
+def test_the_driver_of_a_device() -> None:
+    fake = FakeDriver("cuda:5")
+    use("cuda:5", fake)
+    try:
+        assert driver_of("cuda:5") is fake
+    finally:
+        use("cuda:5", None)
+
+
+@pytest.mark.parametrize("name", ["", "cpu", "cuda:x", "xpu:0", "cuda:-1"])
+def test_names_that_are_no_device(name: str) -> None:
+    with pytest.raises(DeviceError, match="is no device"):
+        driver_of(name)

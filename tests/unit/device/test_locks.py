@@ -1,0 +1,84 @@
+"""Which memory is page-locked, and until when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.device import locks as module
+from kvstore.device.fake import FakeDriver
+from kvstore.device.locks import Locks
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _windows_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WINDOW_BYTES", MIB)
+
+
+def segment(size: int) -> memoryview:
+    return memoryview(np.zeros(size, np.uint8))  # type: ignore[arg-type]
+
+
+def test_windows_are_locked_when_they_are_used_first() -> None:
+    driver = FakeDriver()
+    locks = Locks(driver, 1 << 40)
+    memory = segment(3 * MIB + 100)
+    with locks.of(memory, lambda: True) as locked:
+        assert locks.lock(locked, 10, 20)
+        assert driver.locked == {locked.base: MIB}
+        assert locks.lock(locked, MIB - 1, 2)
+        assert locks.lock(locked, 3 * MIB, 100)
+        assert driver.locked == {
+            locked.base: MIB,
+            locked.base + MIB: MIB,
+            locked.base + 3 * MIB: 100,
+        }
+    assert locks.locked_bytes == 2 * MIB + 100
+    with locks.of(memory, lambda: True) as again:
+        assert again is locked
+    locks.close()
+    assert (driver.locked, locks.locked_bytes) == ({}, 0)
+    with locks.of(memory, lambda: True) as late:
+        assert not locks.lock(late, 0, 1)  # closed
+
+
+def test_no_more_than_the_bound() -> None:
+    driver = FakeDriver()
+    locks = Locks(driver, MIB)
+    first, second = segment(2 * MIB), segment(MIB)
+    mounted = [True]
+    with locks.of(first, lambda: mounted[0]) as locked:
+        assert locks.lock(locked, 0, 10)
+        assert not locks.lock(locked, 0, MIB + 1)
+    with locks.of(second, lambda: True) as other:
+        assert not locks.lock(other, 0, 10)
+        mounted[0] = False
+        locks.sweep()
+        assert locks.lock(other, 0, 10)  # the first segment has gone, and there is room
+        assert list(driver.locked) == [other.base]
+
+
+def test_what_the_system_refuses_is_not_asked_again() -> None:
+    driver = FakeDriver(lock_max=0)
+    locks = Locks(driver, 1 << 40)
+    asked: list[int] = []
+    lock = driver.lock
+    driver.lock = lambda address, size: (asked.append(address), lock(address, size))[1]  # type: ignore[method-assign]
+    with locks.of(segment(MIB), lambda: True) as locked:
+        assert not locks.lock(locked, 0, 10)
+        assert not locks.lock(locked, 5, 10)
+    assert len(asked) == 1
+    assert locks.locked_bytes == 0
+
+
+def test_a_segment_in_use_stays_locked_though_it_is_gone() -> None:
+    driver = FakeDriver()
+    locks = Locks(driver, 1 << 40)
+    with locks.of(segment(MIB), lambda: False) as locked:
+        assert locks.lock(locked, 0, 10)
+        locks.sweep()
+        assert driver.locked
+    locks.sweep()
+    assert not driver.locked

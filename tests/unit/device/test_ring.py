@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvstore.clocks import uptime
+from kvstore.device.fake import FakeDriver
+from kvstore.device.ring import SLOTS, Ring
+from kvstore.errors import DeadlineExceededError
+
+
+def test_slots_are_equal_parts_of_memory_that_is_locked_once() -> None:
+    driver = FakeDriver()
+    ring = Ring(driver, SLOTS * 1_000)
+    assert driver.locked_own_bytes == 0
+    slots = [ring.take(uptime()) for _ in range(SLOTS)]
+    assert driver.locked_own_bytes == SLOTS * 1_000
+    assert [len(slot) for slot in slots] == [1_000] * SLOTS
+    for number, slot in enumerate(slots):
+        slot[:] = bytes([number]) * 1_000
+    assert [slot[999] for slot in slots] == list(range(SLOTS))  # they do not overlap
+    with pytest.raises(DeadlineExceededError):
+        ring.take(uptime() + 0.01)
+    ring.give(slots[3])
+    assert ring.take(uptime())[0] == 3
+
+
+def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
+    ring = Ring(FakeDriver(), SLOTS * 8)
+    slots = [ring.take(uptime()) for _ in range(SLOTS)]
+    taken: list[memoryview] = []
+    waiting = threading.Thread(target=lambda: taken.append(ring.take(uptime() + 30)))
+    waiting.start()
+    ring.give(slots.pop())
+    waiting.join(30)
+    assert len(taken) == 1
+
+
+def test_memory_in_use_is_not_released() -> None:
+    driver = FakeDriver()
+    ring = Ring(driver, SLOTS * 8)
+    slot = ring.take(uptime())
+    ring.close()
+    assert driver.locked_own_bytes
+    slot[:] = b"12345678"
+
+    other = Ring(driver, SLOTS * 8)
+    other.give(other.take(uptime()))
+    before = driver.locked_own_bytes
+    other.close()
+    assert driver.locked_own_bytes == before - SLOTS * 8
