@@ -67,6 +67,11 @@ class Peer:
         )
 
     @property
+    def entry(self) -> Path:
+        """Its segment in the file system."""
+        return Path(SHM_DIRECTORY, f"kvstore.{self.name}")
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
@@ -95,7 +100,7 @@ class Peer:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        Path(SHM_DIRECTORY, f"kvstore.{self.name}").unlink(missing_ok=True)
+        self.entry.unlink(missing_ok=True)
 
     def _say(self, command: str) -> str:
         assert self._process.stdin is not None
