@@ -245,9 +245,7 @@ class _UnderWay:
     def __exit__(self, *_: object) -> None:
         self.settle()
 
-    def copy(
-        self, way: Way, rows: Sequence[Any], base: int, locked: Locked | None = None
-    ) -> None:
+    def copy(self, way: Way, rows: Sequence[Any], base: int, locked: Locked | None = None) -> None:
         """Queues the copies between the memory of these rows and their extents.
 
         Args:

@@ -167,6 +167,6 @@ class NodeConfig(Config):
 
     @property
     def keeps(self) -> bool:
-        """Whether a clean stop leaves the memory. A device's is gone anyway. Without a name no later start might find it."""
+        """Whether a clean stop leaves the memory. Without a name no later start might find it,
+        and memory of a device is gone with the process."""
         return bool(self.name and not self.device) if self.keep is None else self.keep
-

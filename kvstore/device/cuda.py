@@ -282,9 +282,7 @@ class CUDADriver:
         except ValueError as error:
             raise DeviceError(f"no handle of memory: {error}", device=self.name) from None
         with self._current():
-            self._call(
-                "cuIpcOpenMemHandle_v2", ctypes.byref(opened), passed, _IPC_LAZY_PEER_ACCESS
-            )
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), passed, _IPC_LAZY_PEER_ACCESS)
         return opened.value
 
     def close(self, address: int) -> None:

@@ -34,7 +34,8 @@ used:
        272     8   the highest epoch of a master that the node has joined
        280     8   the same, xxh3_64 of it
        512     8   checksum of the rest of the owner: 520 up to its end
-       520     8   u16 each: flags (1: volatile, 2: on a device), bytes of the cluster's name, of the places, 0
+       520     8   u16 each: flags (1: volatile, 2: on a device), bytes of the cluster's name, of
+                   the places, 0
        528         the cluster's name, and the places, separated by line feeds
       3072    64   of a segment in a device's memory: whether its owner lives
                    (``kvstore.memory.alive``)

@@ -65,15 +65,15 @@ class DeviceSegment(Segment):
 
     def __init__(
         self, *, path: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock,
-        device: Device, base: int,
+        device: Device, base: int, handle: str, held: int,
     ) -> None:  # fmt: skip
-        """Internal: use ``on``."""
+        """Internal: use ``on``. ``held``: as ``kvstore.memory.alive.hold`` returned it."""
         super().__init__(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=False)
         self._device = device
         self._base = base
-        self._own = mapped
+        self._held = held
         self.ranges = self._ranges = _OwnRanges(DeviceRanges(device, base))
-        self.place = DevicePlace(device.name, self.shm_name, device.driver.export(base))
+        self.place = DevicePlace(device.name, self.shm_name, handle)
 
     @classmethod
     def on(
@@ -118,6 +118,7 @@ class DeviceSegment(Segment):
             device = Device(driver_of(device_name), ring_bytes=RING_BYTES, locked_max=0)
             base = device.driver.allocate(size)
             try:
+                handle = device.driver.export(base)
                 mapped = mmap.mmap(fd, layout.SUPERBLOCK_BYTES)
                 let_in(fd, path, gid)
                 superblock = layout.Superblock(
@@ -125,12 +126,12 @@ class DeviceSegment(Segment):
                 )
                 packed = layout.pack_owner((owner or layout.Owner())._replace(on_device=True))
                 mapped[layout.OWNER_OFFSET : layout.OWNER_OFFSET + len(packed)] = packed
-                alive.hold(mapped, layout.ALIVE_OFFSET)
+                held = alive.hold(fd, layout.ALIVE_OFFSET)
                 packed = layout.pack_superblock(superblock)
                 mapped[: len(packed)] = packed
                 return cls(
                     path=path, fd=fd, mapped=mapped, superblock=superblock, device=device,
-                    base=base,
+                    base=base, handle=handle, held=held,
                 )  # fmt: skip
             except BaseException:
                 device.driver.free(base)
@@ -193,10 +194,12 @@ class DeviceSegment(Segment):
             self._device.close()
             if not self._device.has_failed:
                 self._device.driver.free(self._base)
-            if alive.let_go(self._own, layout.ALIVE_OFFSET):
-                with contextlib.suppress(BufferError):
-                    self.memory.release()
-                    self._own.close()
+            alive.let_go(self._held)
+            with contextlib.suppress(BufferError):
+                self.memory.release()
+                if self._mapped is not None:
+                    self._mapped.close()
+            self._mapped = None
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = -1

@@ -112,9 +112,7 @@ def test_values_come_back(cluster: Cluster, transport: str) -> None:
 
 
 @TRANSPORTS
-def test_values_of_a_device_come_back(
-    cluster: Cluster, transport: str, fake: FakeDriver
-) -> None:
+def test_values_of_a_device_come_back(cluster: Cluster, transport: str, fake: FakeDriver) -> None:
     start(cluster, memory="64MiB")
     contents = [os.urandom(size) for size in (3, 5_000, 300_000, 2 << 20, 300_001)]
     keys = [f"block-{number}" for number in range(len(contents))]
@@ -256,7 +254,11 @@ def test_memory_that_a_node_left_is_not_thrown_away(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"protocol": "tcp"}, "--device"), ({"keep": True}, "--device"), ({"device": "gpu"}, "cuda:0")],
+    [
+        ({"protocol": "tcp"}, "--device"),
+        ({"keep": True}, "--device"),
+        ({"device": "gpu"}, "cuda:0"),
+    ],
 )
 def test_settings_that_do_not_go_together(
     cluster: Cluster, settings: dict[str, Any], said: str

@@ -8,22 +8,24 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvstore.memory import alive
+from tests.integration.cluster import until
 
 OWNER = """
-import mmap, sys, threading
+import sys, threading
 from kvstore.memory import alive
 with open(sys.argv[1], "r+b") as file:
-    memory = mmap.mmap(file.fileno(), 4096)
-alive.hold(memory, 64)
+    held = alive.hold(file.fileno(), 64)
 print("held", flush=True)
 sys.stdin.read()
 if sys.argv[2] == "lets go":
-    alive.let_go(memory, 64)
+    alive.let_go(held)
     print("let go", flush=True)
     threading.Event().wait()
 """
@@ -64,25 +66,34 @@ def test_the_word_says_whether_the_owner_lives(tmp_path: Path, end: str) -> None
             owner.kill()
 
 
-def test_a_dead_owners_word_can_be_held_anew(tmp_path: Path) -> None:
-    with mmap.mmap(-1, 4096) as memory:
-        thread = threading.Thread(target=alive.hold, args=(memory, 64))
+@contextmanager
+def file_and_memory() -> Iterator[tuple[int, mmap.mmap]]:
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, 4096)
+    with mmap.mmap(fd, 4096) as memory:
+        yield fd, memory
+    os.close(fd)
+
+
+def test_a_dead_threads_word_can_be_held_anew() -> None:
+    with file_and_memory() as (fd, memory):
+        thread = threading.Thread(target=alive.hold, args=(fd, 64))
         thread.start()
         thread.join()
-        assert not alive.is_held(word(memory)), "the thread is gone"
-        alive.hold(memory, 64)
+        until(lambda: not alive.is_held(word(memory)))  # ``join`` returns a moment earlier
+        held = alive.hold(fd, 64)
         assert alive.is_held(word(memory))
-        assert alive.let_go(memory, 64)
+        assert alive.let_go(held)
         assert not alive.is_held(word(memory))
 
 
 def test_only_the_owner_lets_go() -> None:
-    with mmap.mmap(-1, 4096) as memory:
-        alive.hold(memory, 64)
+    with file_and_memory() as (fd, memory):
+        held = alive.hold(fd, 64)
         answers: list[bool] = []
-        thread = threading.Thread(target=lambda: answers.append(alive.let_go(memory, 64)))
+        thread = threading.Thread(target=lambda: answers.append(alive.let_go(held)))
         thread.start()
         thread.join()
         assert answers == [False]
         assert alive.is_held(word(memory))
-        assert alive.let_go(memory, 64)
+        assert alive.let_go(held)
