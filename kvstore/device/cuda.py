@@ -77,7 +77,7 @@ _FUNCTIONS: Final = {
     "cuMemFreeHost": [_Handle],
     "cuPointerGetAttribute": [_Handle, _Int, _Address],
     "cuDeviceGetCount": [_ToInt],
-    "cuDeviceGetUuid": [_Handle, _Int],
+    "cuDeviceGetUuid_v2": [_Handle, _Int],
     "cuMemAlloc_v2": [_ToAddress, _Size],
     "cuMemFree_v2": [_Address],
     "cuIpcGetMemHandle": [_Handle, _Address],
@@ -375,7 +375,7 @@ def uuid_of(number: int) -> bytes:
     uuid = (ctypes.c_char * _UUID_BYTES)()
     for name, arguments in (
         ("cuDeviceGet", (ctypes.byref(device), number)),
-        ("cuDeviceGetUuid", (uuid, device)),
+        ("cuDeviceGetUuid_v2", (uuid, device)),
     ):
         status = getattr(cuda, name)(*arguments)
         if status:
