@@ -28,8 +28,8 @@ _Taking = Callable[[int, int, memoryview], None]
 
 
 class _Piece(NamedTuple):
-    index: int
-    """Of the range that it is cut from."""
+    row: int
+    """Index of the range that it is cut from."""
     start: int
     """In the range, bytes."""
     size: int
@@ -91,8 +91,8 @@ class DeviceRanges:
                     half, queued = halves[number % 2], events[number % 2]
                     self._settle(queued, deadline)
                     batch = _Batch(address_of(half))
-                    for at, (index, start, size) in _laid_out(pieces):
-                        move = moves[index]
+                    for at, (row, start, size) in _laid_out(pieces):
+                        move = moves[row]
                         if move.prepare is not None and not start:
                             queued += self._send(batch)  # what the header describes goes first
                             move.prepare()
@@ -128,14 +128,15 @@ class DeviceRanges:
                 for window in under_way:
                     self._finish(window, take, deadline)
             finally:
-                self._settle([each.event for each in under_way if each.event], deadline)
+                events = [each.event for each in under_way if each.event is not None]
+                self._settle(events, deadline)
 
     def _begin(
         self, ranges: Sequence[tuple[int, int]], pieces: list[_Piece], half: memoryview
     ) -> _Window:
         batch = _Batch(address_of(half))
-        for at, (index, start, size) in _laid_out(pieces):
-            batch.add(self.base + ranges[index][0] + start, at, size)
+        for at, (row, start, size) in _laid_out(pieces):
+            batch.add(self.base + ranges[row][0] + start, at, size)
         copies = batch.taken()
         event = None if copies is None else self.device.copy(Way.SAVE, copies)
         return _Window(event, half, pieces)
@@ -143,8 +144,8 @@ class DeviceRanges:
     def _finish(self, window: _Window, take: _Taking, deadline: float) -> None:
         if window.event is not None:
             self.device.settle(window.event, deadline)
-        for at, (index, start, size) in _laid_out(window.pieces):
-            take(index, start, window.half[at : at + size])
+        for at, (row, start, size) in _laid_out(window.pieces):
+            take(row, start, window.half[at : at + size])
 
     def _send(self, batch: _Batch) -> list[Event]:
         copies = batch.taken()
@@ -200,11 +201,11 @@ def _windows(lengths: Sequence[int], size_max: int) -> Iterator[list[_Piece]]:
     range of no bytes is one piece."""
     window: list[_Piece] = []
     room = size_max
-    for index, length in enumerate(lengths):
+    for row, length in enumerate(lengths):
         start = 0
         while True:
             size = min(room, length - start)
-            window.append(_Piece(index, start, size))
+            window.append(_Piece(row, start, size))
             start += size
             room -= size
             if not room or len(window) == PIECES_MAX:
