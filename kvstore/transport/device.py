@@ -303,7 +303,7 @@ class DeviceTransport:
                     if uuid not in self._said and len(self._said) < SAID_MAX:
                         self._said.add(uuid)
                         log.warning("device_memory_not_opened node=%s reason=%s",
-                                    segment.node, error)  # fmt: skip
+                                    segment.node, str(error))  # fmt: skip
             return self._attached[uuid]
 
     def _device_of(self, place: DevicePlace) -> Device:

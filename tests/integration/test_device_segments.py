@@ -22,7 +22,8 @@ from kvstore.device.memory import DeviceMemory
 from kvstore.errors import NoSpaceError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from tests.integration.cluster import Cluster, Node, until
-from tests.integration.traffic import content
+from tests.integration.test_forks import fork, join
+from tests.integration.traffic import at_work, content, getter, putter
 
 STORED = PutOutcome.STORED
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -175,6 +176,55 @@ def test_a_killed_node_takes_its_objects_along(cluster: Cluster, transport: str)
     assert until(lambda: client.put("new", b"of the host") is STORED)
     assert client.get("new") == b"of the host"
     assert of_host.entry.stat().st_size > SUPERBLOCK_BYTES
+
+
+@TRANSPORTS
+def test_a_node_is_killed_while_it_is_used(cluster: Cluster, transport: str) -> None:
+    """No call returns wrong bytes, none hangs, and a new node of that name serves at once."""
+    node = start(cluster, memory="64MiB")
+    client = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
+    writes = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    with (
+        at_work(getter(client, KEYS), longest_s=4) as reader,
+        at_work(putter(writes, "new"), longest_s=4) as writer,
+    ):
+        for _ in range(3):
+            reader.wait_for("right", more=30)
+            writer.wait_for("stored", more=10)
+            node.kill()
+            reader.wait_for("miss", more=5)
+            node = cluster.node(device=POOLED, name=node.name, memory="64MiB")
+            writer.wait_for("stored", more=5)
+            outcomes = client.put_many([(key, content(key)) for key in KEYS])
+            assert set(outcomes) <= {STORED, PutOutcome.FOUND}
+    assert sum(reader.counts.values()) > 100
+
+
+def test_a_stopped_node_is_not_needed_on_its_host(cluster: Cluster) -> None:
+    node = start(cluster)
+    client = cluster.client()
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    assert client.get(KEYS[0]) == content(KEYS[0])
+    node.freeze()
+    assert client.get_many(KEYS) == [content(key) for key in KEYS]
+    node.resume()
+
+
+def test_a_child_of_a_fork_opens_the_memory_anew(cluster: Cluster) -> None:
+    start(cluster)
+    client = cluster.client()
+    assert client.put("key", b"value") is STORED
+    assert client.get("key") == b"value"
+
+    def in_child() -> None:
+        assert client.get("key") == b"value"
+        assert client.put("child", b"1") is STORED
+        assert used_transports(client) == {"device"}
+
+    join(fork(in_child))
+    assert client.get("key") == b"value"
+    assert client.get("child") == b"1"
 
 
 def test_a_replica_in_memory_of_a_host_survives(cluster: Cluster) -> None:
