@@ -285,5 +285,5 @@ def test_memory_that_processes_share(library: Recorded) -> None:
         with pytest.raises(DeviceError):
             reader.open(bad)
     library.fails["cuMemAlloc_v2"] = 2
-    with pytest.raises(DeviceError, match="cuMemAlloc.* 1024 MiB"):
+    with pytest.raises(DeviceError, match=r"cuMemAlloc.* 1024 MiB"):
         owner.allocate(1 << 30)
