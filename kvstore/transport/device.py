@@ -46,6 +46,9 @@ LOCK: Final = struct.Struct("hhqqi4x")
 """``struct flock``. A process that has the memory open holds a shared lock on the entry's first
 byte, and the owner waits for those before it frees the memory (``kvstore.node.device_segment``)."""
 
+AGAIN_S: Final = 30.0
+"""Between two attempts to open memory that could not be opened, which may take half a second."""
+
 SAID_MAX: Final = 1_000
 
 
@@ -159,6 +162,8 @@ class DeviceTransport:
         self._devices: dict[str, Device] = {}
         self._attached: dict[bytes, Attachment | None] = {}
         """By uuid; None: it was tried and cannot be opened here."""
+        self._again_at = 0.0
+        """When that is tried again."""
         self._said: set[bytes] = set()
         self._changing = threading.Lock()
         self._closed = False
@@ -222,8 +227,13 @@ class DeviceTransport:
         self._drop(lambda uuid, attachment: uuid == segment.uuid and not _is_current(attachment))
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``; what could not be opened is tried again when it is met."""
-        self._drop(lambda uuid, attachment: not _is_current(attachment))
+        """As ``Transport.sweep``; what could not be opened is tried again later."""
+        is_time = uptime() >= self._again_at
+
+        def is_due(uuid: bytes, attachment: Attachment | None) -> bool:
+            return is_time if attachment is None else not attachment.is_current
+
+        self._drop(is_due)
 
     def abandon(self) -> None:
         """As ``Transport.abandon``."""
@@ -300,6 +310,7 @@ class DeviceTransport:
                     self._attached[uuid] = Attachment.attach(place, segment, self._device_of)
                 except KVStoreError as error:
                     self._attached[uuid] = None
+                    self._again_at = uptime() + AGAIN_S
                     if uuid not in self._said and len(self._said) < SAID_MAX:
                         self._said.add(uuid)
                         log.warning("device_memory_not_opened node=%s reason=%s",

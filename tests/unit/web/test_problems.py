@@ -18,7 +18,8 @@ def status(*nodes: NodeStatus, **counters: int) -> ClusterStatus:
 
 def node(name: str = "a", state: str = "alive", **segment: int) -> NodeStatus:
     fields: dict[str, Any] = {"segment_id": 1, "size": 1 << 30, "used": 0, "largest_free": 1 << 30}
-    segments = [SegmentStatus(shm_name="x", **(fields | segment))]
+    fields.update(segment)
+    segments = [SegmentStatus(shm_name="x", **fields)]
     return NodeStatus(name, "h", state, "10.0.0.8:50003", 2300, segments)
 
 
