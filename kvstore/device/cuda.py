@@ -81,7 +81,6 @@ _FUNCTIONS: Final = {
     "cuMemHostAlloc": [_ToHandle, _Size, ctypes.c_uint],
     "cuMemFreeHost": [_Handle],
     "cuPointerGetAttribute": [_Handle, _Int, _Address],
-    "cuDeviceGetCount": [_ToInt],
     "cuDeviceGetUuid_v2": [_Handle, _Int],
     "cuMemAlloc_v2": [_ToAddress, _Size],
     "cuMemFree_v2": [_Address],
