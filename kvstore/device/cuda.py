@@ -380,15 +380,10 @@ def probe() -> list[Probed]:
     Raises:
         DeviceError: no driver, or a device that does not work.
     """
-    cuda = library()
-    count = _Int()
-    status = cuda.cuDeviceGetCount(ctypes.byref(count))
-    if status:
-        raise _refused(cuda, "cuDeviceGetCount", status, "", "")
     found = []
     page = mmap.mmap(-1, mmap.PAGESIZE)
     address = address_of(memoryview(page))
-    for number in range(count.value):
+    for number in range(_count()):
         driver = CUDADriver(number)
         locks = driver.lock(address, mmap.PAGESIZE)
         if locks:
@@ -431,15 +426,20 @@ def name_of(handle: str) -> str:
     Raises:
         DeviceError: this process does not see that device, or there is no driver.
     """
+    for number in range(_count()):
+        if handle.startswith(uuid_of(number).hex()):
+            return f"cuda:{number}"
+    raise DeviceError("this process does not see the device of that memory")
+
+
+def _count() -> int:
+    """Devices that this process sees."""
     cuda = library()
     count = _Int()
     status = cuda.cuDeviceGetCount(ctypes.byref(count))
     if status:
         raise _refused(cuda, "cuDeviceGetCount", status, "", "")
-    for number in range(count.value):
-        if handle.startswith(uuid_of(number).hex()):
-            return f"cuda:{number}"
-    raise DeviceError("this process does not see the device of that memory")
+    return count.value
 
 
 def _refused(cuda: ctypes.CDLL, function: str, status: int, what: str, device: str) -> DeviceError:
