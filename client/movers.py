@@ -24,6 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.stopping import Stop, current
 from kvstore.transport.base import Transport
+from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import segment_gone
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
@@ -75,12 +76,12 @@ class Movers:
 
     def _make(self, client_number: int) -> None:
         self._engine = None if self._new_engine is None else self._new_engine()
-        kinds: dict[str, Callable[[], Transport | None]] = {
-            "shm": ShmTransport,
-            "mooncake": lambda: self._engine,
-            "tcp": lambda: TcpTransport(client_number, stall_s=self._stall_s),
+        kinds: dict[str, Callable[[], Sequence[Transport | None]]] = {
+            "shm": lambda: (ShmTransport(), DeviceTransport(self._device_bounds[0])),
+            "mooncake": lambda: (self._engine,),
+            "tcp": lambda: (TcpTransport(client_number, stall_s=self._stall_s),),
         }
-        made = (kinds[name]() for name in self._names)
+        made = (each for name in self._names for each in kinds[name]())
         self._transports: list[Transport] = [each for each in made if each is not None]
         self.devices = ClientDevices(*self._device_bounds)
         self.moved: dict[str, int] = {}

@@ -145,6 +145,8 @@ def wipes(draw: st.DrawFn) -> calls.MasterWipe:
 
 
 ENGINE = st.none() | st.builds(calls.EngineAddress, NAME, U64, NAME, NAME)
+ENTRY = st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True)
+DEVICE = st.none() | st.builds(calls.DevicePlace, NAME, ENTRY, NAME)
 SEGMENT_INFO = st.builds(
     calls.SegmentInfo,
     U64,
@@ -159,8 +161,9 @@ SEGMENT_INFO = st.builds(
     U64,
     ENGINE,
     PROTOCOL,
+    DEVICE,
 )
-SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64)
+SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64, ANY_NAME)
 NODE_STATUS = st.builds(
     calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3), ANY_NAME
 )
@@ -182,7 +185,7 @@ OFFER = st.builds(
     calls.SegmentOffer,
     st.integers(1, 1 << 48),
     SIXTEEN,
-    st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True) | st.just(""),
+    ENTRY | st.just(""),
     NAME | st.just(""),
     SIXTEEN,
     U64,
@@ -191,6 +194,7 @@ OFFER = st.builds(
     VERSION,
     ENGINE,
     PROTOCOL,
+    DEVICE,
 )
 
 

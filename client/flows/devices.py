@@ -7,6 +7,10 @@ step is the usual transfer of the same rows.
 
 The work that was queued before the call has ended when a transfer begins (the step ``Ready``).
 
+A segment may be in the memory of the same device, which then copies within its memory. The
+processor has to see the bytes for their checksum, so those that are written, and those that are
+read and verified, are copied to the ring as well: once over the bus, as without such a segment.
+
 Checksums are computed by the processor, over the bytes in the pool: of one group of objects while
 the device copies the next. They are right because of the lease, as for any reader: while it holds,
 the bytes in the pool do not change between the copy and the checksum.
@@ -22,16 +26,24 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from kvstore.calls import SegmentInfo
-from kvstore.client.flows.objects import ObjectReads, ObjectWrites, Outcome, headers, is_whole
+from kvstore.client.flows.objects import (
+    ObjectReads,
+    ObjectWrites,
+    Outcome,
+    header_of,
+    headers,
+    is_whole,
+)
 from kvstore.device.copies import laid_out
 from kvstore.device.device import GROUP_BYTES, Device
 from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
-from kvstore.native.kinds import CORRUPT, OUTSIDE, ReadRow, WriteRow
+from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.stopping import current
-from kvstore.transport.base import Transport
+from kvstore.transport.base import Move, Transport
+from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import batch_ended
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
@@ -48,6 +60,11 @@ class DeviceReads(ObjectReads):
             return super().in_one_go(transport, deadline)
         device = values[0].device
         outcomes: list[Outcome] = []
+        if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
+            for group in _groups(self.rows, GROUP_BYTES):
+                outcomes += self._within(group, device, transport, deadline)
+            self.done = outcomes
+            return True
         with (
             _straight(device, transport, self.segment) as locked,
             _UnderWay(device, deadline) as under_way,
@@ -73,7 +90,7 @@ class DeviceReads(ObjectReads):
         bare = _bare(group)
         found = headers(memory, self.segment, self.namespace, bare)
         there = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
-        under_way.copy(Way.LOAD, there, locked)
+        under_way.copy(Way.LOAD, there, locked.base, locked)
         if not self.verify or not there:
             return found
         return self._verified(bare, found, transport, memory, under_way.deadline)
@@ -93,6 +110,38 @@ class DeviceReads(ObjectReads):
         return [
             CORRUPT if isinstance(each, bytes) and not is_whole(memory, self.segment, row) else each
             for row, each in zip(bare, found, strict=True)
+        ]
+
+    def _within(
+        self, group: list[ReadRow], device: Device, transport: DeviceTransport, deadline: float
+    ) -> list[Outcome]:
+        """The device copies within its memory, after the headers have been checked."""
+        heads = [bytearray(HEADER_BYTES) for _ in group]
+        moves = [Move(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
+        with (
+            transport.lent(self.segment, _extents(group), deadline) as (ranges, check),
+            _UnderWay(device, deadline) as under_way,
+        ):
+            ranges.read(moves, deadline, check)
+            found = [
+                header_of(head, self.segment, self.namespace, row)
+                for row, head in zip(group, heads, strict=True)
+            ]
+            pairs = zip(group, found, strict=True)
+            there = [(row, header) for row, header in pairs if header is not None]
+            under_way.copy(Way.LOAD, [row for row, _ in there], ranges.base)
+            bad: set[int] = set()
+            if self.verify:
+                payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in there]
+                hashers = ranges.hashed(payloads, deadline, check)
+                bad = {
+                    row[0]
+                    for (row, header), hasher in zip(there, hashers, strict=True)
+                    if hasher.intdigest() != header.payload_checksum
+                }
+        return [
+            STALE if header is None else CORRUPT if row[0] in bad else header.descriptor
+            for row, header in zip(group, found, strict=True)
         ]
 
     def _staged(
@@ -119,6 +168,10 @@ class DeviceWrites(ObjectWrites):
         if not values:
             return super().in_one_go(transport, deadline)
         device = values[0].device
+        if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
+            for group in _groups(self.rows, GROUP_BYTES):
+                self._within(group, device, transport, deadline)
+            return True
         unsealed: deque[list[WriteRow]] = deque()
         with (
             _straight(device, transport, self.segment) as locked,
@@ -140,6 +193,23 @@ class DeviceWrites(ObjectWrites):
                 self.seal(_bare(group), transport, deadline)
         return True
 
+    def _within(
+        self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
+    ) -> None:
+        """The device copies within its memory. The checksums are of the bytes in the segment."""
+        wipes = [Move(row[0], memoryview(WIPE)) for row in group]
+        with transport.lent(self.segment, _extents(group), deadline) as (ranges, check):
+            ranges.write(wipes, deadline, check)
+            with _UnderWay(device, deadline) as under_way:
+                under_way.copy(Way.SAVE, group, ranges.base)
+            payloads = [(row[0] + HEADER_BYTES, row[1]) for row in group]
+            heads: list[Move] = []
+            for row, hasher in zip(group, ranges.hashed(payloads, deadline, check), strict=True):
+                head = bytearray(HEADER_BYTES)
+                self._pack(row, head, hasher)
+                heads.append(Move(row[0], memoryview(head)))
+            ranges.write(heads, deadline, check)
+
     def _begin(
         self, group: list[WriteRow], under_way: _UnderWay, transport: Transport, locked: Locked
     ) -> None:
@@ -147,7 +217,7 @@ class DeviceWrites(ObjectWrites):
         memory = transport.memory(self.segment)
         for row in group:
             memory[row[0] : row[0] + len(WIPE)] = WIPE
-        under_way.copy(Way.SAVE, group, locked)
+        under_way.copy(Way.SAVE, group, locked.base, locked)
 
     def _staged(
         self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
@@ -175,12 +245,17 @@ class _UnderWay:
     def __exit__(self, *_: object) -> None:
         self.settle()
 
-    def copy(self, way: Way, rows: Sequence[Any], locked: Locked) -> None:
-        """Queues the copies between the memory of these rows and their extents."""
+    def copy(self, way: Way, rows: Sequence[Any], base: int, locked: Locked | None = None) -> None:
+        """Queues the copies between the memory of these rows and their extents.
+
+        Args:
+            base: the address of the segment, where it is mapped or on the device.
+            locked: the segment, if it is mapped.
+        """
         with_bytes = [row for row in rows if row[1]]
         event = None
         if with_bytes:
-            places = [locked.base + row[0] + HEADER_BYTES for row in with_bytes]
+            places = [base + row[0] + HEADER_BYTES for row in with_bytes]
             copies = laid_out([row[5] for row in with_bytes], places)
             event = self._device.copy(way, copies, locked)
         self._events.append(event)
@@ -273,6 +348,11 @@ def _groups(rows: list[RowT], size_max: int) -> Iterator[list[RowT]]:
 
 def _values(rows: Sequence[Any]) -> list[DeviceMemory]:
     return [row[5] for row in rows if row[1]]
+
+
+def _extents(rows: Sequence[Any]) -> list[tuple[int, int]]:
+    """Where each row's object begins, and how many bytes it has with its header."""
+    return [(row[0], HEADER_BYTES + row[1]) for row in rows]
 
 
 def _payload_bytes(rows: Sequence[Any]) -> int:

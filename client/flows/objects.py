@@ -114,9 +114,7 @@ class ObjectReads(Transfer):
         return _Reading(bytearray(HEADER_BYTES), xxh3_64() if self.verify else None)
 
     def _header(self, row: ReadRow, reading: _Reading) -> Header | None:
-        """The header of the row's object; None: another object, or none, is there."""
-        header = unpack(reading.head, self.segment.seed, row[0])
-        return header if header is not None and is_of(header, self.namespace, row) else None
+        return header_of(reading.head, self.segment, self.namespace, row)
 
     def _outcome(self, row: ReadRow, reading: _Reading) -> Outcome:
         header = self._header(row, reading)
@@ -240,6 +238,14 @@ def _hashed(memory: memoryview, offset: int, size: int) -> Hasher:
     hasher = xxh3_64()
     feed(hasher, memory[offset + HEADER_BYTES : offset + HEADER_BYTES + size])
     return hasher
+
+
+def header_of(
+    head: bytearray, segment: SegmentInfo, namespace: Namespace, row: ReadRow
+) -> Header | None:
+    """The header of the row's object; None: another object, or none, is there."""
+    header = unpack(head, segment.seed, row[0])
+    return header if header is not None and is_of(header, namespace, row) else None
 
 
 def is_of(header: Header, namespace: Namespace, row: ReadRow) -> bool:

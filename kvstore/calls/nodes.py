@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.places import EngineAddress, Version
+from kvstore.calls.places import DevicePlace, EngineAddress, Version
 from kvstore.fields import (
     Between,
     Epoch,
@@ -40,6 +40,8 @@ class SegmentOffer(NamedTuple):
     engine: EngineAddress | None = None
     data_protocol: int = 2
     """The highest version of the data protocol that the node's data server speaks."""
+    device: DevicePlace | None = None
+    """None: the segment is in memory of the host."""
 
 
 class NodeJoin(NamedTuple):

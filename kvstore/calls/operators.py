@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 from kvstore.calls.clients import Grants
 from kvstore.calls.places import Placements, Version
-from kvstore.fields import Avoided, KeyPrefix, Name, NamespaceOrEmpty, PageRows, Size
+from kvstore.fields import Avoided, KeyPrefix, Name, NameOrEmpty, NamespaceOrEmpty, PageRows, Size
 from kvstore.limits import Key, Namespace
 
 
@@ -34,6 +34,8 @@ class SegmentStatus(NamedTuple):
     reclaim: int = 0
     """Of the used bytes: those of removed and evicted objects, which readers may still read or
     whose headers are not wiped yet."""
+    device: NameOrEmpty = ""
+    """Name of the device whose memory it is (``cuda:0``); empty: memory of the host."""
 
 
 class NodeStatus(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.fields import Name
+from kvstore.fields import Name, ShmName
 
 
 class Version(NamedTuple):
@@ -27,6 +27,17 @@ class EngineAddress(NamedTuple):
     """The address of the segment's first byte in the node's process; new for each generation."""
     protocol: Name
     metadata_server: Name
+
+
+class DevicePlace(NamedTuple):
+    """Where a segment is in the memory of a device, for processes on its host."""
+
+    device: Name
+    """Its name in the node's process: ``cuda:0``."""
+    entry: ShmName
+    """Entry in ``/dev/shm`` that holds the superblock alone."""
+    handle: Name
+    """What opens the memory in another process (``kvstore.device.driver.Driver.export``)."""
 
 
 class SegmentInfo(NamedTuple):
@@ -53,6 +64,8 @@ class SegmentInfo(NamedTuple):
     """None: its node has no transfer engine."""
     data_protocol: int = 2
     """The highest version of the data protocol that the node's data server speaks."""
+    device: DevicePlace | None = None
+    """None: the segment is in memory of the host."""
 
 
 class Placements(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.calls import ClusterStatus
+from kvstore.calls import ClusterStatus, NodeStatus
 from kvstore.texts import duration_text, name_text, size_text
 
 
@@ -86,6 +86,10 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         differ = {node.version for node in found.nodes} != {found.version}
         if differ:
             nodes.add_column("version")
+        media = {node.name: _media(node) for node in found.nodes}
+        several = set(media.values()) != {"host"}
+        if several:
+            nodes.add_column("memory")
         for node in found.nodes:
             nodes.add_row(
                 node.name,
@@ -96,6 +100,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
                 size_text(max((s.largest_free for s in node.segments), default=0)),
                 duration_text(node.silent_ms),
                 *([node.version or "not known"] if differ else []),
+                *([media[node.name]] if several else []),
             )
         yield nodes
     else:
@@ -118,3 +123,8 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         for name, number in found.counters:
             table.add_row(name, str(number))
         yield table
+
+
+def _media(node: NodeStatus) -> str:
+    """Whose memory the node pools: ``host``, ``cuda:0``."""
+    return ", ".join(sorted({segment.device or "host" for segment in node.segments})) or "host"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from kvstore.config.http import HttpConfig
 from kvstore.config.values import (
@@ -31,7 +32,14 @@ from kvstore.config.values import (
     Name,
     OnOffAuto,
     Port,
+    RefusedError,
 )
+
+
+def _device(value: str) -> str:
+    if value and not re.fullmatch(r"(cuda|fake):\d{1,3}", value, re.ASCII):
+        raise RefusedError("must name a device", "As in: cuda:0.")
+    return value
 
 
 class NodeConfig(HttpConfig):
@@ -76,6 +84,11 @@ class NodeConfig(HttpConfig):
         default=1 << 30,
         description="Memory to pool, in /dev/shm, taken at start: small enough for a laptop, "
         "set it to what the host can spare.",
+    )
+    device: Annotated[str, As("DEVICE"), AfterValidator(_device)] = Field(
+        default="",
+        description="Pool memory of this device, as CUDA numbers it for this process: cuda:0. It "
+        "is gone when the process ends. Empty: memory of the host.",
     )
     huge_pages: HugePages = Field(
         default="auto",
@@ -130,7 +143,19 @@ class NodeConfig(HttpConfig):
     metadata_server: MetadataServer = P2P
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
+    @model_validator(mode="after")
+    def _rules(self) -> NodeConfig:
+        if self.device:
+            for key, why in (
+                ("keep", "memory of a device cannot be kept"),
+                ("protocol", "the transfer engine does not serve memory of a device"),
+            ):
+                if getattr(self, key):
+                    raise RefusedError(f"does not go with --device: {why}", key=key)
+        return self
+
     @property
     def keeps(self) -> bool:
-        """Whether a clean stop leaves the memory. Without a name no later start might find it."""
-        return bool(self.name) if self.keep is None else self.keep
+        """Whether a clean stop leaves the memory. Without a name no later start might find it,
+        and memory of a device is gone with the process."""
+        return bool(self.name and not self.device) if self.keep is None else self.keep

@@ -40,6 +40,8 @@ _NOT_READY = 600
 _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _HOST_PORTABLE = 1
+_IPC_LAZY_PEER_ACCESS = 1
+_UUID_BYTES = 16
 _IN_STREAM_ORDER = 1
 _MEMORY_TYPE, _DEVICE_ORDINAL, _IS_MANAGED = 2, 9, 8
 _OF_DEVICE = 2
@@ -50,6 +52,14 @@ _Address = ctypes.c_uint64
 _Int = ctypes.c_int
 _ToHandle = ctypes.POINTER(ctypes.c_void_p)
 _ToInt = ctypes.POINTER(ctypes.c_int)
+_ToAddress = ctypes.POINTER(ctypes.c_uint64)
+
+
+class _IPCHandle(ctypes.Structure):
+    """``CUipcMemHandle``, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
 
 _FUNCTIONS: Final = {
     "cuInit": [ctypes.c_uint],
@@ -71,6 +81,12 @@ _FUNCTIONS: Final = {
     "cuMemHostAlloc": [_ToHandle, _Size, ctypes.c_uint],
     "cuMemFreeHost": [_Handle],
     "cuPointerGetAttribute": [_Handle, _Int, _Address],
+    "cuDeviceGetUuid_v2": [_Handle, _Int],
+    "cuMemAlloc_v2": [_ToAddress, _Size],
+    "cuMemFree_v2": [_Address],
+    "cuIpcGetMemHandle": [_Handle, _Address],
+    "cuIpcOpenMemHandle_v2": [_ToAddress, _IPCHandle, ctypes.c_uint],
+    "cuIpcCloseMemHandle": [_Address],
 }
 """What is called, with the types of its arguments; each returns a ``CUresult``."""
 
@@ -248,6 +264,40 @@ class CUDADriver:
             tensor.record_stream(torch.cuda.default_stream(self.name))
         return tensor
 
+    # --- memory that processes share ----------------------------------------------------------
+
+    def allocate(self, size: int) -> int:
+        made = _Address()
+        with self._current():
+            status = self._library.cuMemAlloc_v2(ctypes.byref(made), size)
+            self._check("cuMemAlloc", status, f"{size >> 20} MiB")
+        return made.value
+
+    def free(self, address: int) -> None:
+        with self._current():
+            self._call("cuMemFree_v2", address)
+
+    def export(self, address: int) -> str:
+        made = _IPCHandle()
+        with self._current():
+            self._call("cuIpcGetMemHandle", ctypes.byref(made), address)
+        return uuid_of(self._number).hex() + bytes(made).hex()
+
+    def open(self, handle: str) -> int:
+        opened = _Address()
+        try:
+            raw = bytes.fromhex(handle)[_UUID_BYTES:]
+            passed = _IPCHandle.from_buffer_copy(raw)
+        except ValueError as error:
+            raise DeviceError(f"no handle of memory: {error}", device=self.name) from None
+        with self._current():
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), passed, _IPC_LAZY_PEER_ACCESS)
+        return opened.value
+
+    def close(self, address: int) -> None:
+        with self._current():
+            self._call("cuIpcCloseMemHandle", address)
+
     # --- the library --------------------------------------------------------------------------
 
     def _new_stream(self, priority: int) -> int:
@@ -330,15 +380,10 @@ def probe() -> list[Probed]:
     Raises:
         DeviceError: no driver, or a device that does not work.
     """
-    cuda = library()
-    count = _Int()
-    status = cuda.cuDeviceGetCount(ctypes.byref(count))
-    if status:
-        raise _refused(cuda, "cuDeviceGetCount", status, "", "")
     found = []
     page = mmap.mmap(-1, mmap.PAGESIZE)
     address = address_of(memoryview(page))
-    for number in range(count.value):
+    for number in range(_count()):
         driver = CUDADriver(number)
         locks = driver.lock(address, mmap.PAGESIZE)
         if locks:
@@ -358,6 +403,43 @@ def device_of(address: int) -> str:
     if cuda.cuPointerGetAttribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, address):
         return ""
     return f"cuda:{ordinal.value}"
+
+
+def uuid_of(number: int) -> bytes:
+    """What identifies a device in all processes of a host, whatever its number is there."""
+    cuda = library()
+    device = _Int()
+    uuid = (ctypes.c_char * _UUID_BYTES)()
+    for name, arguments in (
+        ("cuDeviceGet", (ctypes.byref(device), number)),
+        ("cuDeviceGetUuid_v2", (uuid, device)),
+    ):
+        status = getattr(cuda, name)(*arguments)
+        if status:
+            raise _refused(cuda, name, status, "", f"cuda:{number}")
+    return bytes(uuid)
+
+
+def name_of(handle: str) -> str:
+    """This process's name of the device whose memory was exported as ``handle``.
+
+    Raises:
+        DeviceError: this process does not see that device, or there is no driver.
+    """
+    for number in range(_count()):
+        if handle.startswith(uuid_of(number).hex()):
+            return f"cuda:{number}"
+    raise DeviceError("this process does not see the device of that memory")
+
+
+def _count() -> int:
+    """Devices that this process sees."""
+    cuda = library()
+    count = _Int()
+    status = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        raise _refused(cuda, "cuDeviceGetCount", status, "", "")
+    return count.value
 
 
 def _refused(cuda: ctypes.CDLL, function: str, status: int, what: str, device: str) -> DeviceError:

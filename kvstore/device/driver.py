@@ -99,6 +99,30 @@ class Driver(Protocol):
         still use it; of other streams, the owner says so (``Tensor.record_stream``)."""
         ...
 
+    def allocate(self, size: int) -> int:
+        """The address of new memory of the device, which other processes may ``open``. Its content
+        is undefined, and it ends with this process."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Gives ``allocate``d memory back. No copy of it is under way, and no other process has it
+        open."""
+        ...
+
+    def export(self, address: int) -> str:
+        """A handle of ``allocate``d memory for other processes of this host: printable text, which
+        begins with the identity of the device."""
+        ...
+
+    def open(self, handle: str) -> int:
+        """The address in this process of memory that another process has exported. It stays mapped
+        until ``close``; what it holds after its owner's end is undefined."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Undoes ``open``. No copy of the memory is under way."""
+        ...
+
 
 _drivers: Final[dict[str, Driver]] = {}
 _lock: Final = threading.Lock()
@@ -115,6 +139,24 @@ def driver_of(name: str) -> Driver:
         if known is None:
             known = _drivers[name] = _new(name)
         return known
+
+
+def driver_of_handle(name: str, handle: str) -> Driver:
+    """The driver of the device whose memory another process has exported, by any number that the
+    device has in this process.
+
+    Args:
+        name: of the device in the exporting process.
+        handle: as ``Driver.export`` returned it there.
+
+    Raises:
+        DeviceError: this process cannot use that device.
+    """
+    if name.startswith("cuda:"):
+        from kvstore.device.cuda import name_of  # loads the driver's library
+
+        name = name_of(handle)
+    return driver_of(name)
 
 
 def use(name: str, driver: Driver | None) -> None:
@@ -144,4 +186,11 @@ def _cuda(number: int) -> Driver:
     return CUDADriver(number)
 
 
-_KINDS: Final[dict[str, Callable[[int], Driver]]] = {"cuda": _cuda}
+def _fake(number: int) -> Driver:
+    from kvstore.device.fake import FakeDriver  # for tests only
+
+    return FakeDriver(f"fake:{number}", eager=True)
+
+
+_KINDS: Final[dict[str, Callable[[int], Driver]]] = {"cuda": _cuda, "fake": _fake}
+"""``fake`` is memory of the host that takes a device's part in tests of real processes."""

@@ -9,6 +9,8 @@ page-locked, and copies across the border of two locked ranges.
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 import threading
 from collections import deque
@@ -59,6 +61,8 @@ class FakeDriver:
         self.memory: dict[int, int] = {}
         """Sizes of the device's own memory, by address."""
         self._kept: list[object] = []
+        self._files: dict[int, tuple[mmap.mmap, int]] = {}
+        """Allocated and opened memory by address, with the descriptor behind it."""
         self.is_stuck = False
         """While it is, no step runs."""
         self.held: set[int | Way] = set()
@@ -152,6 +156,38 @@ class FakeDriver:
         self._kept.append(tensor)
         self.memory[tensor.data_ptr()] = size
         return tensor
+
+    def allocate(self, size: int) -> int:
+        fd = os.memfd_create("kvstore-fake-device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size)
+        return self._map(fd, size)
+
+    def free(self, address: int) -> None:
+        assert self.is_idle, "freed while a copy may use it"
+        del self.memory[address]
+        _, fd = self._files.pop(address)  # unmapped when nothing refers to it
+        os.close(fd)
+
+    def export(self, address: int) -> str:
+        return f"{os.getpid()}/{self._files[address][1]}/{self.memory[address]}"
+
+    def open(self, handle: str) -> int:
+        try:
+            pid, number, size = map(int, handle.split("/"))
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            return self._map(fd, size)
+        except (OSError, ValueError) as error:
+            raise DeviceError(f"{handle} cannot be opened: {error}", device=self.name) from None
+
+    def close(self, address: int) -> None:
+        self.free(address)
+
+    def _map(self, fd: int, size: int) -> int:
+        mapped = mmap.mmap(fd, size)
+        address = address_of(memoryview(mapped))
+        self._files[address] = mapped, fd
+        self.memory[address] = size
+        return address
 
     def _copy(
         self,

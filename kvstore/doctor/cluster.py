@@ -27,6 +27,7 @@ from kvstore.host import host_id
 from kvstore.memory.entries import directories
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.base import Move
+from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from kvstore.wire.frames import ERROR, FrameReader, hello
@@ -34,6 +35,7 @@ from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.status import decode_error, detail_of
 
 PROBE_BYTES = 4_096
+PROBE_RING_BYTES = 64 << 10
 
 AT_ONCE_MAX = 16
 """Masters or nodes that are checked at the same time."""
@@ -312,6 +314,8 @@ def by_shm(segment: SegmentInfo) -> list[Finding]:
         advice = "docker run --ipc=host, or --volume /dev/shm:/dev/shm, for both"
         what = "on this kernel, but in a container with another /dev/shm: clients use tcp"
         return [warning(subject, what, advice)]
+    if segment.device is not None:
+        return [by_device(subject, segment)]
     try:
         _read(
             lambda move: transport.read(segment, [move], uptime() + 1),
@@ -334,7 +338,21 @@ def by_shm(segment: SegmentInfo) -> list[Finding]:
     return [ok(subject, "its memory can be mapped")]
 
 
-def _read(read: Callable[[Move], None], transport: ShmTransport | TcpTransport) -> None:
+def by_device(subject: str, segment: SegmentInfo) -> Finding:
+    """Checks whether this process can open the memory of the device."""
+    transport = DeviceTransport(PROBE_RING_BYTES)
+    try:
+        _read(lambda move: transport.read(segment, [move], uptime() + 1), transport)
+    except KVStoreError as error:
+        what = f"on this host, but its memory of a device cannot be opened: {error.message}"
+        advice = "Let both see the GPU and the same /dev/shm. Until then clients use tcp."
+        return warning(subject, what, advice)
+    return ok(subject, "its memory of a device can be opened")
+
+
+def _read(
+    read: Callable[[Move], None], transport: ShmTransport | DeviceTransport | TcpTransport
+) -> None:
     try:
         read(Move(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES))))
     finally:

@@ -66,7 +66,8 @@ def free_node_name(
         paths = [f"{each}/{SHM_PREFIX}{name}" for each in directories()]
         if name in avoid or any(_is_taken(path) for path in paths):
             continue
-        lefts = [left for path in paths if (left := read_left(path)) is not None]
+        found = [left for path in paths if (left := read_left(path)) is not None]
+        lefts = [left for left in found if not left.owner.on_device]  # nothing is left of those
         if owner is not None and any(layout.why_not_of(left.owner, owner) for left in lefts):
             continue
         if lefts and owner is not None:

@@ -34,8 +34,14 @@ used:
        272     8   the highest epoch of a master that the node has joined
        280     8   the same, xxh3_64 of it
        512     8   checksum of the rest of the owner: 520 up to its end
-       520     8   u16 each: flags (1: volatile), bytes of the cluster's name, of the places, 0
+       520     8   u16 each: flags (1: volatile, 2: on a device), bytes of the cluster's name, of
+                   the places, 0
        528         the cluster's name, and the places, separated by line feeds
+      3072    64   of a segment in a device's memory: whether its owner lives
+                   (``kvstore.memory.alive``)
+
+A segment in the memory of a device has its extents there, at the same offsets. Its entry in
+``/dev/shm`` is the superblock alone.
 
 Numbers are little-endian. Everything here is a pure function of the given bytes.
 """
@@ -76,6 +82,7 @@ EPOCH_OFFSET: Final = 272
 """Offset of two u64 in the superblock."""
 OWNER_OFFSET: Final = 512
 OWNER_BYTES_MAX: Final = 2048
+ALIVE_OFFSET: Final = 3072
 
 _MAGIC: Final = b"KVextnt\x01"
 _MAGIC_WORD: Final = np.uint64(int.from_bytes(_MAGIC, "little"))
@@ -90,6 +97,7 @@ _SUPERBLOCK_CHECKED_FROM: Final = 24
 _OWNER: Final = struct.Struct("<QHHHH")
 _OWNER_CHECKED_FROM: Final = 8
 _VOLATILE: Final = 1
+_ON_DEVICE: Final = 2
 
 _SCAN_BYTES: Final = 64 << 20
 """Bytes per step of a scan, so that its index arrays stay small."""
@@ -231,15 +239,19 @@ def scan(memory: memoryview, seed: int) -> Iterator[tuple[int, Header]]:
         memory: the whole segment, ``B``-formatted.
         seed: of its header checksums.
     """
-    words_per_step = EXTENT_ALIGN // 8
     for start in range(SUPERBLOCK_BYTES, len(memory), _SCAN_BYTES):
-        stop = min(start + _SCAN_BYTES, len(memory))
-        magics = np.frombuffer(memory[start:stop], dtype="<u8")[::words_per_step]
-        for index in np.flatnonzero(magics == _MAGIC_WORD).tolist():
-            offset = start + index * EXTENT_ALIGN
-            header = unpack(memory[offset : offset + HEADER_BYTES], seed, offset)
-            if header is not None and offset + extent_bytes(header.payload_size) <= len(memory):
-                yield offset, header
+        yield from scan_part(memory[start : start + _SCAN_BYTES], start, len(memory), seed)
+
+
+def scan_part(part: memoryview, start: int, size: int, seed: int) -> Iterator[tuple[int, Header]]:
+    """As ``scan``, of the part of a segment of ``size`` bytes that begins at ``start``, where an
+    extent may begin."""
+    magics = np.frombuffer(part, dtype="<u8")[:: EXTENT_ALIGN // 8]
+    for index in np.flatnonzero(magics == _MAGIC_WORD).tolist():
+        at = index * EXTENT_ALIGN
+        header = unpack(part[at : at + HEADER_BYTES], seed, start + at)
+        if header is not None and start + at + extent_bytes(header.payload_size) <= size:
+            yield start + at, header
 
 
 class Superblock(NamedTuple):
@@ -282,6 +294,8 @@ class Owner(NamedTuple):
     """Addresses of its masters, from the node's settings (``kvstore.host.places_of``)."""
     volatile: bool = False
     """Memory of a node that a client started: it is not kept for later."""
+    on_device: bool = False
+    """The extents were in the memory of a device, and are gone with their process."""
 
 
 def pack_owner(owner: Owner) -> bytes:
@@ -290,7 +304,7 @@ def pack_owner(owner: Owner) -> bytes:
     places = list(owner.places)
     while len(text := "\n".join(places).encode()) + len(name) + _OWNER.size > OWNER_BYTES_MAX:
         places.pop()
-    flags = _VOLATILE if owner.volatile else 0
+    flags = _VOLATILE * owner.volatile | _ON_DEVICE * owner.on_device
     packed = _OWNER.pack(0, flags, len(name), len(text), 0) + name + text
     return _CHECKSUM.pack(xxh3_64_intdigest(packed[_OWNER_CHECKED_FROM:])) + packed[8:]
 
@@ -309,7 +323,8 @@ def unpack_owner(raw: bytes) -> Owner | None:
         name, text = raw[_OWNER.size : text_start].decode(), raw[text_start:end].decode()
     except UnicodeDecodeError:
         return None
-    return Owner(name, tuple(text.split("\n")) if text else (), bool(flags & _VOLATILE))
+    places = tuple(text.split("\n")) if text else ()
+    return Owner(name, places, bool(flags & _VOLATILE), bool(flags & _ON_DEVICE))
 
 
 def why_not_of(left: Owner, wanted: Owner) -> str:

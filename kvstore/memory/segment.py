@@ -8,10 +8,10 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
 
-from kvstore.calls import Version
+from kvstore.calls import DevicePlace, Version
 from kvstore.errors import ConfigError
 from kvstore.memory import cgroup, numa, pages
 from kvstore.memory import header as layout
@@ -42,6 +42,13 @@ from kvstore.memory.taking import (
 )
 
 
+class Ranges(Protocol):
+    """Bytes of a segment that are not in this process's address space, by their offsets."""
+
+    def read(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
+    def write(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
+
+
 class Segment:
     """A pool of memory, owned by this process.
 
@@ -50,6 +57,11 @@ class Segment:
 
     Threads: any thread may call any method; call ``close`` when no thread uses the memory.
     """
+
+    ranges: Ranges | None = None
+    """Reads and writes the extents, if they are not in ``memory``."""
+    place: DevicePlace | None = None
+    """Where the extents are in the memory of a device; None: in ``memory``."""
 
     def __init__(
         self, *, path: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock, locked: bool
@@ -194,6 +206,9 @@ class Segment:
                 continue
             try:
                 left = layout.unpack_owner(raw_owner(fd))
+                if left is not None and left.on_device:  # nothing is left: ``create`` removes it
+                    os.close(fd)
+                    continue
                 if left is not None and owner is not None and not adopt:
                     why = layout.why_not_of(left, owner)
                     if why:
@@ -307,6 +322,10 @@ class Segment:
                 place[: len(layout.WIPE)] = layout.WIPE
                 wiped += 1
         return wiped
+
+    def scan(self) -> Iterator[tuple[int, layout.Header]]:
+        """As ``header.scan``. The segment must be fenced first."""
+        return layout.scan(self.memory, self.seed)
 
     def close(self, *, unlink: bool = True) -> None:
         """Gives the segment up. Idempotent.

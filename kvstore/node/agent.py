@@ -43,7 +43,6 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
-from kvstore.memory import header as layout
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment
 from kvstore.node import inventory
@@ -206,7 +205,7 @@ class NodeAgent:
         segment = self._segment
         if segment.epoch or not segment.attached:
             return segment.epoch
-        found = (header.epoch for _, header in layout.scan(segment.memory, segment.seed))
+        found = (header.epoch for _, header in segment.scan())
         return max(segment.mark.epoch, max(found, default=0))
 
     def _fence(self) -> None:
@@ -229,7 +228,7 @@ class NodeAgent:
             offer = SegmentOffer(
                 size=segment.size,
                 uuid=segment.uuid,
-                shm_name=segment.shm_name,
+                shm_name=segment.shm_name if segment.place is None else "",
                 address=self._address,
                 token=segment.token,
                 seed=segment.seed,
@@ -238,6 +237,7 @@ class NodeAgent:
                 mark=segment.mark,
                 engine=None if self._engine is None else self._engine.address,
                 data_protocol=DATA_PROTOCOL_VERSION,
+                device=segment.place,
             )
             join = NodeJoin(
                 name=self._name,

@@ -46,6 +46,7 @@ from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.node.agent import NodeAgent
+from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.masters import LOCATE_S
 from kvstore.node.web import answers_of
 from kvstore.transport.mooncake.engine import EngineSettings
@@ -170,11 +171,12 @@ async def _serve(
     """Serves until the node is told to stop; returns whether it was drained. ``served`` is called
     at each join."""
     address = _advertised(config, server.port)
+    medium = f" of {config.device}" if config.device else ""
 
     def joined(accepted: MasterAccepted) -> None:
         served[:] = [accepted]
         print(
-            f"kvstore-node {segment.node} serves {segment.size >> 20} MiB on {address} "
+            f"kvstore-node {segment.node} serves {segment.size >> 20} MiB{medium} on {address} "
             f"for the master at {shown_place(config.master)}",
             flush=True,
         )
@@ -266,6 +268,22 @@ def _named(config: NodeConfig, progress: Callable[[int, int], None], kind: _Kind
         group=config.shm_group,
     )
     owner = _owner(config, kind)
+
+    def create(name: str) -> Segment:
+        if not config.device:
+            return Segment.create(
+                name, config.memory, progress=progress, options=options, owner=owner
+            )
+        try:
+            return DeviceSegment.on(
+                config.device, name, config.memory, group=config.shm_group, owner=owner,
+                discard=config.discard,
+            )  # fmt: skip
+        except LeftOverMemoryError:
+            if config.name:
+                raise
+            raise _OfNoUseError from None
+
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
     of_no_use: set[str] = set()
     name = config.name or free_node_name(base, owner)
@@ -273,11 +291,9 @@ def _named(config: NodeConfig, progress: Callable[[int, int], None], kind: _Kind
     while True:
         try:
             segment = None
-            if not config.discard:
+            if not config.discard and not config.device:
                 segment = _left(name, config, options, progress, owner, kind)
-            return segment or Segment.create(
-                name, config.memory, progress=progress, options=options, owner=owner
-            )
+            return segment or create(name)
         except NodeNameTakenError:
             again = config.name or free_node_name(base, owner, of_no_use)
             if again == name:

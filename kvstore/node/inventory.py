@@ -44,7 +44,7 @@ def take(segment: Segment, given_up: Collection[Attempt] = ()) -> list[Found]:
         offsets, epochs, counters = zip(*given_up, strict=True)
         if wiped := segment.wipe(offsets, epochs, counters):
             log.info("late_headers_wiped node=%s count=%d", segment.node, wiped)
-    found, overlapped = apart(layout.scan(segment.memory, segment.seed))
+    found, overlapped = apart(segment.scan())
     if overlapped:
         log.warning("overlapping_headers_wiped node=%s count=%d", segment.node, len(overlapped))
         segment.wipe(

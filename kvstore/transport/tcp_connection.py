@@ -11,12 +11,14 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from kvstore.clocks import uptime
+from kvstore.errors import DeadlineExceededError
 from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.segment import Ranges
 from kvstore.native import fast
 from kvstore.native.kinds import REFUSED, TIMED_OUT, Fast
 from kvstore.transport import tcp_protocol as protocol
@@ -35,6 +37,10 @@ ran at 4.7 GB/s in windows of 256 KiB, 3.7 in windows of 1 MiB."""
 
 _FILE_BYTES: Final = 8 << 20
 """Bytes in one ``sendfile``: a slow peer gets ``stall_s`` for each."""
+
+_COPIED_BYTES: Final = 1 << 20
+"""Bytes of a device that are copied to the host before they are sent, or received before they are
+copied."""
 
 _LINGER_BYTES: Final = 64 << 20
 _LINGER_S: Final = 2.0
@@ -61,6 +67,10 @@ class ServedSegment(Protocol):
     def fd(self) -> int: ...
     @property
     def generation(self) -> int: ...
+    @property
+    def ranges(self) -> Ranges | None:
+        """Has the bytes, if they are not in ``memory``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -139,6 +149,7 @@ class Connection:
         self._context = context
         self._ended = ended
         self._cut = bytearray(1)  # not 0: end it
+        self._memory: memoryview | None = None
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
@@ -180,7 +191,7 @@ class Connection:
         self.is_greeted = True
         self._reply(Status.OK)
         try:
-            if fast is not None:
+            if fast is not None and segment.ranges is None:
                 self._serve_fast(fast, segment, generation)
             else:
                 while self._await_request(segment, generation):
@@ -244,10 +255,16 @@ class Connection:
         if self._cut[0] or segment.generation != generation:
             raise _RefusedError(Status.GONE)
         if op is Op.READ:
-            self._send_ranges(segment, ranges)
+            if segment.ranges is None:
+                self._send_ranges(segment, ranges)
+            else:
+                self._send_copied(segment.ranges, ranges)
             self._context.count(reads=1, read_bytes=total)
         else:
-            self._receive_ranges(segment, generation, ranges)
+            if segment.ranges is None:
+                self._receive_ranges(segment, generation, ranges)
+            else:
+                self._receive_copied(segment, segment.ranges, generation, ranges)
             self._context.count(writes=1, written_bytes=total)
             self._reply(Status.OK)
         return True
@@ -289,6 +306,42 @@ class Connection:
                 raise _RefusedError(Status.GONE)
             self._stream.receive([piece for _, piece in window], self._soon())
 
+    def _send_copied(self, source: Ranges, ranges: list[tuple[int, int]]) -> None:
+        """As ``_send_ranges``, of bytes that are not in this address space."""
+        self._stream.send([_OK], self._soon(), socket.MSG_MORE)
+        memory = self._copied()
+        for group in _cut(ranges, len(memory)):
+            parts = _parts(group, memory)
+            self._copy(source.read, parts)
+            self._stream.send([part for _, part in parts], self._soon())
+
+    def _receive_copied(
+        self, segment: ServedSegment, target: Ranges, generation: int,
+        ranges: list[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        memory = self._copied()
+        for group in _cut(ranges, len(memory)):
+            parts = _parts(group, memory)
+            self._stream.receive([part for _, part in parts], self._soon())
+            if self._cut[0] or segment.generation != generation:
+                raise _RefusedError(Status.GONE)
+            self._copy(target.write, parts)
+
+    def _copy(
+        self, copy: Callable[[list[tuple[int, memoryview]], float], None],
+        parts: list[tuple[int, memoryview]],
+    ) -> None:  # fmt: skip
+        try:
+            copy(parts, self._soon())
+        except DeadlineExceededError:  # too many connections copy at once
+            raise StalledError(0) from None
+
+    def _copied(self) -> memoryview:
+        """Memory for bytes on their way, which this connection keeps."""
+        if self._memory is None:
+            self._memory = memoryview(bytearray(_COPIED_BYTES))
+        return self._memory
+
     def _reply(self, status: Status) -> None:
         self._stream.send([protocol.pack_status(status)], self._soon())
 
@@ -325,3 +378,32 @@ def _check(ranges: list[tuple[int, int]], size: int) -> int:
     if total > size:
         raise _RefusedError(Status.INVALID_RANGE)
     return total
+
+
+def _cut(ranges: list[tuple[int, int]], size_max: int) -> Iterator[list[tuple[int, int]]]:
+    """The ranges in groups of at most ``size_max`` bytes and ``WINDOW_BUFFERS`` ranges; longer ones
+    are cut. Ranges of no bytes are left out."""
+    group: list[tuple[int, int]] = []
+    room = size_max
+    for start, length in ranges:
+        offset, end = start, start + length
+        while offset < end:
+            size = min(end - offset, room)
+            group.append((offset, size))
+            offset += size
+            room -= size
+            if not room or len(group) == WINDOW_BUFFERS:
+                yield group
+                group, room = [], size_max
+    if group:
+        yield group
+
+
+def _parts(group: list[tuple[int, int]], memory: memoryview) -> list[tuple[int, memoryview]]:
+    """Each range's offset, and its part of ``memory``, end to end."""
+    parts: list[tuple[int, memoryview]] = []
+    at = 0
+    for offset, size in group:
+        parts.append((offset, memory[at : at + size]))
+        at += size
+    return parts

@@ -198,6 +198,7 @@ class SegmentStatus(_message.Message):
     PENDING_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     RECLAIM_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     size: _builtins.int
     used: _builtins.int
@@ -210,6 +211,8 @@ class SegmentStatus(_message.Message):
     """
     quarantined: _builtins.int
     reclaim: _builtins.int
+    device: _builtins.str
+    """Name of the device whose memory it is, such as "cuda:0"; empty: memory of the host."""
     def __init__(
         self,
         *,
@@ -221,10 +224,11 @@ class SegmentStatus(_message.Message):
         pending: _builtins.int = ...,
         quarantined: _builtins.int = ...,
         reclaim: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["largest_free", b"largest_free", "pending", b"pending", "quarantined", b"quarantined", "reclaim", b"reclaim", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "largest_free", b"largest_free", "pending", b"pending", "quarantined", b"quarantined", "reclaim", b"reclaim", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -217,6 +217,7 @@ class SegmentInfo(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Never used again within an epoch."""
     node: _builtins.str
@@ -241,6 +242,10 @@ class SegmentInfo(_message.Message):
     def engine(self) -> Global___TransferEngine:
         """Absent when the node has no transfer engine."""
 
+    @_builtins.property
+    def device(self) -> Global___DevicePlace:
+        """Absent when the segment is in memory of the host."""
+
     def __init__(
         self,
         *,
@@ -256,14 +261,45 @@ class SegmentInfo(_message.Message):
         generation: _builtins.int = ...,
         engine: Global___TransferEngine | None = ...,
         data_protocol: _builtins.int = ...,
+        device: Global___DevicePlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "engine", b"engine", "generation", b"generation", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentInfo: _TypeAlias = SegmentInfo  # noqa: Y015
+
+@_typing.final
+class DevicePlace(_message.Message):
+    """Where a segment is in the memory of a device, for processes on its host."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Its name in the node's process: "cuda:0"."""
+    entry: _builtins.str
+    """Entry in /dev/shm that holds the superblock alone."""
+    handle: _builtins.str
+    """What opens the memory in another process, as the device's driver gave it."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        entry: _builtins.str = ...,
+        handle: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "entry", b"entry", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DevicePlace: _TypeAlias = DevicePlace  # noqa: Y015
 
 @_typing.final
 class TransferEngine(_message.Message):

@@ -166,6 +166,7 @@ class SegmentOffer(_message.Message):
     MARK_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -185,6 +186,10 @@ class SegmentOffer(_message.Message):
 
     @_builtins.property
     def engine(self) -> _common_pb2.TransferEngine: ...
+    @_builtins.property
+    def device(self) -> _common_pb2.DevicePlace:
+        """Absent when the segment is in memory of the host."""
+
     def __init__(
         self,
         *,
@@ -199,10 +204,11 @@ class SegmentOffer(_message.Message):
         mark: _common_pb2.Version | None = ...,
         engine: _common_pb2.TransferEngine | None = ...,
         data_protocol: _builtins.int = ...,
+        device: _common_pb2.DevicePlace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "mark", b"mark"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "mark", b"mark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -161,11 +161,15 @@ def _process(seen: Seen) -> dict[str, Any]:
 
 def _node(node: NodeStatus) -> dict[str, Any]:
     segments = [segment._asdict() for segment in node.segments]
-    shm = any(segment.shm_name for segment in node.segments)
+    ways = {
+        "shm": any(segment.shm_name for segment in node.segments),
+        "device": any(segment.device for segment in node.segments),
+        "tcp": bool(node.address),
+    }
     return {
         **node._asdict(),
         "segments": segments,
-        "transports": [*(["shm"] if shm else []), *(["tcp"] if node.address else [])],
+        "transports": [name for name, is_there in ways.items() if is_there],
     }
 
 

@@ -25,6 +25,7 @@ class Memory(BaseModel):
     pending: int
     quarantined: int
     reclaim: int
+    device: str = Field(description="Whose memory it is; empty: the host's.")
 
 
 class Segment(Memory):

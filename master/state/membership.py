@@ -361,4 +361,5 @@ def describe(segment: Segment) -> SegmentInfo:
         generation=offer.generation,
         engine=offer.engine,
         data_protocol=offer.data_protocol,
+        device=offer.device,
     )

@@ -119,6 +119,7 @@ class Putting:
         return not segments or any(
             segment.offer.uuid not in request.avoid
             and (not request.here_only or segment.node.host == request.host)
+            and (segment.offer.device is None or not isinstance(request, calls.Allocate))
             for segment in segments
         )
 
@@ -232,8 +233,11 @@ class Putting:
     def _try_allocation(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Shortage:
         self._common.changing = True
         self._keeping.make_room(now_ms, "", [])
+        segments = self._pool.segments.values()
+        of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
+        avoid = [*request.avoid, *of_devices]  # the client writes to an allocation as to an array
         taken = self._granting.take(
-            now_ms, [request.size], 1, None, request.host, None, request.avoid, request.here_only
+            now_ms, [request.size], 1, None, request.host, None, avoid, request.here_only
         )
         if isinstance(taken, Shortage):
             return taken

@@ -261,4 +261,5 @@ def _segment(segment: Segment) -> calls.SegmentStatus:
         pending=segment.pending_bytes,
         quarantined=segment.quarantined_bytes,
         reclaim=segment.reclaim_bytes,
+        device="" if segment.offer.device is None else segment.offer.device.device,
     )

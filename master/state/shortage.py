@@ -15,8 +15,8 @@ from kvstore.memory.header import extent_bytes
 SHOWN_MAX = 3
 """Nodes that one message names."""
 
-AVOIDED, NOT_HERE, RESTARTED, SUSPECT, DRAINING, LEASED, NO_NODE = (
-    "avoided", "not_here", "restarted", "suspect", "draining", "leased", "no_node",
+AVOIDED, NOT_HERE, ON_DEVICE, RESTARTED, SUSPECT, DRAINING, LEASED, NO_NODE = (
+    "avoided", "not_here", "on_device", "restarted", "suspect", "draining", "leased", "no_node",
 )  # fmt: skip
 """Values of ``fields["cause"]``."""
 
@@ -78,6 +78,8 @@ def _cause(
     node = segment.node
     if request.here_only and node.host != request.host:
         return NOT_HERE
+    if segment.offer.device is not None and isinstance(request, Allocate):
+        return ON_DEVICE
     if segment.offer.uuid in request.avoid:
         return AVOIDED
     if node.draining:
@@ -152,7 +154,12 @@ def _not_here(segments: Sequence[Segment], now_ms: int, request: PutStart | Allo
     )
 
 
-_ORDER = (LEASED, AVOIDED, RESTARTED, SUSPECT, DRAINING, NOT_HERE)
+def _on_device(segments: Sequence[Segment], now_ms: int, request: PutStart | Allocate) -> str:
+    del now_ms, request
+    return f"{_names(segments)} has memory of a device, and an allocation is memory of a host"
+
+
+_ORDER = (LEASED, AVOIDED, RESTARTED, SUSPECT, DRAINING, NOT_HERE, ON_DEVICE)
 """The first that applies is the cause."""
 
 _SAID: dict[str, Callable[[Sequence[Segment], int, PutStart | Allocate], str]] = {
@@ -162,6 +169,7 @@ _SAID: dict[str, Callable[[Sequence[Segment], int, PutStart | Allocate], str]] =
     SUSPECT: _suspect,
     DRAINING: _draining,
     NOT_HERE: _not_here,
+    ON_DEVICE: _on_device,
 }
 
 _ADVICE = {
@@ -172,6 +180,7 @@ _ADVICE = {
     SUSPECT: "kvstore status shows how long each node has been silent.",
     DRAINING: "Add a node, or: kvstore drain --undo NODE",
     NOT_HERE: "Start a kvstore-node on this host, or allow tcp among the client's transports.",
+    ON_DEVICE: "Start a kvstore-node without --device on this host.",
 }
 
 _PINNED_ADVICE = "Unpin objects (kvstore unpin) or let their pins end, put less, or add a node."

@@ -15,10 +15,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from kvstore.calls import EngineAddress, SegmentInfo
+from kvstore.calls import DevicePlace, EngineAddress, SegmentInfo
 from kvstore.host import host_id
 from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.memory.segment import Segment
+from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from tests.programs import ENGINE
@@ -30,12 +31,17 @@ class Peer:
     """Starts the process; ``close`` ends it whatever happened to it and removes what it left."""
 
     def __init__(
-        self, name: str, size: int, *, connections_max: int = 64, engine: str = ""
+        self, name: str, size: int, *, connections_max: int = 64, engine: str = "", device: str = ""
     ) -> None:
-        """``engine``: where its transfer engine meets others; empty: it has none."""
+        """
+        Args:
+            engine: where its transfer engine meets others; empty: it has none.
+            device: in whose memory its segment is; empty: in memory of the host.
+        """
         self.name = name
         command = [
             sys.executable, "-m", __spec__.name, name, str(size), str(connections_max), engine,
+            device,
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -57,7 +63,13 @@ class Peer:
             seed=reply["seed"],
             generation=reply["generation"],
             engine=EngineAddress(*reply["engine"]) if reply["engine"] else None,
+            device=DevicePlace(*reply["device"]) if reply["device"] else None,
         )
+
+    @property
+    def entry(self) -> Path:
+        """Its segment in the file system."""
+        return Path(SHM_DIRECTORY, f"kvstore.{self.name}")
 
     @property
     def pid(self) -> int:
@@ -88,7 +100,7 @@ class Peer:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        Path(SHM_DIRECTORY, f"kvstore.{self.name}").unlink(missing_ok=True)
+        self.entry.unlink(missing_ok=True)
 
     def _say(self, command: str) -> str:
         assert self._process.stdin is not None
@@ -100,8 +112,8 @@ class Peer:
 
 def main() -> None:
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    metadata_server = sys.argv[4]
-    segment = Segment.create(name, size)
+    metadata_server, device = sys.argv[4:6]
+    segment = DeviceSegment.on(device, name, size) if device else Segment.create(name, size)
     server = DataServer([segment], "127.0.0.1", connections_max=connections_max)
     server.start()
     engine = None
@@ -126,12 +138,13 @@ def main() -> None:
         reply = {
             "size": segment.size,
             "uuid": segment.uuid.hex(),
-            "shm_name": segment.shm_name,
+            "shm_name": "" if segment.place else segment.shm_name,
             "port": server.port,
             "token": segment.token.hex(),
             "seed": segment.seed,
             "generation": segment.generation,
             "engine": engine and engine.address,
+            "device": segment.place,
         }
         print(json.dumps(reply), flush=True)
     server.check_invariants()

@@ -33,6 +33,7 @@ from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native import fast
 from kvstore.native.kinds import STALE, ReadRow
 from kvstore.transport.base import PIECE_BYTES, Move, Transport
+from kvstore.transport.device import DeviceTransport
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
@@ -49,22 +50,48 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "shm": ShmTransport,
     "tcp": TcpTransport,
     "mooncake": lambda: MooncakeTransport(ENGINE),
+    "device": lambda: DeviceTransport(8 * MIB),
+    "tcp-device": TcpTransport,
 }
+"""``device`` and ``tcp-device``: to a segment in the memory of a device."""
+NEEDS_NO_OWNER = ("shm", "device")
+"""Copy without the node's process."""
 METADATA = P2P if engine_or_skip_reason() is None else ""
 
 
 @pytest.fixture(scope="module")
-def shared_peer() -> Iterator[Peer]:
-    """One node for all tests that leave it as it was."""
+def host_peer() -> Iterator[Peer]:
     peer = Peer(f"conformance-{os.getpid()}", SEGMENT_BYTES, engine=METADATA)
     yield peer
     peer.close()
 
 
+@pytest.fixture(scope="module")
+def device_peer() -> Iterator[Peer]:
+    peer = Peer(f"conformance-device-{os.getpid()}", SEGMENT_BYTES, device="fake:0")
+    yield peer
+    peer.close()
+
+
+def is_on_device(request: pytest.FixtureRequest) -> bool:
+    callspec = getattr(request.node, "callspec", None)
+    return callspec is not None and "device" in callspec.params.get("transport", "")
+
+
 @pytest.fixture
-def peer() -> Iterator[Peer]:
+def shared_peer(request: pytest.FixtureRequest, host_peer: Peer, device_peer: Peer) -> Peer:
+    """One node for all tests that leave it as it was."""
+    return device_peer if is_on_device(request) else host_peer
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     """A node of the test's own, to be maltreated."""
-    peer = Peer(f"victim-{os.getpid()}", SEGMENT_BYTES, engine=METADATA)
+    name = f"victim-{os.getpid()}"
+    if is_on_device(request):
+        peer = Peer(name, SEGMENT_BYTES, device="fake:0")
+    else:
+        peer = Peer(name, SEGMENT_BYTES, engine=METADATA)
     yield peer
     peer.close()
 
@@ -335,7 +362,8 @@ def test_a_writer_that_outlives_a_takeover_stops(peer: Peer, transport: Transpor
 
 
 def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport) -> None:
-    """Over the network that is an error; shared memory outlives its owner, and gives every byte."""
+    """Over the network that is an error; shared memory outlives its owner, and gives every byte;
+    memory of a device does not."""
     written, read = noise(LARGE_BYTES), empty(LARGE_BYTES)
     transport.write(peer.info, [Move(MIB, written)], soon())
     moves = [Move(MIB, read, At(peer.kill))]
@@ -343,10 +371,11 @@ def test_a_node_that_is_killed_while_it_is_read(peer: Peer, transport: Transport
         transport.read(peer.info, moves, soon())
         assert read == written
         return
-    with pytest.raises(NodeUnreachableError) as caught:
+    gone = SegmentGoneError if transport.name == "device" else NodeUnreachableError
+    with pytest.raises(gone) as caught:
         transport.read(peer.info, moves, soon())
     assert caught.value.fields["settled"] == 1
-    with pytest.raises(NodeUnreachableError):
+    with pytest.raises(gone):
         transport.read(peer.info, [Move(MIB, read[:16])], soon())
 
 
@@ -354,6 +383,11 @@ def test_a_node_that_is_killed_while_it_is_written(peer: Peer, transport: Transp
     moves = [Move(MIB, noise(LARGE_BYTES), At(peer.kill))]
     if transport.name == "shm":
         transport.write(peer.info, moves, soon())
+        return
+    if transport.name == "device":
+        with pytest.raises(SegmentGoneError) as gone:
+            transport.write(peer.info, moves, soon())
+        assert gone.value.fields["settled"] == 1
         return
     with pytest.raises(NodeUnreachableError) as caught:
         transport.write(peer.info, moves, soon())
@@ -371,7 +405,7 @@ def test_a_node_that_freezes_costs_no_more_than_the_deadline(
     action = transport.read if verb == "read" else transport.write
     moves = [Move(MIB, noise(LARGE_BYTES), At(peer.stop))]
     start = uptime()
-    if transport.name == "shm":
+    if transport.name in NEEDS_NO_OWNER:
         action(peer.info, moves, soon())
         return
     with pytest.raises(DeadlineExceededError) as caught:
@@ -625,7 +659,7 @@ def test_reaching(shared_peer: Peer, transport: Transport) -> None:
     info = shared_peer.info
     transport.register(empty(16))
     assert transport.reaches(info)
-    if transport.name == "shm":
+    if transport.name in NEEDS_NO_OWNER:
         assert not transport.reaches(info._replace(uuid=bytes(16)))
         assert not transport.reaches(info._replace(host="elsewhere", uuid=b"another segment."))
     else:

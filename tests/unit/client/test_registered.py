@@ -189,7 +189,7 @@ def test_runs_of_one_device_are_one_value() -> None:
     [
         ((1 << 20) - 1, 2), ((1 << 20) + 99, 2), ((1 << 20) + 90, 20), ((1 << 30) + 101, 1),
         (1 << 20, -1), (1 << 25, 10), (0, 1), (1 << 20, (1 << 63) - 1), (1 << 64, 1),
-        (HOST.ctypes.data, 1),
+        pytest.param(HOST.ctypes.data, 1, id="the host's"),
     ],
 )  # fmt: skip
 def test_a_run_elsewhere_is_refused(start: int, size: int) -> None:

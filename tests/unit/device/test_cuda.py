@@ -242,3 +242,60 @@ def test_the_child_of_a_fork_is_told(library: Recorded) -> None:
     driver._pid = os.getpid() + 1
     with pytest.raises(DeviceError, match="child of a fork"):
         driver.mark()
+
+
+def test_memory_that_processes_share(library: Recorded) -> None:
+    """The handle names the device by what identifies it in every process."""
+    there = [b"u" * 16, b"v" * 16]
+    handle = bytes(range(64))
+
+    def allocate(made: Any, size: int) -> None:
+        made._obj.value = 0x7000_0000
+
+    def uuid(into: Any, device: Any) -> None:
+        ctypes.memmove(into, there[device.value], 16)
+
+    def get(device: Any, number: int) -> None:
+        device._obj.value = number
+
+    def count(made: Any) -> None:
+        made._obj.value = len(there)
+
+    def export(made: Any, address: int) -> None:
+        assert address == 0x7000_0000
+        ctypes.memmove(made, handle, 64)
+
+    def opened(made: Any, given: Any, flags: int) -> None:
+        assert (bytes(given), flags) == (handle, 1)
+        made._obj.value = 0x8000_0000
+
+    for name, act in {
+        "cuMemAlloc_v2": allocate, "cuDeviceGetUuid_v2": uuid, "cuDeviceGet": get,
+        "cuDeviceGetCount": count, "cuIpcGetMemHandle": export, "cuIpcOpenMemHandle_v2": opened,
+    }.items():  # fmt: skip
+        setattr(library, "_" + name, act)
+    owner = CUDADriver(1)
+    address = owner.allocate(1 << 20)
+    exported = owner.export(address)
+    assert len(exported) == 2 * (16 + 64)
+    assert exported.isprintable()
+    there.reverse()  # another process numbers the devices in another way
+    assert cuda.name_of(exported) == "cuda:0"
+    reader = CUDADriver(0)
+    assert reader.open(exported) == 0x8000_0000
+    reader.close(0x8000_0000)
+    owner.free(address)
+    ended = {"cuIpcCloseMemHandle", "cuMemFree_v2"}
+    assert [args for name, args in library.calls if name in ended] == [
+        (0x8000_0000,),
+        (0x7000_0000,),
+    ]
+    there[:] = [b"w" * 16]
+    with pytest.raises(DeviceError, match="does not see the device"):
+        cuda.name_of(exported)
+    for bad in ("", "no hex", "00" * 20):
+        with pytest.raises(DeviceError):
+            reader.open(bad)
+    library.fails["cuMemAlloc_v2"] = 2
+    with pytest.raises(DeviceError, match=r"cuMemAlloc.* 1024 MiB"):
+        owner.allocate(1 << 30)

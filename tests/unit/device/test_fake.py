@@ -72,3 +72,25 @@ def test_memory_that_is_not_locked_is_refused() -> None:
     other = np.zeros(64, np.uint8)
     with pytest.raises(DeviceError, match="without the device"):
         driver.copy_ordinary(Way.SAVE, *arrays(here.ctypes.data, other.ctypes.data, 64))
+
+
+def test_memory_that_drivers_share() -> None:
+    owner, reader = FakeDriver(seed=1), FakeDriver(seed=2)
+    address = owner.allocate(4_096)
+    opened = reader.open(owner.export(address))
+    assert opened != address
+    source = reader.array(16)
+    source[:] = 7
+    done = reader.copy(Way.SAVE, *arrays(opened + 100, source.ctypes.data, 16))
+    reader.finish()
+    assert reader.is_done(done)
+    target = owner.array(16)
+    owner.copy(Way.LOAD, *arrays(target.ctypes.data, address + 100, 16))
+    owner.finish()
+    assert target.tolist() == [7] * 16
+    reader.close(opened)
+    with pytest.raises(DeviceError):
+        reader.open("0/0/16")
+    owner.free(address)
+    with pytest.raises(DeviceError):
+        owner.copy(Way.LOAD, *arrays(target.ctypes.data, address + 100, 16))

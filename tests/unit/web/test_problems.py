@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvstore.calls import ClusterStatus, Counter, NodeStatus, SegmentStatus
@@ -15,7 +17,8 @@ def status(*nodes: NodeStatus, **counters: int) -> ClusterStatus:
 
 
 def node(name: str = "a", state: str = "alive", **segment: int) -> NodeStatus:
-    fields = {"segment_id": 1, "size": 1 << 30, "used": 0, "largest_free": 1 << 30} | segment
+    fields: dict[str, Any] = {"segment_id": 1, "size": 1 << 30, "used": 0, "largest_free": 1 << 30}
+    fields.update(segment)
     segments = [SegmentStatus(shm_name="x", **fields)]
     return NodeStatus(name, "h", state, "10.0.0.8:50003", 2300, segments)
 

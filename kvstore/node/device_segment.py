@@ -1,0 +1,234 @@
+"""A segment in the memory of a device, as its node has it.
+
+Superblock, headers and payloads are where they are in any segment, but only the superblock is also
+in ``/dev/shm``, alone in an entry of one page. The extents are in one allocation of the device, at
+the same offsets. When the process ends, however it ends, they are gone: such a segment is not
+attached again, and its entry is removed by the next node of its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from kvstore.calls import DevicePlace
+from kvstore.clocks import uptime
+from kvstore.device.device import Device
+from kvstore.device.driver import driver_of
+from kvstore.errors import ConfigError, DeviceError
+from kvstore.memory import alive
+from kvstore.memory import header as layout
+from kvstore.memory.entries import (
+    SHM_DIRECTORY,
+    SHM_PREFIX,
+    check_name,
+    group_id,
+    let_in,
+    of_no_use,
+    open_locked,
+    read_left,
+    reclaim_elsewhere,
+    unlink_entry,
+)
+from kvstore.memory.segment import Segment
+from kvstore.memory.taking import SIZE_STEP
+from kvstore.transport.base import Move
+from kvstore.transport.device import LOCK
+from kvstore.transport.on_device import DeviceRanges
+
+RING_BYTES: Final = 64 << 20
+"""Page-locked memory for clients on other hosts, and for headers: 8 slots, one per connection that
+moves bytes at this moment."""
+
+SCAN_BYTES: Final = 32 << 20
+"""Bytes per step of a scan, in ordinary memory."""
+
+OPEN_S: Final = 3.0
+"""How long a segment that ends waits for processes that have it open; clients look once a second
+(``kvstore.client.movers.SWEEP_S``)."""
+
+STEP_S: Final = 10.0
+"""The longest that one step of the node's own may wait for the device."""
+
+
+class DeviceSegment(Segment):
+    """See the module. Create and close it in the same thread, which lives as long as the process.
+
+    A device that fails raises RuntimeError: the node cannot serve, and its process ends.
+    """
+
+    def __init__(
+        self, *, path: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock,
+        device: Device, base: int, handle: str, held: int,
+    ) -> None:  # fmt: skip
+        """Internal: use ``on``. ``held``: as ``kvstore.memory.alive.hold`` returned it."""
+        super().__init__(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=False)
+        self._device = device
+        self._base = base
+        self._held = held
+        self.ranges = self._ranges = _OwnRanges(DeviceRanges(device, base))
+        self.place = DevicePlace(device.name, self.shm_name, handle)
+
+    @classmethod
+    def on(
+        cls,
+        device_name: str,
+        name: str,
+        size: int,
+        *,
+        group: str = "",
+        owner: layout.Owner | None = None,
+        discard: bool = False,
+    ) -> DeviceSegment:
+        """A new segment of ``size`` bytes (rounded down to ``SIZE_STEP``) on a device.
+
+        Args:
+            device_name: ``cuda:0``.
+            name: as ``Segment.create``; the node's name, too.
+            group: as ``MemoryOptions.group``.
+            owner: as ``Segment.create``.
+            discard: also if a node of this name has left memory of the host.
+
+        Raises:
+            DeviceError: the device cannot be used, or has not as much free memory.
+            LeftOverMemoryError: memory of the host would be lost; it is left unchanged.
+            ConfigError, NodeNameTakenError, StartupError: as ``Segment.create``.
+        """
+        check_name(name)
+        if size < SIZE_STEP:
+            raise ConfigError(f"a segment must have at least 1 MiB, not {size} bytes", size=size)
+        size -= size % SIZE_STEP
+        gid = group_id(group)
+        shm_name = SHM_PREFIX + name
+        path = f"{SHM_DIRECTORY}/{shm_name}"
+        left = read_left(path)
+        if left is not None and left.node and not left.owner.on_device and not discard:
+            raise of_no_use(path, "memory of a device was asked for")
+        reclaim_elsewhere(shm_name, SHM_DIRECTORY)
+        fd = open_locked(path)
+        try:
+            os.ftruncate(fd, layout.SUPERBLOCK_BYTES)
+            os.posix_fallocate(fd, 0, layout.SUPERBLOCK_BYTES)
+            device = Device(driver_of(device_name), ring_bytes=RING_BYTES, locked_max=0)
+            base = device.driver.allocate(size)
+            try:
+                handle = device.driver.export(base)
+                mapped = mmap.mmap(fd, layout.SUPERBLOCK_BYTES)
+                let_in(fd, path, gid)
+                superblock = layout.Superblock(
+                    secrets.token_bytes(16), name, size, secrets.randbits(64), generation=1
+                )
+                packed = layout.pack_owner((owner or layout.Owner())._replace(on_device=True))
+                mapped[layout.OWNER_OFFSET : layout.OWNER_OFFSET + len(packed)] = packed
+                held = alive.hold(fd, layout.ALIVE_OFFSET)
+                packed = layout.pack_superblock(superblock)
+                mapped[: len(packed)] = packed
+                return cls(
+                    path=path, fd=fd, mapped=mapped, superblock=superblock, device=device,
+                    base=base, handle=handle, held=held,
+                )  # fmt: skip
+            except BaseException:
+                device.driver.free(base)
+                raise
+        except BaseException:
+            unlink_entry(path)
+            os.close(fd)
+            raise
+
+    @property
+    def fd(self) -> int:
+        """-1: there is no file that has the bytes."""
+        return -1
+
+    def huge_bytes(self) -> int:
+        return 0
+
+    def keep_owner(self, owner: layout.Owner) -> None:
+        super().keep_owner(owner._replace(on_device=True))
+
+    def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> int:
+        """As ``Segment.wipe``."""
+        most = self.size - layout.HEADER_BYTES
+        rows = [
+            (offset, (epoch, counter), memoryview(bytearray(layout.HEADER_BYTES)))
+            for offset, epoch, counter in zip(offsets, epochs, counters, strict=True)
+            if layout.SUPERBLOCK_BYTES <= offset <= most
+        ]
+        deadline = uptime() + STEP_S
+        self._ranges.read([(offset, head) for offset, _, head in rows], deadline)
+        wiped = []
+        for offset, version, head in rows:
+            found = layout.unpack(head, self.seed, offset)
+            if found is not None and (found.epoch, found.counter) == version:
+                wiped.append((offset, memoryview(layout.WIPE)))
+        self._ranges.write(wiped, deadline)
+        return len(wiped)
+
+    def scan(self) -> Iterator[tuple[int, layout.Header]]:
+        """As ``Segment.scan``: copies all of the segment to the host, a part at a time."""
+        memory = memoryview(bytearray(min(SCAN_BYTES, self.size)))
+        for start in range(layout.SUPERBLOCK_BYTES, self.size, len(memory)):
+            part = memory[: min(len(memory), self.size - start)]
+            self._ranges.read([(start, part)], uptime() + STEP_S)
+            yield from layout.scan_part(part, start, self.size, self.seed)
+
+    def close(self, *, unlink: bool = True) -> None:
+        """As ``Segment.close``, but nothing is ever left for another process. Waits up to
+        ``OPEN_S`` until no process has the memory open, as CUDA demands, and frees it."""
+        del unlink
+        with self._closing:
+            if self._fd < 0:
+                return
+            self._words[layout.GENERATION_OFFSET // 8] = 0
+            unlink_entry(self.path)
+            give_up = uptime() + OPEN_S
+            while self._is_open_elsewhere() and uptime() < give_up:
+                time.sleep(0.02)
+            self._words.release()
+            self._device.close()
+            if not self._device.has_failed:
+                self._device.driver.free(self._base)
+            alive.let_go(self._held)
+            with contextlib.suppress(BufferError):
+                self.memory.release()
+                if self._mapped is not None:
+                    self._mapped.close()
+            self._mapped = None
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _is_open_elsewhere(self) -> bool:
+        lock = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        found = LOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, lock))
+        return bool(found[0] != fcntl.F_UNLCK)
+
+
+class _OwnRanges:
+    """Implements ``Ranges`` in the process that owns the memory."""
+
+    def __init__(self, ranges: DeviceRanges) -> None:
+        self._ranges = ranges
+
+    def read(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None:
+        self._run(self._ranges.read, ranges, deadline)
+
+    def write(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None:
+        self._run(self._ranges.write, ranges, deadline)
+
+    def _run(
+        self,
+        move: Callable[[Sequence[Move], float, Callable[[], None]], None],
+        ranges: Sequence[tuple[int, memoryview]],
+        deadline: float,
+    ) -> None:
+        try:
+            move([Move(*each) for each in ranges], deadline, lambda: None)
+        except DeviceError as error:
+            raise RuntimeError(f"the device has failed: {error}") from error

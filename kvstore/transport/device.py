@@ -1,0 +1,363 @@
+"""Transport to segments in the memory of a device of this host, which another process owns.
+
+The node exports its memory, and this process opens it (CUDA IPC). Headers and payloads are both
+there. The entry in ``/dev/shm`` has the superblock: the generation, which fences writers as in any
+segment, and the word that says whether the owner lives. Memory of a device ends with its owner,
+whoever has it open. So both are read before each copy and once more at the end of a call, and
+bytes that were copied meanwhile count only if the owner has lived through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from kvstore.calls import DevicePlace, SegmentInfo
+from kvstore.clocks import uptime
+from kvstore.device.device import Device
+from kvstore.device.driver import driver_of_handle
+from kvstore.errors import ClosedError, DeviceError, KVStoreError, NodeUnreachableError
+from kvstore.host import host_id
+from kvstore.memory import alive
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.header import (
+    ALIVE_OFFSET,
+    GENERATION_OFFSET,
+    SUPERBLOCK_BYTES,
+    unpack_superblock,
+)
+from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.stopping import current
+from kvstore.transport.base import Move
+from kvstore.transport.on_device import DeviceRanges
+from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
+
+log = logging.getLogger("kvstore.transport")
+
+LOCK: Final = struct.Struct("hhqqi4x")
+"""``struct flock``. A process that has the memory open holds a shared lock on the entry's first
+byte, and the owner waits for those before it frees the memory (``kvstore.node.device_segment``)."""
+
+AGAIN_S: Final = 30.0
+"""Between two attempts to open memory that could not be opened, which may take half a second."""
+
+SAID_MAX: Final = 1_000
+
+
+class Attachment:
+    """One segment that this process has open."""
+
+    def __init__(self, device: Device, base: int, page: mmap.mmap, fd: int) -> None:
+        """Internal: use ``attach``. Takes over all but ``device``."""
+        self.device: Final = device
+        self.ranges: Final = DeviceRanges(device, base)
+        self._memory: Final = memoryview(page)
+        self._words: Final = self._memory.cast("Q")
+        self._alive: Final = self._memory.cast("I")
+        self._fd = fd
+        self._users = 0
+        self._is_ending = False
+        self._changing = threading.Lock()
+
+    @classmethod
+    def attach(
+        cls, place: DevicePlace, segment: SegmentInfo, device_of: Callable[[DevicePlace], Device]
+    ) -> Attachment:
+        """Raises DeviceError, NodeUnreachableError: the memory cannot be opened here."""
+        name = place.entry
+        if not name.startswith(SHM_PREFIX) or "/" in name:
+            raise _not_here(segment, f"{name!r} is no name of a segment")
+        try:
+            fd = os.open(f"{SHM_DIRECTORY}/{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise _not_here(segment, f"{SHM_DIRECTORY}/{name}: {error.strerror}") from None
+        try:
+            found = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
+            there = os.fstat(fd).st_size
+            if found is None or there != SUPERBLOCK_BYTES or found.uuid != segment.uuid:
+                raise _not_here(segment, f"{SHM_DIRECTORY}/{name} is another segment's")
+            if found.size != segment.size:
+                raise _not_here(segment, f"it has {found.size} bytes, not {segment.size}")
+            lock = LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0)
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
+            page = mmap.mmap(fd, SUPERBLOCK_BYTES)
+            device = device_of(place)
+            return cls(device, device.driver.open(place.handle), page, fd)
+        except OSError as error:
+            os.close(fd)
+            raise _not_here(segment, f"{SHM_DIRECTORY}/{name}: {error.strerror}") from None
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def is_mounted(self, generation: int) -> bool:
+        """Whether the owner lives, and the segment has not been mounted anew. Two aligned words:
+        never torn."""
+        return self._words[GENERATION_OFFSET // 8] == generation and alive.is_held(
+            self._alive[ALIVE_OFFSET // 4]
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the segment still exists."""
+        return self.is_mounted(self._words[GENERATION_OFFSET // 8] or -1)
+
+    @property
+    def is_usable(self) -> bool:
+        return not self._is_ending and not self.device.has_failed
+
+    @contextmanager
+    def lent(self) -> Iterator[bool]:
+        """Keeps the memory open. False: it has been closed already."""
+        with self._changing:
+            is_open = not self._is_ending
+            self._users += is_open
+        try:
+            yield is_open
+        finally:
+            with self._changing:
+                self._users -= is_open
+                is_last = is_open and self._is_ending and not self._users
+            if is_last:
+                self._close()
+
+    def end(self) -> None:
+        """Closes the memory, when no call uses it any more. Idempotent."""
+        with self._changing:
+            is_last = not self._is_ending and not self._users
+            self._is_ending = True
+        if is_last:
+            self._close()
+
+    def abandon(self) -> None:
+        """In the child of a fork: calls nothing of the device."""
+        os.close(self._fd)
+
+    def _close(self) -> None:
+        if not self.device.has_failed:  # otherwise copies may be under way for ever
+            with contextlib.suppress(DeviceError):
+                self.device.driver.close(self.ranges.base)
+        os.close(self._fd)
+
+
+class DeviceTransport:
+    """Implements ``Transport``. Whatever fails here is settled: no byte lands after a call, unless
+    the device has failed. Threads: any."""
+
+    name: str = "device"
+    maps: bool = False
+    reads_in_one_batch: bool = True
+
+    def __init__(self, ring_bytes: int) -> None:
+        """``ring_bytes``: page-locked memory, per device, for bytes that go to or from the host."""
+        self._ring_bytes = ring_bytes
+        self._devices: dict[str, Device] = {}
+        self._attached: dict[bytes, Attachment | None] = {}
+        """By uuid; None: it was tried and cannot be opened here."""
+        self._again_at = 0.0
+        """When that is tried again."""
+        self._said: set[bytes] = set()
+        self._changing = threading.Lock()
+        self._closed = False
+
+    def reaches(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.reaches``: opens the memory the first time."""
+        if segment.device is None:
+            return False
+        attachment = self._attachment(segment)
+        return attachment is not None and attachment.is_usable
+
+    def is_on(self, segment: SegmentInfo, device: Device) -> bool:
+        """Whether the segment is in the memory of this device, and open."""
+        attachment = self._attachment(segment)
+        return attachment is not None and attachment.device.driver is device.driver
+
+    def register(self, buffer: memoryview) -> None:
+        """Nothing to do."""
+
+    def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """As ``Transport.read``."""
+        with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
+            ranges.read(moves, deadline, check)
+
+    def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
+        """As ``Transport.write``."""
+        with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
+            ranges.write(moves, deadline, check)
+
+    def read_objects(
+        self,
+        segment: SegmentInfo,
+        namespace: str,
+        rows: list[ReadRow],
+        verify: bool,
+        deadline: float,
+    ) -> list[bytes | int] | None:
+        """None: headers are read with the payloads, as moves."""
+        return None
+
+    def write_objects(
+        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
+    ) -> bool:
+        """False: headers are written behind the payloads, as moves."""
+        return False
+
+    def memory(self, segment: SegmentInfo) -> memoryview:
+        """Raises SegmentGoneError: the memory is the device's."""
+        raise segment_gone(segment)
+
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
+        """None: the memory is the device's."""
+        return None
+
+    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        """None: the memory is the device's."""
+        return None
+
+    def forget(self, segment: SegmentInfo) -> None:
+        """As ``Transport.forget``."""
+        self._drop(lambda uuid, attachment: uuid == segment.uuid and not _is_current(attachment))
+
+    def sweep(self) -> None:
+        """As ``Transport.sweep``; what could not be opened is tried again later."""
+        is_time = uptime() >= self._again_at
+
+        def is_due(uuid: bytes, attachment: Attachment | None) -> bool:
+            return is_time if attachment is None else not attachment.is_current
+
+        self._drop(is_due)
+
+    def abandon(self) -> None:
+        """As ``Transport.abandon``."""
+        for attachment in self._attached.values():
+            if attachment is not None:
+                attachment.abandon()
+
+    def close(self) -> None:
+        """As ``Transport.close``."""
+        with self._changing:
+            self._closed = True
+        self._drop(lambda uuid, attachment: True)
+        for device in self._devices.values():
+            device.close()
+
+    @contextmanager
+    def lent(
+        self, segment: SegmentInfo, ranges: Sequence[tuple[int, int]], deadline: float
+    ) -> Iterator[tuple[DeviceRanges, Callable[[], None]]]:
+        """The memory of a segment, and a function that raises if the call must not go on.
+
+        Args:
+            ranges: offset and length of all that the call touches.
+
+        Raises:
+            As ``Transport.read``; SegmentGoneError at the end, too, if the owner has not lived
+            through the call.
+        """
+        attachment = self._attachment(segment)
+        if attachment is None:
+            raise self._closed_error() if self._closed else _not_here(segment, "it is not open")
+        for offset, length in ranges:
+            if offset < SUPERBLOCK_BYTES or offset + length > segment.size:
+                raise invalid_range(offset, length, segment.size)
+
+        def check() -> None:
+            if self._closed:
+                raise self._closed_error()
+            if not attachment.is_mounted(segment.generation):
+                raise segment_gone(segment)
+            if uptime() >= deadline:
+                raise deadline_exceeded(segment)
+            stop = current()
+            if stop is not None:
+                stop.check()
+
+        with attachment.lent() as is_open:
+            if not is_open:
+                raise segment_gone(segment)
+            check()
+            try:
+                yield attachment.ranges, check
+            except DeviceError as error:
+                if not attachment.is_mounted(segment.generation):
+                    raise segment_gone(segment) from None
+                raise _failed(segment, error) from None
+            if not attachment.is_mounted(segment.generation):
+                raise segment_gone(segment)
+
+    def _attachment(self, segment: SegmentInfo) -> Attachment | None:
+        uuid = segment.uuid
+        try:
+            return self._attached[uuid]
+        except KeyError:
+            pass
+        place = segment.device
+        if place is None or segment.host != host_id():
+            return None
+        with self._changing:
+            if self._closed:
+                return None
+            if uuid not in self._attached:
+                try:
+                    self._attached[uuid] = Attachment.attach(place, segment, self._device_of)
+                except KVStoreError as error:
+                    self._attached[uuid] = None
+                    self._again_at = uptime() + AGAIN_S
+                    if uuid not in self._said and len(self._said) < SAID_MAX:
+                        self._said.add(uuid)
+                        log.warning("device_memory_not_opened node=%s reason=%s",
+                                    segment.node, str(error))  # fmt: skip
+            return self._attached[uuid]
+
+    def _device_of(self, place: DevicePlace) -> Device:
+        driver = driver_of_handle(place.device, place.handle)
+        device = self._devices.get(driver.name)
+        if device is None:
+            device = Device(driver, ring_bytes=self._ring_bytes, locked_max=0)
+            self._devices[driver.name] = device
+        return device
+
+    def _drop(self, is_due: Callable[[bytes, Attachment | None], bool]) -> None:
+        with self._changing:
+            due = {uuid: each for uuid, each in self._attached.items() if is_due(uuid, each)}
+            for uuid in due:
+                del self._attached[uuid]
+        for attachment in due.values():
+            if attachment is not None:
+                attachment.end()
+
+    def _closed_error(self) -> ClosedError:
+        return ClosedError("the transport was closed", settled=1)
+
+
+def _ranges_of(moves: Sequence[Move]) -> list[tuple[int, int]]:
+    return [(move.offset, len(move.buffer)) for move in moves]
+
+
+def _is_current(attachment: Attachment | None) -> bool:
+    return attachment is not None and attachment.is_current
+
+
+def _not_here(segment: SegmentInfo, why: str) -> NodeUnreachableError:
+    return NodeUnreachableError(
+        f"the device's memory of node {segment.node!r} is not open in this process: {why}",
+        node=segment.node,
+        settled=1,
+    )
+
+
+def _failed(segment: SegmentInfo, error: DeviceError) -> NodeUnreachableError:
+    return NodeUnreachableError(
+        f"node {segment.node}: {error.message}",
+        advice=error.advice,
+        node=segment.node,
+        settled=error.fields.get("settled", 1),
+    )

@@ -1,0 +1,319 @@
+"""Nodes that pool memory of a device: a fake one, which real processes share as they share a GPU's.
+
+The client's own device, where it has one, runs its copies late and in a random order, so a missing
+wait is a wrong byte.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import Client, PutOutcome
+from kvstore.device import driver
+from kvstore.device.device import Device
+from kvstore.device.fake import FakeDriver
+from kvstore.device.memory import DeviceMemory
+from kvstore.errors import NoSpaceError
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from tests.integration.cluster import Cluster, Node, until
+from tests.integration.test_forks import fork, join
+from tests.integration.traffic import at_work, content, getter, putter
+
+STORED = PutOutcome.STORED
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
+POOLED = "fake:0"
+"""The device of the nodes."""
+KEYS = [f"key-{number}" for number in range(20)]
+SIZES = [0, 1, 1_000, 4_096, 70_001, 3 << 20]
+
+
+@pytest.fixture(params=[POOLED, "cuda:0"])
+def fake(request: pytest.FixtureRequest) -> Iterator[FakeDriver]:
+    """The client's device: that of the node, or another one."""
+    made = FakeDriver(request.param, seed=7)
+    driver.use(made.name, made)
+    yield made
+    driver.use(made.name, None)
+
+
+def start(cluster: Cluster, **settings: Any) -> Node:
+    cluster.master()
+    return cluster.node(device=POOLED, **settings)
+
+
+def rows_on(fake: FakeDriver, device: Device, contents: list[bytes]) -> list[DeviceMemory]:
+    """Memory of two runs each, which kernels fill that are queued now."""
+    made = []
+    for data in contents:
+        array = fake.array(len(data))
+
+        def fill(array: Any = array, data: bytes = data) -> None:
+            array[:] = np.frombuffer(data, np.uint8)
+
+        fake.launch(fill)
+        at, first = array.ctypes.data, len(data) // 3
+        addresses, sizes = np.array([at, at + first]), np.array([first, len(data) - first])
+        made.append(DeviceMemory(device, addresses, sizes, [fake.mark()], array))
+    return made
+
+
+def memory_of(node: Node) -> Path:
+    """The memory of the node's fake device."""
+    for each in Path(f"/proc/{node.pid}/fd").iterdir():
+        if "kvstore-fake-device" in os.readlink(each):
+            return each
+    raise AssertionError("the node has none")
+
+
+def flip(node: Node, needle: bytes) -> None:
+    """Changes a byte of the only place that holds ``needle``."""
+    path = memory_of(node)
+    memory = path.read_bytes()
+    assert memory.count(needle) == 1
+    at = memory.index(needle)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([needle[0] ^ 1]))
+
+
+def used_transports(client: Client) -> set[str]:
+    return set(client.stats().transports)
+
+
+@TRANSPORTS
+def test_values_come_back(cluster: Cluster, transport: str) -> None:
+    node = start(cluster)
+    client = cluster.client(transports=(transport,))
+    values = {f"{size}": os.urandom(size) for size in SIZES}
+    assert set(client.put_many(list(values.items()))) == {STORED}
+    assert client.get_many(list(values)) == list(values.values())
+    for key, value in values.items():
+        buffer = bytearray(len(value))
+        client.get_into(key, buffer)
+        assert bytes(buffer) == value
+    assert client.get("70001", copy=False) == values["70001"]
+    assert client.put("1", b"other", overwrite=True) is STORED
+    assert client.get("1") == b"other"
+    assert client.remove("4096")
+    assert client.get("4096") is None
+    keys = [f"block-{number}" for number in range(8)]
+    blocks = [os.urandom(10_000) for _ in keys]
+    assert set(client.put_chain(keys, blocks)) == {STORED}
+    assert client.match_prefix(keys) == len(keys)
+    assert client.get_many(keys) == blocks
+    assert used_transports(client) == {"device" if transport == "shm" else "tcp"}
+    assert node.entry.stat().st_size == SUPERBLOCK_BYTES
+
+
+@TRANSPORTS
+def test_values_of_a_device_come_back(cluster: Cluster, transport: str, fake: FakeDriver) -> None:
+    start(cluster, memory="64MiB")
+    contents = [os.urandom(size) for size in (3, 5_000, 300_000, 2 << 20, 300_001)]
+    keys = [f"block-{number}" for number in range(len(contents))]
+    for verify in ("payload", "header"):
+        client = cluster.client(transports=(transport,), verify=verify, device_ring="8MiB")
+        device = client.device(fake.name)
+        values = rows_on(fake, device, contents)
+        assert set(client.put_chain(keys, values, namespace=verify)) == {STORED}
+        assert client.match_prefix(keys, namespace=verify) == len(keys)
+        assert client.get_many(keys, namespace=verify) == contents
+        targets = rows_on(fake, device, [bytes(len(data)) for data in contents])
+        client.get_into(keys, targets, namespace=verify)
+        for target, data in zip(targets, contents, strict=True):
+            assert target.keep.tobytes() == data  # type: ignore[attr-defined]
+        fake.finish()
+
+
+def test_bad_bytes_are_no_value(cluster: Cluster, fake: FakeDriver) -> None:
+    node = start(cluster)
+    client = cluster.client(timeout_ms=3_000)
+    data = os.urandom(50_000)
+    for key in ("host", "device"):
+        assert client.put(key, data) is STORED
+        flip(node, data)
+        if key == "host":
+            assert client.get(key) is None
+        else:
+            [target] = rows_on(fake, client.device(fake.name), [bytes(len(data))])
+            assert client.get_into([key], [target]) == [None]
+            fake.finish()
+        assert client.remove(key) is False, "the master has removed it"
+    assert dict(cluster.status().counters)["corrupt_objects"] == 2
+
+
+@TRANSPORTS
+def test_the_oldest_objects_make_room(cluster: Cluster, transport: str) -> None:
+    cluster.settings["lease_ms"] = 1_000
+    start(cluster, memory="8MiB")
+    client = cluster.client(transports=(transport,), put_wait_ms=5_000)
+    for number in range(60):
+        assert client.put(f"key-{number}", content(f"key-{number}") * 40) is STORED
+        assert client.get(f"key-{number}") in (content(f"key-{number}") * 40, None)
+    assert client.get("key-59") == content("key-59") * 40
+
+
+@TRANSPORTS
+def test_a_killed_node_takes_its_objects_along(cluster: Cluster, transport: str) -> None:
+    node = start(cluster)
+    client = cluster.client(transports=(transport,), timeout_ms=3_000)
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    assert client.get_many(KEYS) == [content(key) for key in KEYS]
+    node.kill()
+    assert client.get_many(KEYS) == [None] * len(KEYS)
+    assert node.entry.exists(), "a killed process removes nothing"
+    again = cluster.node(device=POOLED, name=node.name)
+    assert client.get_many(KEYS) == [None] * len(KEYS)
+    assert client.put("new", b"value") is STORED
+    assert client.get("new") == b"value"
+    again.kill()
+    of_host = cluster.node(name=node.name)
+    assert until(lambda: client.put("new", b"of the host") is STORED)
+    assert client.get("new") == b"of the host"
+    assert of_host.entry.stat().st_size > SUPERBLOCK_BYTES
+
+
+@TRANSPORTS
+def test_a_node_is_killed_while_it_is_used(cluster: Cluster, transport: str) -> None:
+    """No call returns wrong bytes, none hangs, and a new node of that name serves at once."""
+    node = start(cluster, memory="64MiB")
+    client = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
+    writes = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    with (
+        at_work(getter(client, KEYS), longest_s=4) as reader,
+        at_work(putter(writes, "new"), longest_s=4) as writer,
+    ):
+        for _ in range(3):
+            reader.wait_for("right", more=30)
+            writer.wait_for("stored", more=10)
+            node.kill()
+            reader.wait_for("miss", more=5)
+            node = cluster.node(device=POOLED, name=node.name, memory="64MiB")
+            writer.wait_for("stored", more=5)
+            outcomes = client.put_many([(key, content(key)) for key in KEYS])
+            assert set(outcomes) <= {STORED, PutOutcome.FOUND}
+    assert sum(reader.counts.values()) > 100
+
+
+def test_a_stopped_node_is_not_needed_on_its_host(cluster: Cluster) -> None:
+    node = start(cluster)
+    client = cluster.client()
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    assert client.get(KEYS[0]) == content(KEYS[0])
+    node.freeze()
+    assert client.get_many(KEYS) == [content(key) for key in KEYS]
+    node.resume()
+
+
+def test_a_child_of_a_fork_opens_the_memory_anew(cluster: Cluster) -> None:
+    start(cluster)
+    client = cluster.client()
+    assert client.put("key", b"value") is STORED
+    assert client.get("key") == b"value"
+
+    def in_child() -> None:
+        assert client.get("key") == b"value"
+        assert client.put("child", b"1") is STORED
+        assert used_transports(client) == {"device"}
+
+    join(fork(in_child))
+    assert client.get("key") == b"value"
+    assert client.get("child") == b"1"
+
+
+def test_a_replica_in_memory_of_a_host_survives(cluster: Cluster) -> None:
+    node = start(cluster)
+    cluster.node()
+    client = cluster.client(timeout_ms=3_000)
+    assert set(client.put_many([(key, content(key)) for key in KEYS], replicas=2)) == {STORED}
+    node.kill()
+    assert client.get_many(KEYS) == [content(key) for key in KEYS]
+    assert {segment.device for each in cluster.status().nodes for segment in each.segments} <= {
+        "",
+        POOLED,
+    }
+
+
+def test_a_master_that_is_started_again_learns_the_objects(cluster: Cluster) -> None:
+    start(cluster)
+    client = cluster.client()
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    assert client.remove(KEYS[0])
+    assert cluster.master_server is not None
+    cluster.master_server.kill()
+    cluster.master()
+    assert client.get_many(KEYS) == [None, *(content(key) for key in KEYS[1:])]
+
+
+def test_objects_move_off_a_draining_node(cluster: Cluster) -> None:
+    node = start(cluster)
+    client = cluster.client()
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    cluster.node()
+    client.drain(node.name)
+    cursor = 0
+    while True:
+        moved = client.move_some(node.name, cursor)
+        assert not moved.corrupt
+        cursor = moved.next_cursor
+        if not cursor:
+            break
+    assert client.get_many(KEYS) == [content(key) for key in KEYS]
+
+
+def test_an_allocation_is_memory_of_a_host(cluster: Cluster) -> None:
+    start(cluster)
+    client = cluster.client(put_wait_ms=0)
+    with pytest.raises(NoSpaceError) as caught:
+        client.allocate(1_000)
+    assert caught.value.fields["cause"] == "on_device"
+    cluster.node()
+    array = client.allocate(1_000, kind="numpy")
+    assert isinstance(array, np.ndarray)
+    array[:] = 7
+    assert client.put("key", array) is STORED
+    assert client.get("key", kind="bytes") == bytes([7]) * 1_000
+
+
+def test_status_names_the_device(cluster: Cluster) -> None:
+    node = start(cluster)
+    [shown] = cluster.status().nodes
+    [segment] = shown.segments
+    assert (segment.device, segment.shm_name) == (POOLED, "")
+    assert cluster.state_of(node) == "alive"
+
+
+def test_memory_that_a_node_left_is_not_thrown_away(cluster: Cluster) -> None:
+    cluster.start()
+    client = cluster.client()
+    assert client.put("key", b"value") is STORED
+    [node] = cluster.nodes
+    node.kill()
+    refused = cluster.launch_node(device=POOLED, name=node.name)
+    assert refused.wait() != 0
+    assert "memory of a device was asked for" in refused.errors
+    cluster.node(name=node.name)
+    assert until(lambda: client.get("key") == b"value")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"protocol": "tcp"}, "--device"),
+        ({"keep": True}, "--device"),
+        ({"device": "gpu"}, "cuda:0"),
+    ],
+)
+def test_settings_that_do_not_go_together(
+    cluster: Cluster, settings: dict[str, Any], said: str
+) -> None:
+    cluster.master()
+    refused = cluster.launch_node(**({"device": POOLED} | settings))
+    assert refused.wait() != 0
+    assert said in refused.errors
