@@ -155,7 +155,8 @@ def test_any_flipped_bit_is_noticed(compiled: Fast, memory: memoryview) -> None:
 def test_what_is_verified_is_what_was_copied(compiled: Fast, memory: memoryview, size: int) -> None:
     """The target lies over the payload itself: copying changes what is read again."""
     (row,), _, _ = rows([size])
-    (data,) = row[5] or ()
+    assert row[5] is not None
+    (data,) = row[5]
     start = row[0] + HEADER_BYTES
     for shift in (1, 7, 8, 32, 63, 64, 65, 128, 199):
         assert write(compiled, memory, [row]) == 0
