@@ -184,28 +184,36 @@ def _encode_list(values: Sequence[Storable], on_devices: OnDevices | None) -> En
 
 
 def fillable(buffers: Buffer | Sequence[Buffer], on_devices: OnDevices) -> tuple[Payload, str]:
-    """As ``writable``; memory of one device also will do."""
+    """As ``writable``, also of memory that is all on one device."""
+    if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
+        data = memoryview(buffers)  # type: ignore[arg-type]
+        if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
+            return [data], ""
     several = buffers if isinstance(buffers, list | tuple) else [buffers]
+    if not several or not _is_on_device(several[0]):
+        return writable(buffers)
     memories: list[DeviceMemory] = []
     dtypes: set[str] = set()
     for buffer in several:
-        torch = _torch_of(buffer)
-        if torch is None and (memory := _device_memory(buffer)) is not None:
-            memories.append(memory)
-        elif torch is not None and buffer.device.type != "cpu":  # type: ignore[union-attr]
+        memory = _device_memory(buffer)
+        if memory is None and (torch := _torch_of(buffer)) is not None:
             dtype = _fillable_dtype(torch, buffer)  # type: ignore[arg-type]
-            found = on_devices.memory_of(buffer.detach())  # type: ignore[union-attr]
-            if found is None:
-                raise BufferMismatchError(f"kvstore cannot fill memory of {buffer.device}")  # type: ignore[union-attr]
-            memories.append(found)
             dtypes.add("" if dtype == "uint8" else dtype)
-    if not memories:
-        return writable(buffers)
-    if len(memories) < len(several) or len({each.device for each in memories}) > 1:
-        raise BufferMismatchError("the buffers of one value are not all on one device")
-    if len(dtypes) > 1:
-        raise BufferMismatchError(f"buffers of one value differ in dtype: {sorted(dtypes)}")
+            memory = on_devices.memory_of(buffer.detach())  # type: ignore[union-attr]
+        if memory is None:
+            raise BufferMismatchError("memory of a device goes with no other buffers, or not here")
+        memories.append(memory)
+    if len(dtypes) > 1 or len({each.device for each in memories}) > 1:
+        raise BufferMismatchError("buffers of one value differ in dtype or device")
     return memories[0].joined(memories), dtypes.pop() if dtypes else ""
+
+
+def _is_on_device(buffer: object) -> bool:
+    if type(buffer) is memoryview or type(buffer) is np.ndarray:  # what engines give
+        return False
+    if _torch_of(buffer) is not None:
+        return buffer.device.type != "cpu"  # type: ignore[attr-defined,no-any-return]
+    return _device_memory(buffer) is not None
 
 
 def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]:
@@ -214,10 +222,6 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     Raises:
         BufferMismatchError: not contiguous, read-only, not in CPU memory, or mixed dtypes.
     """
-    if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
-        data = memoryview(buffers)  # type: ignore[arg-type]
-        if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
-            return [data], ""
     views: list[memoryview] = []
     dtypes: set[str] = set()
     several = isinstance(buffers, list | tuple)

@@ -37,6 +37,7 @@
     │   ├── SharedMemoryTooSmallError
     │   ├── MemoryLimitError            a control group (a container) allows less memory
     │   └── TransferEngineError         Mooncake's engine is missing, or cannot do what was asked
+    ├── DeviceError                 the memory of a GPU cannot be copied: no driver, or it failed
     └── InternalError               a bug of ours, reported by the peer
 
 A miss is no error: it is the value ``None`` (or 0, or False). Each class has a stable ``code``,

@@ -21,6 +21,7 @@ from kvstore.errors import (
     ClosedError,
     CorruptObjectError,
     DeadlineExceededError,
+    DeviceError,
     DrainedError,
     FieldValue,
     InternalError,
@@ -69,6 +70,7 @@ GRPC_CODE: dict[type[KVStoreError], grpc.StatusCode] = {
     StartupError: grpc.StatusCode.FAILED_PRECONDITION,
     AddressInUseError: grpc.StatusCode.ALREADY_EXISTS,
     NodeNameTakenError: grpc.StatusCode.ALREADY_EXISTS,
+    DeviceError: grpc.StatusCode.FAILED_PRECONDITION,
     InternalError: grpc.StatusCode.INTERNAL,
 }
 """The status of each class; a class without an entry has that of its nearest base."""

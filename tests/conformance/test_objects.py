@@ -1,5 +1,5 @@
-"""Whole objects, moved in one go (compiled) or move by move, over every transport: the same bytes,
-outcomes and errors."""
+"""Whole objects, moved in one go (compiled) or move by move, over every transport, from and to the
+host's memory or a device's: the same bytes, outcomes and errors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.calls import SegmentInfo
+from kvstore.client.flows.devices import DeviceReads, DeviceWrites
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites
 from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
+from kvstore.device.device import Device
+from kvstore.device.fake import FakeDriver
+from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
     DeadlineExceededError,
     InvalidRangeError,
@@ -26,6 +32,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
+from kvstore.memory.raw import address_of
 from kvstore.native import fast
 from kvstore.native.kinds import CORRUPT, STALE
 from kvstore.transport.base import Transport
@@ -53,12 +60,63 @@ class Way:
             return
         transfer.move_by_move(self.transport, deadline)
 
+    def close(self) -> None:
+        self.transport.close()
 
-WAYS: dict[str, tuple[Callable[[], Transport], bool]] = {
-    "shm-one-go": (ShmTransport, True),
-    "shm-moves": (ShmTransport, False),
-    "tcp-one-go": (TcpTransport, True),
-    "tcp-moves": (TcpTransport, False),
+
+class DeviceWay(Way):
+    """A transport, and a device whose memory is that of the transfers' buffers."""
+
+    def __init__(self, transport: Transport, *, lock_max: int = 1 << 40) -> None:
+        super().__init__(transport, in_one_go=True)
+        self.fake = FakeDriver(eager=True, lock_max=lock_max)
+        self.device = Device(self.fake, ring_bytes=8 * MIB, locked_max=1 << 40)
+
+    def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
+        deadline = uptime() + seconds
+        if isinstance(transfer, ObjectReads):
+            reads = DeviceReads(transfer.segment, SPACE, verify=transfer.verify)
+            reads.rows = self._on_device(transfer.rows)
+            assert reads.in_one_go(self.transport, deadline)
+            transfer.done = reads.done
+        else:
+            assert isinstance(transfer, ObjectWrites)
+            writes = DeviceWrites(transfer.segment, SPACE, deadline)
+            writes.rows = self._on_device(transfer.rows)
+            assert writes.in_one_go(self.transport, deadline)
+        assert self.device.ring.taken == 0
+
+    def close(self) -> None:
+        super().close()
+        self.device.close()
+
+    def _on_device(self, rows: Sequence[Any]) -> list[Any]:
+        made = []
+        for row in rows:
+            views = [view for view in row[5] if len(view)]
+            at = np.array([address_of(view) for view in views], np.int64)
+            sizes = np.array([len(view) for view in views], np.int64)
+            if views:  # parts of one buffer
+                self.fake.memory[int(at[0])] = int(sizes.sum())
+            memory = DeviceMemory(self.device, at, sizes, (), views)
+            made.append((*row[:5], memory if views else [], *row[6:]))
+        return made
+
+
+def one_go(make: Callable[[], Transport]) -> Way:
+    if fast is None:
+        pytest.skip("kvstore.native.fast is not built here")
+    return Way(make(), in_one_go=True)
+
+
+WAYS: dict[str, Callable[[], Way]] = {
+    "shm-one-go": lambda: one_go(ShmTransport),
+    "shm-moves": lambda: Way(ShmTransport(), in_one_go=False),
+    "shm-device": lambda: DeviceWay(ShmTransport()),
+    "shm-device-not-locked": lambda: DeviceWay(ShmTransport(), lock_max=0),
+    "tcp-one-go": lambda: one_go(TcpTransport),
+    "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
+    "tcp-device": lambda: DeviceWay(TcpTransport()),
 }
 
 
@@ -76,25 +134,18 @@ def peer() -> Iterator[Peer]:
     peer.close()
 
 
-def opened(name: str) -> Way:
-    make, in_one_go = WAYS[name]
-    if in_one_go and fast is None:
-        pytest.skip("kvstore.native.fast is not built here")
-    return Way(make(), in_one_go=in_one_go)
-
-
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    way = opened(request.param)
+    way = WAYS[request.param]()
     yield way
-    way.transport.close()
+    way.close()
 
 
 @pytest.fixture(params=WAYS)
 def other(request: pytest.FixtureRequest) -> Iterator[Way]:
-    way = opened(request.param)
+    way = WAYS[request.param]()
     yield way
-    way.transport.close()
+    way.close()
 
 
 def values(sizes: list[int]) -> list[bytes]:
@@ -206,7 +257,7 @@ def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verif
         assert target == (value if index % 2 else bytes(len(value))), index
     del memory
     with_shm.close()
-    way.transport.close()
+    way.close()
 
 
 def test_bad_ranges_and_strangers(shared_peer: Peer, way: Way) -> None:
@@ -281,11 +332,11 @@ def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) 
 
 
 def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer) -> None:
-    way = opened("tcp-one-go")
+    way = WAYS["tcp-one-go"]()
     way.carry(writes(peer.info, values([100])))
     peer.ask("restart")
     transfer, targets = reads(peer.info, [100])
     way.carry(transfer)
     assert targets == values([100])
     assert peer.counters()["connections"] == 1  # of the new server
-    way.transport.close()
+    way.close()

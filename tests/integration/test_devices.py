@@ -240,7 +240,9 @@ def test_tensors_of_a_device_come_back_there(on: OnDevice) -> None:
 
 
 def test_many_values_come_back_on_a_device(on: OnDevice) -> None:
-    on.client.put_many([("a", b"abc"), ("b", b""), ("c", np.float32([[1.5]])), ("e", torch.empty(0, 3))])
+    on.client.put_many(
+        [("a", b"abc"), ("b", b""), ("c", np.float32([[1.5]])), ("e", torch.empty(0, 3))]
+    )
     a, b, c, d, e = on.client.get_many(["a", "b", "c", "d", "e"], device=torch.device(NAME))
     assert (bytes(a.numpy()), bytes(b.numpy()), d) == (b"abc", b"", None)
     assert (c.dtype, c.tolist()) == (torch.float32, [[1.5]])

@@ -187,9 +187,30 @@ def test_headers_alone(compiled: Fast, memory: memoryview) -> None:
     write(compiled, memory, writes)
     memory[SUPERBLOCK_BYTES + HEADER_BYTES] ^= 1
     looks: list[ReadRow] = [(*row[:5], None) for row in reads]
-    assert read(compiled, memory, looks) == [b'{"kind":"bytes"}'] * 2
+    assert read(compiled, memory, looks, verify=False) == [b'{"kind":"bytes"}'] * 2
     assert read(compiled, memory, reads)[0] == kinds.CORRUPT  # type: ignore[index]
     assert read(compiled, memory, reads, verify=False) == [b'{"kind":"bytes"}'] * 2
+
+
+@pytest.mark.parametrize("sizes", [[0], [1, 240, 241, 5_000], [300_000, 3, 262_144]])
+def test_payloads_that_are_in_their_places(
+    compiled: Fast, memory: memoryview, sizes: list[int]
+) -> None:
+    """As a device leaves them there: only hashed."""
+    writes, reads, targets = rows(sizes)
+    write(compiled, memory, writes)
+    expected = bytes(memory)
+    for row in writes:
+        memory[row[0] : row[0] + HEADER_BYTES] = bytes(HEADER_BYTES)
+    sealed: list[WriteRow] = [(*row[:5], None, *row[6:]) for row in writes]
+    assert write(compiled, memory, sealed) == 0
+    assert bytes(memory) == expected
+    looks: list[ReadRow] = [(*row[:5], None) for row in reads]
+    assert read(compiled, memory, looks) == [b'{"kind":"bytes"}'] * len(sizes)
+    assert not any(any(part) for parts in targets for part in parts)  # nothing was copied
+    if sizes[0]:
+        memory[reads[0][0] + HEADER_BYTES] ^= 1
+        assert read(compiled, memory, looks)[0] == kinds.CORRUPT  # type: ignore[index]
 
 
 def test_fenced_late_and_outside(compiled: Fast, memory: memoryview) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
+from kvstore.client.devices import ClientDevices
 from kvstore.client.lent.leases import Unneeded
 from kvstore.client.lent.views import Views
 from kvstore.client.operations import Operations
@@ -29,6 +30,7 @@ class Store(World):
     def __init__(self) -> None:
         super().__init__(1)
         self.views = Views(self._renew, lease_margin_s=0.2)
+        self.devices = ClientDevices(8 << 20, 0)
         self.operations = Operations(ClientConfig(), self.context, cast(Any, self), self.views)
         self.context.clock = uptime  # as the views'
         self.answers[calls.Allocate] = grants([WRITE], [TOKEN], [(1, AT)])

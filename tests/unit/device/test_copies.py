@@ -57,7 +57,9 @@ def test_no_copy_crosses_a_border(rows: list[tuple[Runs, int]], window: int) -> 
     pieces = cut(whole, base, window)
     assert pairs(pieces) == pairs(whole)
     assert all(pieces.sizes > 0)
-    assert all((pieces.other - base) // window == (pieces.other + pieces.sizes - 1 - base) // window)
+    assert all(
+        (pieces.other - base) // window == (pieces.other + pieces.sizes - 1 - base) // window
+    )
 
 
 def test_copies_that_touch_on_both_sides_are_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ def test_two_streams_run_in_any_order_and_one_in_its_own() -> None:
         driver = FakeDriver(seed=seed)
         order: list[int] = []
         for number in range(3):
-            driver.launch(lambda number=number: order.append(number), stream=number % 2)
+            driver.launch(partial(order.append, number), stream=number % 2)
         driver.finish()
         assert order.index(0) < order.index(2)
         seen.add(tuple(order))

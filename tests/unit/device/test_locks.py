@@ -30,7 +30,11 @@ def test_windows_are_locked_when_they_are_used_first() -> None:
         assert driver.locked == {locked.base: MIB}
         assert locks.lock(locked, MIB - 1, 2)
         assert locks.lock(locked, 3 * MIB, 100)
-        assert driver.locked == {locked.base: MIB, locked.base + MIB: MIB, locked.base + 3 * MIB: 100}
+        assert driver.locked == {
+            locked.base: MIB,
+            locked.base + MIB: MIB,
+            locked.base + 3 * MIB: 100,
+        }
     assert locks.locked_bytes == 2 * MIB + 100
     with locks.of(memory, lambda: True) as again:
         assert again is locked

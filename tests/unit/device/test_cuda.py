@@ -1,0 +1,232 @@
+"""The calls that the driver of CUDA makes, on a library that records them and copies memory of the
+host. What a GPU does with them is tested by ``make test-gpu``."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.device import cuda
+from kvstore.device.cuda import CUDADriver, device_of
+from kvstore.device.driver import Way, driver_of, use
+from kvstore.errors import DeviceError
+
+CONTEXT = 0x77
+INVALID = 1
+NOT_READY = 600
+OF_DEVICE = 2
+
+
+class Recorded:
+    """In the place of ``libcuda.so.1``: every call, and which of them fail."""
+
+    def __init__(self, *, batches: bool = True) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.fails: dict[str, int] = {}
+        self.contexts: list[int] = []
+        self.handles = iter(range(1_000, 10_000))
+        self.batches = batches
+        self.buffers: dict[int, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu") or (name == "cuMemcpyBatchAsync" and not self.batches):
+            raise AttributeError(name)
+
+        class Function:
+            argtypes: Any = None
+            restype: Any = None
+
+            def __call__(function, *arguments: Any) -> int:  # noqa: N805
+                return self.call(name, *arguments)
+
+        function = Function()
+        setattr(self, name, function)
+        return function
+
+    def call(self, name: str, *arguments: Any) -> int:
+        needs_context = not name.startswith(
+            ("cuInit", "cuDevice", "cuCtxPush", "cuGetError", "cuPointer")
+        )
+        assert not needs_context or self.contexts == [CONTEXT], name
+        self.calls.append((name, arguments))
+        if name in self.fails:
+            return self.fails[name]
+        act = getattr(self, "_" + name, None)
+        return 0 if act is None else (act(*arguments) or 0)
+
+    def count(self, name: str) -> int:
+        return sum(each == name for each, _ in self.calls)
+
+    def _cuDevicePrimaryCtxRetain(self, made: Any, number: int) -> None:  # noqa: N802
+        made._obj.value = CONTEXT
+
+    def _cuCtxPushCurrent_v2(self, context: Any) -> None:  # noqa: N802
+        self.contexts.append(context.value)
+
+    def _cuCtxPopCurrent_v2(self, popped: Any) -> None:  # noqa: N802
+        popped._obj.value = self.contexts.pop()
+
+    def _cuCtxGetStreamPriorityRange(self, lowest: Any, highest: Any) -> None:  # noqa: N802
+        lowest._obj.value, highest._obj.value = 0, -5
+
+    def _cuStreamCreateWithPriority(self, made: Any, flags: int, priority: int) -> None:  # noqa: N802
+        made._obj.value = next(self.handles)
+
+    def _cuEventCreate(self, made: Any, flags: int) -> None:  # noqa: N802
+        made._obj.value = next(self.handles)
+
+    def _cuMemcpyAsync(self, to: int, source: int, size: int, stream: Any) -> None:  # noqa: N802
+        ctypes.memmove(to, source, size)
+
+    def _cuMemcpyBatchAsync(  # noqa: N802
+        self, to: Any, source: Any, sizes: Any, count: int, attributes: Any, firsts: Any,
+        attribute_count: int, refused: Any, stream: Any,
+    ) -> None:  # fmt: skip
+        assert (attributes._obj.source_order, firsts._obj.value, attribute_count) == (1, 0, 1)
+        for row in range(count):
+            ctypes.memmove(to[row], source[row], sizes[row])
+
+    def _cuMemHostAlloc(self, made: Any, size: int, flags: int) -> None:  # noqa: N802
+        buffer = np.zeros(size, np.uint8)
+        self.buffers[buffer.ctypes.data] = buffer
+        made._obj.value = buffer.ctypes.data
+
+    def _cuMemFreeHost(self, address: int) -> None:  # noqa: N802
+        del self.buffers[address]
+
+    def _cuGetErrorString(self, status: int, text: Any) -> None:  # noqa: N802
+        text._obj.value = b"invalid argument"
+
+    def _cuPointerGetAttribute(self, value: Any, attribute: int, address: int) -> int:  # noqa: N802
+        if address < 4_096:
+            return INVALID
+        value._obj.value = OF_DEVICE if attribute == 2 else 3
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    recorded = Recorded()
+    monkeypatch.setattr(cuda, "_libraries", [recorded])
+    yield recorded
+    assert not recorded.contexts  # what was current before is current again
+
+
+def arrays(count: int, size: int) -> tuple[list[Any], list[Any], Any]:
+    random = np.random.default_rng(count)
+    source = [random.integers(0, 256, size, np.uint8) for _ in range(count)]
+    to = [np.zeros(size, np.uint8) for _ in range(count)]
+    return to, source, np.full(count, size, np.int64)
+
+
+def addresses(memory: list[Any]) -> Any:
+    return np.array([each.ctypes.data for each in memory], np.int64)
+
+
+def test_one_call_copies_a_batch(library: Recorded) -> None:
+    driver = CUDADriver(2)
+    assert driver.name == "cuda:2"
+    to, source, sizes = arrays(1_000, 50)
+    event = driver.copy(Way.SAVE, addresses(to), addresses(source), sizes)
+    assert all(np.array_equal(left, right) for left, right in zip(to, source, strict=True))
+    assert library.count("cuMemcpyBatchAsync") == 1
+    assert library.count("cuMemcpyAsync") == 0
+    assert library.calls[-2][0] == "cuEventRecord"
+    assert driver.is_done(event)
+    library.fails["cuEventQuery"] = NOT_READY
+    assert not driver.is_done(event)
+    library.fails["cuEventQuery"] = 700
+    with pytest.raises(
+        DeviceError, match=r"cuEventQuery on cuda:2 failed: invalid argument \(700\)"
+    ):
+        driver.is_done(event)
+
+
+def test_saves_and_loads_have_streams_of_their_own(library: Recorded) -> None:
+    driver = CUDADriver(0)
+    priorities = [args[2] for name, args in library.calls if name == "cuStreamCreateWithPriority"]
+    assert priorities == [0, -5]  # saves yield
+    to, source, sizes = arrays(2, 8)
+    used = []
+    for way in Way:
+        driver.copy(way, addresses(to), addresses(source), sizes)
+        used.append(library.calls[-2][1][1].value)  # cuEventRecord(event, stream)
+    assert len(set(used)) == 2
+
+
+def test_a_driver_without_the_batch_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(batches=False)
+    monkeypatch.setattr(cuda, "_libraries", [recorded])
+    driver = CUDADriver(0)
+    to, source, sizes = arrays(5, 9)
+    driver.copy(Way.LOAD, addresses(to), addresses(source), sizes)
+    assert all(np.array_equal(left, right) for left, right in zip(to, source, strict=True))
+    assert recorded.count("cuMemcpyAsync") == 5
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyBatchAsync", "cuMemcpyAsync"])
+def test_what_was_queued_before_a_refusal_has_ended(library: Recorded, function: str) -> None:
+    driver = CUDADriver(0)
+    to, source, sizes = arrays(2, 8)
+    library.fails[function] = INVALID
+    copy = driver.copy if function == "cuMemcpyBatchAsync" else driver.copy_ordinary
+    with pytest.raises(DeviceError, match=rf"{function} .* 8 bytes from 0x"):
+        copy(Way.SAVE, addresses(to), addresses(source), sizes)
+    names = [name for name, _ in library.calls]
+    assert "cuStreamSynchronize" in names[names.index(function) :]
+
+
+def test_events_are_used_again(library: Recorded) -> None:
+    driver = CUDADriver(0)
+    kept = driver.mark()
+    for _ in range(10):
+        driver.mark()
+        gc.collect()
+    assert library.count("cuEventCreate") == 2
+    del kept
+
+
+def test_memory_of_the_host(library: Recorded) -> None:
+    driver = CUDADriver(0)
+    memory = driver.locked_memory(4_096)
+    memory[:3] = b"abc"
+    assert len(library.buffers) == 1
+    driver.release(memory)
+    assert not library.buffers
+    assert driver.lock(0x1000, 4_096)
+    driver.unlock(0x1000)
+    assert [args for name, args in library.calls if name == "cuMemHostUnregister"] == [(0x1000,)]
+    library.fails["cuMemHostRegister_v2"] = 2
+    assert not driver.lock(0x1000, 4_096)
+
+
+def test_a_device_that_is_not_there(library: Recorded) -> None:
+    library.fails["cuDeviceGet"] = 101
+    with pytest.raises(DeviceError, match=r"cuDeviceGet on cuda:7 failed: .*101"):
+        driver_of("cuda:7")
+    use("cuda:7", None)
+
+
+def test_which_device_an_address_is_of(library: Recorded) -> None:
+    assert device_of(0x7F00_0000_0000) == "cuda:3"
+    assert device_of(16) == ""
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_libraries", [])
+    monkeypatch.setattr(cuda, "LIBRARY", "libno-such-driver.so.1")
+    with pytest.raises(DeviceError, match="NVIDIA's driver cannot be used"):
+        CUDADriver(0)
+
+
+def test_the_child_of_a_fork_is_told(library: Recorded) -> None:
+    driver = CUDADriver(0)
+    driver._pid = os.getpid() + 1
+    with pytest.raises(DeviceError, match="child of a fork"):
+        driver.mark()
