@@ -236,9 +236,7 @@ class Blocks:
         ]
 
 
-def measure(
-    gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, int], None]
-) -> Found:
+def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, int], None]) -> Found:
     """Measures all rows.
 
     Raises:

@@ -2,14 +2,14 @@
 
     python3 tests/gpu/all.py [--fake] [--wheels FOLDER] [--minutes 8] [--only STEP,...]
 
-Makes an environment in ``build/gpu`` that also sees the packages of the interpreter that runs this
-file, such as its torch, and installs kvstore there from the checkout, with the steps in C. Then runs
-every step with a time limit of its own, goes on after a failure, and ends with a summary. The output
-of all steps goes to ``gpu.log`` in ``$OUT``, or ``gpu-logs``, and the numbers to JSON files beside it.
-The exit status is 0 if every step that could run has passed.
+Makes an environment in ``build/gpu`` that also sees the packages of the interpreter that runs
+this file, such as its torch, and installs kvstore there from the checkout, with the steps in C.
+Then runs every step with a time limit of its own, goes on after a failure, and ends with a summary.
+The output of all steps goes to ``gpu.log`` in ``$OUT``, or ``gpu-logs``, and the numbers to JSON
+files beside it. The exit status is 0 if every step that could run has passed.
 
-It imports nothing but the standard library, and needs no network if ``--wheels`` names a folder with
-the packages that are missing.
+It imports nothing but the standard library, and needs no network if ``--wheels`` names a folder
+with the packages that are missing.
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ class Cache:
         self._strides = np.array([each.stride(0) * WORD for each in self.pages], np.int64)
         self._sizes = np.array([each.shape[1] * WORD for each in self.pages], np.int64)
 
-    def memory(
-        self, device: Device, block: int, after: Sequence[Event] = ()
-    ) -> DeviceMemory:
+    def memory(self, device: Device, block: int, after: Sequence[Event] = ()) -> DeviceMemory:
         """The pages of a block."""
         addresses = self._bases + block * self._strides
         return DeviceMemory(device, addresses, self._sizes, after, self.pages, self.block_bytes)

@@ -63,7 +63,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 def connect(
     gpu: GPU, store: Cluster, namespace: str, transport: str
 ) -> Iterator[Callable[..., Client]]:
-    """Makes clients of one namespace and transport, which are closed before the GPU is looked at."""
+    """Makes clients of one namespace and transport, closed before the GPU is checked."""
     with ExitStack() as stack:
 
         def new(**settings: Any) -> Client:

@@ -94,7 +94,10 @@ def _rotated(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     angles = (positions[:, None] * rates)[:, None]
     first, second = states[..., :half], states[..., half:]
     return torch.cat(
-        [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()],
+        [
+            first * angles.cos() - second * angles.sin(),
+            first * angles.sin() + second * angles.cos(),
+        ],
         -1,
     )
 

@@ -153,9 +153,7 @@ class FakeTensor(torch.Tensor):
         return torch.device(NAME)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         driver = driver_of(NAME)
         assert isinstance(driver, FakeDriver)
         if func is torch.Tensor.cpu:

@@ -1,6 +1,6 @@
 """Another process: gets values into its GPU's memory and prints a digest of each.
 
-    python -m tests.gpu.other MASTER NAMESPACE TRANSPORT KEY...
+python -m tests.gpu.other MASTER NAMESPACE TRANSPORT KEY...
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kvstore.calls import PutOutcome
 
 from kvstore import Client
+from kvstore.calls import PutOutcome
 from tests.gpu.caches import BLOCK, CASES, LAYER, SPLIT, Cache, Case
 from tests.gpu.machine import GPU, NAME
 
@@ -91,9 +91,7 @@ def test_kernels_beside_a_call_touch_none_of_its_bytes(
     assert cache.holds(neighbours, neighbours, OLD)
 
 
-def test_a_call_waits_for_the_stream_on_which_its_thread_computes(
-    gpu: GPU, client: Client
-) -> None:
+def test_a_call_waits_for_the_stream_on_which_its_thread_computes(gpu: GPU, client: Client) -> None:
     cache = Cache(gpu, Case("llama-8b-tp8-bf16", 32, 8192, LAYER))
     sources, targets = distinct(cache, 2, min(cache.saved, 100))
     gpu.launch(lambda: cache.fill(sources, SAVED))
