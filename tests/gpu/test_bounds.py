@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from kvstore import AsyncClient, Client
 from kvstore.device.device import Device
 from kvstore.device.driver import Driver
-from kvstore.errors import DeadlineExceededError, DeviceError, KVStoreError
+from kvstore.errors import DeadlineExceededError, DeviceError
 from tests.gpu.caches import SPLIT, Cache, Case
 from tests.gpu.machine import GPU, IS_REAL, MIB, NAME
 from tests.gpu.test_caches import OLD, SAVED, distinct, get, keys_of, put
@@ -180,39 +183,47 @@ def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing_running(
 def test_an_error_in_the_middle_leaves_nothing(
     gpu: GPU, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = connect(device_ring="8MiB", timeout_ms=3_000)
+    client = connect(device_ring="32MiB")
     device = client.device(NAME)
-    copies = 0
-    copy = device.driver.copy
+    size = (40 if IS_REAL else 2) * MIB
+    sent = {
+        b"%d" % number: torch.full((size,), number, dtype=torch.uint8) for number in range(24)
+    }
+    on_gpu = [(key, gpu.tensor(value)) for key, value in sent.items()]
+    with failing_from_the_second_copy_on(device.driver, monkeypatch):
+        with pytest.raises(DeviceError, match="planted"):
+            client.put_many(on_gpu)
+        assert in_use(device) == (0, 0)
+    assert not any(client.exists_many(list(sent)))
+    gpu.finish()
+    client.put_many(on_gpu)
+    with failing_from_the_second_copy_on(device.driver, monkeypatch):
+        with pytest.raises(DeviceError, match="planted"):
+            client.get_many(list(sent), device=NAME)
+        assert in_use(device) == (0, 0)
+    gpu.finish()
+    for key, value in sent.items():
+        back = client.get(key, device=NAME)
+        assert isinstance(back, torch.Tensor)
+        assert torch.equal(gpu.read(back), value)
 
-    def failing(*args: Any) -> Any:
-        nonlocal copies
-        copies += 1
-        if copies % 2 == 0:
+
+@contextmanager
+def failing_from_the_second_copy_on(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    begun = itertools.count(1)
+
+    def failing(copy: Callable[..., Any], *args: Any) -> Any:
+        if next(begun) > 1:
             raise DeviceError("planted by the test", device=NAME)
         return copy(*args)
 
-    values = [(b"%d" % at, gpu.tensor(torch.full(((40 if IS_REAL else 3) * MIB,), at,
-               dtype=torch.uint8))) for at in range(4)]  # fmt: skip
     with monkeypatch.context() as patched:
-        patched.setattr(device.driver, "copy", failing)
-        with pytest.raises(KVStoreError):
-            client.put_many(values)
-    gpu.finish()
-    assert in_use(device) == (0, 0)
-    assert not any(client.exists_many([key for key, _ in values]))
-    client.put_many(values)
-    with monkeypatch.context() as patched:
-        copies = 0
-        patched.setattr(device.driver, "copy", failing)
-        with pytest.raises(KVStoreError):
-            client.get_many([key for key, _ in values], device=NAME)
-    gpu.finish()
-    assert in_use(device) == (0, 0)
-    for key, value in values:
-        back = client.get(key, device=NAME)
-        assert isinstance(back, torch.Tensor)
-        assert torch.equal(gpu.read(back), gpu.read(value))
+        for name in ("copy", "copy_ordinary"):
+            patched.setattr(driver, name, partial(failing, getattr(driver, name)))
+        yield
+    assert next(begun) > 2
 
 
 def test_a_call_ends_by_its_deadline_while_the_gpu_is_busy(gpu: GPU, client: Client) -> None:
