@@ -234,11 +234,11 @@ class Movers:
         """Drops old mappings regularly. Memory of a restarted node stays allocated as long as a
         client maps it, and a client may make no call for hours."""
         while not self._closing.wait(SWEEP_S):
-            for part in (*self._transports, self.devices):
+            for sweep in (*(each.sweep for each in self._transports), self.devices.sweep):
                 try:
-                    part.sweep()
+                    sweep()
                 except Exception:  # a bug; the next round goes on
-                    log.exception("sweep_broken part=%s", type(part).__name__)
+                    log.exception("sweep_broken part=%s", sweep.__qualname__)
 
     def _move_stoppable(
         self, transfer: Transfer, deadline: float, stop: Stop

@@ -111,7 +111,7 @@ class _Bounded(Target):
         super().__init__(key)
         self.size_max = size_max
 
-    def make_room(self, size: int) -> list[memoryview]:
+    def make_room(self, size: int) -> Payload:
         if self.size_max is not None and size > self.size_max:
             raise BufferMismatchError(
                 f"the object has {size} bytes, more than {self.size_max}",
@@ -280,7 +280,8 @@ class Operations:
 
     def _refuse_lost(self, items: Items) -> None:
         """Raises ReservationLostError if an item is an allocation that this client has lost."""
-        for part in itertools.chain.from_iterable(items.parts):  # parts of the host's memory
+        parts = cast("Sequence[list[memoryview]]", items.parts)  # the host's memory
+        for part in itertools.chain.from_iterable(parts):
             lease = self.views.allocation(part)
             if lease is not None and not lease.held:
                 raise _lost()

@@ -36,7 +36,11 @@ Kind = Literal["torch", "numpy", "bytes"]
 Value = Union["torch.Tensor", NDArray[np.generic], bytes]
 """What ``get`` returns: the kind that was put."""
 Storable = Union[
-    Value, bytearray, memoryview, "DeviceMemory", Sequence[Union[Value, bytearray, memoryview]]
+    Value,
+    bytearray,
+    memoryview,
+    "DeviceMemory",
+    Sequence[Union[Value, bytearray, memoryview, "DeviceMemory"]],
 ]
 """What ``put`` takes. ``bytearray`` and ``memoryview`` come back as ``bytes``. A list is a gather
 list: its values are stored one after the other, and come back as one ``bytes``."""
@@ -51,7 +55,7 @@ memory of a device."""
 class OnDevices(Protocol):
     """Finds values in the memory of devices (``kvstore.client.devices``)."""
 
-    def memory_of(self, value: object) -> DeviceMemory | None:
+    def memory_of(self, value: torch.Tensor) -> DeviceMemory | None:
         """The memory of a contiguous tensor of a device; None: kvstore cannot copy there itself."""
         ...
 
@@ -224,8 +228,7 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
     """
     views: list[memoryview] = []
     dtypes: set[str] = set()
-    several = isinstance(buffers, list | tuple)
-    for buffer in buffers if several else [buffers]:
+    for buffer in buffers if isinstance(buffers, list | tuple) else [buffers]:
         torch = _torch_of(buffer)
         if torch is not None:
             view, dtype = _writable_tensor(torch, buffer)  # type: ignore[arg-type]

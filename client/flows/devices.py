@@ -14,15 +14,16 @@ the bytes in the pool do not change between the copy and the checksum.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites, Outcome, headers, is_whole
-from kvstore.device.copies import Copies, laid_out
+from kvstore.device.copies import laid_out
 from kvstore.device.device import GROUP_BYTES, Device
 from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
@@ -46,43 +47,36 @@ class DeviceReads(ObjectReads):
         if not values:
             return super().in_one_go(transport, deadline)
         device = values[0].device
-        with _straight(device, transport, self.segment) as locked:
-            outcomes: list[Outcome] = []
+        outcomes: list[Outcome] = []
+        with (
+            _straight(device, transport, self.segment) as locked,
+            _UnderWay(device, deadline) as under_way,
+        ):
             for group in _groups(self.rows, GROUP_BYTES):
                 _check_stop()
                 if locked is not None and _lock(device, locked, group, self.segment):
-                    outcomes += self._straight(group, device, transport, locked, deadline)
+                    outcomes += self._straight(group, under_way, transport, locked)
+                    under_way.settle(all_but=1)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         outcomes += self._staged(part, device, transport, deadline)
+        if locked is not None:
+            transport.memory(self.segment)  # raises, if the segment was unmounted meanwhile
         self.done = outcomes
         return True
 
     def _straight(
-        self,
-        group: list[ReadRow],
-        device: Device,
-        transport: Transport,
-        locked: Locked,
-        deadline: float,
+        self, group: list[ReadRow], under_way: _UnderWay, transport: Transport, locked: Locked
     ) -> list[Outcome]:
+        """Lets the device copy the payloads, and verifies them meanwhile."""
         memory = transport.memory(self.segment)
         bare = _bare(group)
-        outcomes = headers(memory, self.segment, self.namespace, bare)
-        there = [
-            row for row, found in zip(group, outcomes, strict=True) if isinstance(found, bytes)
-        ]
-        copies = _copies(there, locked.base)
-        if copies is None:
-            return outcomes
-        event = device.copy(Way.LOAD, copies, locked)
-        try:
-            if self.verify:
-                outcomes = self._verified(bare, outcomes, transport, memory, deadline)
-        finally:
-            device.settle(event, deadline)
-        transport.memory(self.segment)  # raises, if the segment was unmounted meanwhile
-        return outcomes
+        found = headers(memory, self.segment, self.namespace, bare)
+        there = [row for row, each in zip(group, found, strict=True) if isinstance(each, bytes)]
+        under_way.copy(Way.LOAD, there, locked)
+        if not self.verify or not there:
+            return found
+        return self._verified(bare, found, transport, memory, under_way.deadline)
 
     def _verified(
         self,
@@ -125,47 +119,35 @@ class DeviceWrites(ObjectWrites):
         if not values:
             return super().in_one_go(transport, deadline)
         device = values[0].device
-        with _straight(device, transport, self.segment) as locked:
-            under_way: _UnderWay | None = None
-            try:
-                for group in _groups(self.rows, GROUP_BYTES):
-                    _check_stop()
-                    if locked is not None and _lock(device, locked, group, self.segment):
-                        begun = self._begin(group, device, transport, locked)
-                        before, under_way = under_way, begun
-                    else:
-                        for part in _groups(group, device.ring.slot_bytes):
-                            self._staged(part, device, transport, deadline)
-                        before, under_way = under_way, None
-                    if before is not None:
-                        self._end(before, device, transport, deadline)
-                if under_way is not None:
-                    before, under_way = under_way, None
-                    self._end(before, device, transport, deadline)
-            finally:
-                if under_way is not None:
-                    device.settle(under_way.event, deadline)
+        unsealed: deque[list[WriteRow]] = deque()
+        with (
+            _straight(device, transport, self.segment) as locked,
+            _UnderWay(device, deadline) as under_way,
+        ):
+            for group in _groups(self.rows, GROUP_BYTES):
+                _check_stop()
+                if locked is not None and _lock(device, locked, group, self.segment):
+                    self._begin(group, under_way, transport, locked)
+                    unsealed.append(group)
+                    if len(unsealed) > 1:  # of one, checksums are computed while the next is copied
+                        under_way.settle(all_but=1)
+                        self.seal(_bare(unsealed.popleft()), transport, deadline)
+                else:
+                    for part in _groups(group, device.ring.slot_bytes):
+                        self._staged(part, device, transport, deadline)
+            under_way.settle()
+            for group in unsealed:
+                self.seal(_bare(group), transport, deadline)
         return True
 
     def _begin(
-        self, group: list[WriteRow], device: Device, transport: Transport, locked: Locked
-    ) -> _UnderWay:
+        self, group: list[WriteRow], under_way: _UnderWay, transport: Transport, locked: Locked
+    ) -> None:
         """Wipes the headers, and lets the device copy the payloads to their places."""
         memory = transport.memory(self.segment)
         for row in group:
             memory[row[0] : row[0] + len(WIPE)] = WIPE
-        copies = _copies(group, locked.base)
-        event = None if copies is None else device.copy(Way.SAVE, copies, locked)
-        return _UnderWay(group, event)
-
-    def _end(
-        self, under_way: _UnderWay, device: Device, transport: Transport, deadline: float
-    ) -> None:
-        """Waits for the payloads, and writes headers with their checksums."""
-        group, event = under_way
-        if event is not None:
-            device.settle(event, deadline)
-        self.seal(_bare(group), transport, deadline)
+        under_way.copy(Way.SAVE, group, locked)
 
     def _staged(
         self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
@@ -178,12 +160,37 @@ class DeviceWrites(ObjectWrites):
                 writes.move_by_move(transport, deadline)
 
 
-class _UnderWay(NamedTuple):
-    """Objects that the device copies at this moment."""
+class _UnderWay:
+    """Copies that the device makes at this moment; when the block is left, all have ended."""
 
-    group: list[WriteRow]
-    event: Event | None
-    """None: they have no bytes."""
+    def __init__(self, device: Device, deadline: float) -> None:
+        self.deadline = deadline
+        self._device = device
+        self._events: deque[Event | None] = deque()
+        """One per group, in their order; None: a group without bytes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.settle()
+
+    def copy(self, way: Way, rows: Sequence[Any], locked: Locked) -> None:
+        """Queues the copies between the memory of these rows and their extents."""
+        with_bytes = [row for row in rows if row[1]]
+        event = None
+        if with_bytes:
+            places = [locked.base + row[0] + HEADER_BYTES for row in with_bytes]
+            copies = laid_out([row[5] for row in with_bytes], places)
+            event = self._device.copy(way, copies, locked)
+        self._events.append(event)
+
+    def settle(self, all_but: int = 0) -> None:
+        """Waits for the copies of all groups but so many, the last ones."""
+        while len(self._events) > all_but:
+            if (event := self._events[0]) is not None:
+                self._device.settle(event, self.deadline)
+            self._events.popleft()
 
 
 class _Room:
@@ -266,15 +273,6 @@ def _groups(rows: list[RowT], size_max: int) -> Iterator[list[RowT]]:
 
 def _values(rows: Sequence[Any]) -> list[DeviceMemory]:
     return [row[5] for row in rows if row[1]]
-
-
-def _copies(rows: Sequence[Any], base: int) -> Copies | None:
-    """The copies between these values and their extents; None: no bytes."""
-    with_bytes = [row for row in rows if row[1]]
-    if not with_bytes:
-        return None
-    places = [base + row[0] + HEADER_BYTES for row in with_bytes]
-    return laid_out([row[5] for row in with_bytes], places)
 
 
 def _payload_bytes(rows: Sequence[Any]) -> int:

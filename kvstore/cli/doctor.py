@@ -111,6 +111,8 @@ def _checks(
         lambda: software.transfer_engine(IMPORTS_TIMEOUT_S, transfer=transfer_engine),
     )
 
+    yield "GPU", lambda: software.graphics(IMPORTS_TIMEOUT_S)
+
     def of_cluster() -> list[Finding]:
         from kvstore.doctor import cluster
 

@@ -9,15 +9,19 @@ Streams and events are handles of the device's primary context, which torch uses
 makes that context current and then restores what was current before.
 """
 
+# mypy: allow-untyped-calls
+# torch annotates its CUDA classes only in part.
+
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -51,6 +55,7 @@ _FUNCTIONS: Final = {
     "cuInit": [ctypes.c_uint],
     "cuDriverGetVersion": [_ToInt],
     "cuGetErrorString": [_Int, ctypes.POINTER(ctypes.c_char_p)],
+    "cuDeviceGetCount": [_ToInt],
     "cuDeviceGet": [_ToInt, _Int],
     "cuDevicePrimaryCtxRetain": [_ToHandle, _Int],
     "cuCtxPushCurrent_v2": [_Handle],
@@ -86,7 +91,7 @@ class _Attributes(ctypes.Structure):
 
 
 _Numbers = ctypes.POINTER(ctypes.c_uint64)
-_BATCH_V1: Final = [
+_BATCH_V1: Final[Any] = [
     _Numbers, _Numbers, _Numbers, _Size, ctypes.POINTER(_Attributes), ctypes.POINTER(_Size), _Size,
     ctypes.POINTER(_Size), _Handle,
 ]  # fmt: skip
@@ -133,6 +138,11 @@ class CUDADriver:
                 Way.LOAD: self._new_stream(highest.value),
             }
         self._batch = self._batch_function()
+
+    @property
+    def copies_batches(self) -> bool:
+        """Whether ``copy`` is one call of the driver."""
+        return self._batch is not None
 
     # --- order --------------------------------------------------------------------------------
 
@@ -228,7 +238,7 @@ class CUDADriver:
             ) from None
         # torch would give memory that the current stream may still be using. Of its own pool for
         # our stream, only what has ended is given again: the host waits for all that runs there.
-        ours = torch.cuda.ExternalStream(self._streams[Way.LOAD].value, device=self.name)
+        ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
         with torch.cuda.stream(ours):
             tensor = torch.empty(size, dtype=torch.uint8, device=self.name)
         computing = current_stream(self._number)
@@ -240,10 +250,10 @@ class CUDADriver:
 
     # --- the library --------------------------------------------------------------------------
 
-    def _new_stream(self, priority: int) -> _Handle:
+    def _new_stream(self, priority: int) -> int:
         made = _Handle()
         self._call("cuStreamCreateWithPriority", ctypes.byref(made), _STREAM_NON_BLOCKING, priority)
-        return made
+        return made.value or 0
 
     def _batch_function(self) -> Any:
         """``cuMemcpyBatchAsync``; None: the driver is older than CUDA 12.8."""
@@ -302,6 +312,39 @@ def library() -> ctypes.CDLL:
             raise _refused(cuda, "cuInit", status, "", "")
         _libraries.append(cuda)
         return cuda
+
+
+class Probed(NamedTuple):
+    """What a device can do."""
+
+    name: str
+    copies_batches: bool
+    """Whether one call copies a batch: the driver is of CUDA 12.8 or later."""
+    locks: bool
+    """Whether memory of this process can be page-locked."""
+
+
+def probe() -> list[Probed]:
+    """The devices that this process can use, for ``kvstore doctor``.
+
+    Raises:
+        DeviceError: no driver, or a device that does not work.
+    """
+    cuda = library()
+    count = _Int()
+    status = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        raise _refused(cuda, "cuDeviceGetCount", status, "", "")
+    found = []
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    address = address_of(memoryview(page))
+    for number in range(count.value):
+        driver = CUDADriver(number)
+        locks = driver.lock(address, mmap.PAGESIZE)
+        if locks:
+            driver.unlock(address)
+        found.append(Probed(driver.name, driver.copies_batches, locks))
+    return found
 
 
 def device_of(address: int) -> str:

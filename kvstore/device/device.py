@@ -112,6 +112,8 @@ class Device:
             DeviceError: they did not end for seconds after the deadline. The device is not used
                 again by this client, and its page-locked memory is kept.
         """
+        if self._failed:
+            raise self._failure()
         if not self._wait(event, deadline + SETTLE_S, stoppable=False):
             self._failed = True
             log.error("device_failed device=%s reason=copies_do_not_end", self.name)

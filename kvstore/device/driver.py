@@ -45,8 +45,10 @@ class Driver(Protocol):
     Every method raises ``DeviceError`` when the driver refuses or the device has failed.
     """
 
-    name: str
-    """As torch names the device: ``cuda:0``."""
+    @property
+    def name(self) -> str:
+        """As torch names the device: ``cuda:0``."""
+        ...
 
     def mark(self, stream: int | None = None) -> Event:
         """The moment at which the work that was queued on a stream until now has ended.

@@ -13,6 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -165,7 +166,7 @@ class FakeDriver:
                     )
             if not any(sides):
                 raise DeviceError("a copy without the device", device=self.name)
-            steps.append(lambda to=into, source=out_of, size=size: self._move(to, source, size))
+            steps.append(partial(self._move, into, out_of, size))
         self._random.shuffle(steps)
         with self._running:
             for step in steps:

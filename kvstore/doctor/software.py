@@ -39,6 +39,12 @@ _PROBE: Final = (
     "print(json.dumps([each._asdict() for each in probe()]))"
 )
 
+_PROBE_GPU: Final = (
+    "import json; from kvstore.device import cuda; from kvstore.errors import DeviceError\n"
+    "try: print(json.dumps(cuda.probe()))\n"
+    "except DeviceError as error: print(json.dumps(error.message))"
+)
+
 # Everything that a client and a master import, generated code included.
 _IMPORT_ALL: Final = "import kvstore.client.sync, kvstore.master.app, kvstore.node.app"
 
@@ -155,6 +161,31 @@ def _probed(installed: str, timeout_s: float) -> list[Finding]:
         else:
             found.append(warning(subject, what, row["advice"]))
     return found
+
+
+def graphics(timeout_s: float) -> list[Finding]:
+    """Whether the memory of GPUs can be copied, and how."""
+    subject = "GPU"
+    try:
+        done = _run([sys.executable, "-c", _PROBE_GPU], timeout_s)
+        rows = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except (subprocess.TimeoutExpired, ValueError):
+        what = f"the probe of NVIDIA's driver failed or took over {timeout_s:.0f} s"
+        return [warning(subject, what, "nvidia-smi says whether the driver works.")]
+    if not isinstance(rows, list):
+        return [ok(subject, f"none is used: {rows}")]
+    found = []
+    for name, copies_batches, locks in rows:
+        if not locks:
+            advice = "Raise the limit of locked memory: ulimit -l unlimited, or the container's."
+            what = f"{name}: memory of the host cannot be page-locked, so bytes are copied twice"
+            found.append(warning(subject, what, advice))
+        elif not copies_batches:
+            what = f"{name}: the driver is older than CUDA 12.8, so each page is a call of its own"
+            found.append(warning(subject, what, "Install a newer driver."))
+        else:
+            found.append(ok(subject, f"{name}: copies straight from and to the pool, in batches"))
+    return found or [ok(subject, "none")]
 
 
 def loop_back(timeout_s: float) -> Finding:

@@ -241,9 +241,10 @@ def test_tensors_of_a_device_come_back_there(on: OnDevice) -> None:
 
 def test_many_values_come_back_on_a_device(on: OnDevice) -> None:
     on.client.put_many(
-        [("a", b"abc"), ("b", b""), ("c", np.float32([[1.5]])), ("e", torch.empty(0, 3))]
+        [("a", b"abc"), ("b", b""), ("c", np.array([[1.5]], np.float32)), ("e", torch.empty(0, 3))]
     )
-    a, b, c, d, e = on.client.get_many(["a", "b", "c", "d", "e"], device=torch.device(NAME))
+    values: list[Any] = on.client.get_many([*"abcde"], device=torch.device(NAME))
+    a, b, c, d, e = values
     assert (bytes(a.numpy()), bytes(b.numpy()), d) == (b"abc", b"", None)
     assert (c.dtype, c.tolist()) == (torch.float32, [[1.5]])
     assert (e.dtype, e.shape) == (torch.float32, (0, 3))
@@ -315,7 +316,7 @@ def test_another_object_in_the_place_is_a_miss(on: OnDevice) -> None:
 def test_damaged_bytes_do_not_count(on: OnDevice) -> None:
     on.client.put("k", b"x" * 100_000)
     with Client(on.client.config.master) as other:
-        view = other.get("k", copy=False)
+        view: Any = other.get("k", copy=False)
         ctypes.memset(np.frombuffer(view, np.uint8).ctypes.data + 50_000, 0, 1)
         del view
     block = on.fake.array(100_000)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.device import cuda
-from kvstore.device.cuda import CUDADriver, device_of
+from kvstore.device.cuda import CUDADriver, Probed, device_of, probe
 from kvstore.device.driver import Way, driver_of, use
 from kvstore.errors import DeviceError
 
@@ -65,6 +65,9 @@ class Recorded:
 
     def _cuDevicePrimaryCtxRetain(self, made: Any, number: int) -> None:  # noqa: N802
         made._obj.value = CONTEXT
+
+    def _cuDeviceGetCount(self, count: Any) -> None:  # noqa: N802
+        count._obj.value = 2
 
     def _cuCtxPushCurrent_v2(self, context: Any) -> None:  # noqa: N802
         self.contexts.append(context.value)
@@ -156,7 +159,7 @@ def test_saves_and_loads_have_streams_of_their_own(library: Recorded) -> None:
     used = []
     for way in Way:
         driver.copy(way, addresses(to), addresses(source), sizes)
-        used.append(library.calls[-2][1][1].value)  # cuEventRecord(event, stream)
+        used.append(library.calls[-2][1][1])  # cuEventRecord(event, stream)
     assert len(set(used)) == 2
 
 
@@ -216,6 +219,15 @@ def test_a_device_that_is_not_there(library: Recorded) -> None:
 def test_which_device_an_address_is_of(library: Recorded) -> None:
     assert device_of(0x7F00_0000_0000) == "cuda:3"
     assert device_of(16) == ""
+
+
+def test_what_is_there(library: Recorded) -> None:
+    assert probe() == [Probed("cuda:0", True, True), Probed("cuda:1", True, True)]
+    library.fails["cuMemHostRegister_v2"] = 2
+    assert [each.locks for each in probe()] == [False, False]
+    library.fails["cuDeviceGetCount"] = 999
+    with pytest.raises(DeviceError, match="cuDeviceGetCount failed"):
+        probe()
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,12 @@ def test_what_the_system_refuses_is_not_asked_again() -> None:
     locks = Locks(driver, 1 << 40)
     asked: list[int] = []
     lock = driver.lock
-    driver.lock = lambda address, size: (asked.append(address), lock(address, size))[1]  # type: ignore[method-assign]
+
+    def counted(address: int, size: int) -> bool:
+        asked.append(address)
+        return lock(address, size)
+
+    driver.lock = counted  # type: ignore[method-assign]
     with locks.of(segment(MIB), lambda: True) as locked:
         assert not locks.lock(locked, 0, 10)
         assert not locks.lock(locked, 5, 10)

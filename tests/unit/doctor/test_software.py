@@ -82,3 +82,28 @@ def test_an_installation_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPa
     assert "apt-get install gcc" in row.advice
     monkeypatch.setenv("KVSTORE_NATIVE", "0")  # as somebody wanted it
     assert of("compiled parts")[0].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("printed", "state", "said"),
+    [
+        ('"no libcuda.so.1"', "ok", "none is used: no libcuda.so.1"),
+        ("[]", "ok", "none"),
+        ('[["cuda:1", true, true]]', "ok", "cuda:1: copies straight"),
+        ('[["cuda:1", false, true]]', "warning", "older than CUDA 12.8"),
+        ('[["cuda:1", true, false]]', "warning", "cannot be page-locked"),
+        ("nothing", "warning", "probe of NVIDIA's driver failed"),
+    ],
+)
+def test_gpus(printed: str, state: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_PROBE_GPU", f"print({printed!r})")
+    [row] = software.graphics(60)
+    assert (row.subject, row.state) == ("GPU", state)
+    assert said in row.found
+
+
+def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_PROBE_GPU", "import threading; threading.Event().wait()")
+    [row] = software.graphics(0.2)
+    assert row.state == "warning"
+    assert "took over" in row.found
