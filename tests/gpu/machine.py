@@ -28,7 +28,7 @@ IS_REAL: Final = os.environ.get(VARIABLE) == "1"
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 POOL_BYTES: Final = min(12 * GIB, int(0.6 * shutil.disk_usage("/dev/shm").free)) if IS_REAL else (
-    192 * MIB
+    256 * MIB
 )  # fmt: skip
 SAVED_BYTES_MAX: Final = POOL_BYTES // 4
 """Of one test. What earlier tests have put is evicted once its lease has ended."""

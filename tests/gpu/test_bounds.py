@@ -186,9 +186,7 @@ def test_an_error_in_the_middle_leaves_nothing(
     client = connect(device_ring="32MiB")
     device = client.device(NAME)
     size = (40 if IS_REAL else 2) * MIB
-    sent = {
-        b"%d" % number: torch.full((size,), number, dtype=torch.uint8) for number in range(24)
-    }
+    sent = {b"%d" % number: torch.full((size,), number, dtype=torch.uint8) for number in range(17)}
     on_gpu = [(key, gpu.tensor(value)) for key, value in sent.items()]
     with failing_from_the_second_copy_on(device.driver, monkeypatch):
         with pytest.raises(DeviceError, match="planted"):
