@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvstore import AsyncClient, Client
+from kvstore.calls import PutOutcome
 from kvstore.device.device import Device
 from kvstore.device.driver import Driver
 from kvstore.errors import DeadlineExceededError, DeviceError
@@ -194,7 +195,7 @@ def test_an_error_in_the_middle_leaves_nothing(
         assert in_use(device) == (0, 0)
     assert not any(client.exists_many(list(sent)))
     gpu.finish()
-    client.put_many(on_gpu)
+    assert client.put_many(on_gpu) == [PutOutcome.STORED] * len(sent)
     with failing_from_the_second_copy_on(device.driver, monkeypatch):
         with pytest.raises(DeviceError, match="planted"):
             client.get_many(list(sent), device=NAME)
