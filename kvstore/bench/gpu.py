@@ -195,7 +195,7 @@ class GPU:
 
     def products(self) -> Callable[[], float]:
         """A function that multiplies matrices for a while, and says for how many ms."""
-        side, count = (64, 200) if self.is_fake else (4096, 1_000)
+        side, count = (64, 200) if self.is_fake else (4096, 3_000)
         dtype = self.torch.float32 if self.is_fake else self.torch.bfloat16
         place = "cpu" if self.is_fake else DEVICE
         one, other = (self.torch.randn(side, side, dtype=dtype, device=place) for _ in range(2))
@@ -295,7 +295,7 @@ def _save_and_load(
 
 
 def _beside_an_engine(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
-    blocks = Blocks(gpu, client.device(DEVICE), SHAPES[2], batch_bytes)
+    blocks = Blocks(gpu, client.device(DEVICE), SHAPES[2], 2 * batch_bytes)
     values = blocks.values()
     multiply = gpu.products()
     multiply()

@@ -77,7 +77,8 @@ def main(master: str, scenario_json: str, role: str) -> None:
     scenario = Scenario(**json.loads(scenario_json))
     prompt = scenario.producer_prompt if role == "producer" else scenario.consumer_prompt
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build_decoder(scenario.seed).to(device)  # drawn on the CPU: equal weights everywhere
+    model = build_decoder(scenario.seed)  # drawn on the CPU: equal weights everywhere
+    torch.nn.Module.to(model, device)
     memory = KVMemory(len(prompt) + NEW_TOKENS, device)
     with Client(master, transports=(scenario.transport,)) as client:
         engine = Engine(model, memory, client, fingerprint(model, scenario.seed))

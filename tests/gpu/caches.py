@@ -6,7 +6,7 @@ after the other, as the vLLM connector stores them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,7 +68,7 @@ CASES: Final = [
 
 
 class Cache:
-    """The cache of one worker. Kernels of it are to be launched by the caller."""
+    """The cache of one worker."""
 
     def __init__(self, gpu: GPU, case: Case) -> None:
         layers = min(case.layers, LAYERS_MAX)
@@ -76,6 +76,7 @@ class Cache:
         self.blocks = min(BLOCKS, CACHE_BYTES_MAX // self.block_bytes)
         self.saved = min(SAVED, SAVED_BYTES_MAX // self.block_bytes)
         words = case.page // WORD
+        self._rows_in_use: list[torch.Tensor] = []
         self.pages: list[torch.Tensor] = []
         """By their order in a block: tensors of int64, (blocks, words of the page)."""
 
@@ -102,20 +103,32 @@ class Cache:
         addresses = self._bases + block * self._strides
         return DeviceMemory(device, addresses, self._sizes, after, self.pages, self.block_bytes)
 
+    def filling(self, blocks: Sequence[int], salt: int) -> Callable[[], None]:
+        """A kernel that writes the pattern of these blocks. It waits for nothing."""
+        rows = self._rows(blocks)
+        self._rows_in_use.append(rows)  # torch must not give its memory to others too soon
+
+        def kernel() -> None:
+            for number, page in enumerate(self.pages):
+                page[rows] = self._pattern(number, rows, salt)
+
+        return kernel
+
     def fill(self, blocks: Sequence[int], salt: int) -> None:
-        """Kernel: writes the pattern of these blocks."""
-        for number, page in enumerate(self.pages):
-            page[blocks] = self._pattern(number, blocks, salt)
+        """Writes the pattern of these blocks at once."""
+        self.filling(blocks, salt)()
 
     def holds(self, blocks: Sequence[int], of: Sequence[int], salt: int) -> bool:
         """Whether these blocks hold the pattern of others."""
+        rows, expected = self._rows(blocks), self._rows(of)
         return all(
-            torch.equal(page[blocks], self._pattern(number, of, salt))
+            torch.equal(page[rows], self._pattern(number, expected, salt))
             for number, page in enumerate(self.pages)
         )
 
-    def _pattern(self, number: int, blocks: Sequence[int], salt: int) -> torch.Tensor:
-        page = self.pages[number]
-        rows = torch.tensor(blocks, dtype=torch.int64, device=page.device)[:, None]
-        words = torch.arange(page.shape[1], dtype=torch.int64, device=page.device)
-        return (rows << 36) + (number << 24) + words + (salt << 56)
+    def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.pages[0].device)
+
+    def _pattern(self, number: int, rows: torch.Tensor, salt: int) -> torch.Tensor:
+        words = torch.arange(self.pages[number].shape[1], dtype=torch.int64, device=rows.device)
+        return (rows[:, None] << 36) + (number << 24) + words + (salt << 56)

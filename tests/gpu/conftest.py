@@ -67,7 +67,11 @@ def connect(
     with ExitStack() as stack:
 
         def new(**settings: Any) -> Client:
-            given = {"transports": (transport,), "namespace": namespace, "timeout_ms": 60_000}
+            given: dict[str, Any] = {
+                "transports": (transport,),
+                "namespace": namespace,
+                "timeout_ms": 60_000,
+            }
             return stack.enter_context(Client(store.address, **(given | settings)))
 
         yield new

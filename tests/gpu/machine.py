@@ -27,10 +27,10 @@ IS_REAL: Final = os.environ.get(VARIABLE) == "1"
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
-POOL_BYTES: Final = min(12 * GIB, int(0.6 * shutil.disk_usage("/dev/shm").free)) if IS_REAL else (
+POOL_BYTES: Final = min(20 * GIB, int(0.6 * shutil.disk_usage("/dev/shm").free)) if IS_REAL else (
     256 * MIB
 )  # fmt: skip
-SAVED_BYTES_MAX: Final = POOL_BYTES // 4
+SAVED_BYTES_MAX: Final = POOL_BYTES // 8
 """Of one test. What earlier tests have put is evicted once its lease has ended."""
 
 DELAY_CYCLES: Final = 40_000_000
@@ -149,7 +149,7 @@ class FakeTensor(torch.Tensor):
     """A tensor of the host that says it is on the fake, and whose memory the fake knows."""
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return torch.device(NAME)
 
     @classmethod
@@ -164,7 +164,7 @@ class FakeTensor(torch.Tensor):
             copy = torch.zeros_like(source, memory_format=torch.contiguous_format)
             driver.launch(_step(lambda: copy.copy_(source)))
             return _adopted(copy.as_subclass(FakeTensor))
-        made = super().__torch_function__(func, types, args, kwargs or {})
+        made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return _adopted(made) if isinstance(made, FakeTensor) else made
 
 

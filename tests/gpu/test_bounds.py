@@ -84,6 +84,16 @@ def round_trip(gpu: GPU, client: Client) -> Cache:
     return cache
 
 
+def telling(event: threading.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call, which sets an event when it begins."""
+
+    def told(*args: Any) -> Any:
+        event.set()
+        return call(*args)
+
+    return told
+
+
 def in_use(device: Device) -> tuple[int, int]:
     return device.ring.taken, sum(each.users for each in device.locks._segments.values())
 
@@ -125,8 +135,7 @@ def test_a_get_that_is_cancelled_while_it_waits_touches_nothing(
     gpu.finish()
     looked = threading.Event()
     driver = client.device(NAME).driver
-    is_done = driver.is_done
-    monkeypatch.setattr(driver, "is_done", lambda event: looked.set() or is_done(event))
+    monkeypatch.setattr(driver, "is_done", telling(looked, driver.is_done))
 
     async def cancelled() -> Device:
         async with AsyncClient(
@@ -159,14 +168,9 @@ def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing_running(
             store.address, namespace=namespace, transports=(transport,), device_ring="8MiB"
         ) as client:
             device = client.device(NAME)
-            copy = device.driver.copy
-            monkeypatch.setattr(
-                device.driver, "copy", lambda *args: (copying.set(), copy(*args))[1]
-            )
-            ordinary = device.driver.copy_ordinary
-            monkeypatch.setattr(
-                device.driver, "copy_ordinary", lambda *args: (copying.set(), ordinary(*args))[1]
-            )
+            for name in ("copy", "copy_ordinary"):
+                told = telling(copying, getattr(device.driver, name))
+                monkeypatch.setattr(device.driver, name, told)
             parts = [(b"%d" % at, value[at * MIB : (at + 1) * MIB])
                      for at in range(value.numel() // MIB)]  # fmt: skip
             call = asyncio.create_task(client.put_many(parts))

@@ -77,14 +77,14 @@ def test_kernels_beside_a_call_touch_none_of_its_bytes(
     writing, beside = gpu.stream(), gpu.stream()
     handle = writing if isinstance(writing, int) else writing.cuda_stream
 
-    gpu.launch(lambda: cache.fill(sources, SAVED), writing)
+    gpu.launch(cache.filling(sources, SAVED), writing)
     saved = device.driver.mark(handle)
-    gpu.launch(lambda: cache.fill(neighbours, OTHER), beside)
+    gpu.launch(cache.filling(neighbours, OTHER), beside)
     put(client, cache, 0, sources, saved)
 
-    gpu.launch(lambda: cache.fill(targets, OLD), writing)
+    gpu.launch(cache.filling(targets, OLD), writing)
     loaded = device.driver.mark(handle)
-    gpu.launch(lambda: cache.fill(neighbours, OLD), beside)
+    gpu.launch(cache.filling(neighbours, OLD), beside)
     get(client, cache, 0, targets, loaded)
     gpu.finish()
     assert cache.holds(targets, sources, SAVED)
@@ -94,9 +94,9 @@ def test_kernels_beside_a_call_touch_none_of_its_bytes(
 def test_a_call_waits_for_the_stream_on_which_its_thread_computes(gpu: GPU, client: Client) -> None:
     cache = Cache(gpu, Case("llama-8b-tp8-bf16", 32, 8192, LAYER))
     sources, targets = distinct(cache, 2, min(cache.saved, 100))
-    gpu.launch(lambda: cache.fill(sources, SAVED))
+    gpu.launch(cache.filling(sources, SAVED))
     put(client, cache, 0, sources)
-    gpu.launch(lambda: cache.fill(targets, OLD))
+    gpu.launch(cache.filling(targets, OLD))
     get(client, cache, 0, targets)
     gpu.finish()
     assert cache.holds(targets, sources, SAVED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -121,7 +123,7 @@ def test_empty_tensors(gpu: GPU, client: Client) -> None:
 
 def test_a_batch_of_values_in_several_memories(gpu: GPU, client: Client) -> None:
     value = values()
-    batch = [("gpu", gpu.tensor(value)), ("cpu", value), ("bytes", b"abc")]
+    batch: list[tuple[str, Any]] = [("gpu", gpu.tensor(value)), ("cpu", value), ("bytes", b"abc")]
     assert client.put_many(batch) == [STORED] * 3
     assert client.put("list", [gpu.tensor(value), value]) == STORED
     on_gpu, on_cpu = client.get_many(["gpu", "cpu"], device=NAME)
