@@ -16,8 +16,9 @@ from kvstore import calls
 from kvstore.calls import SegmentInfo, Version
 from kvstore.client.calling import retries
 from kvstore.client.calling.retries import CarrierBrokenError, Link, attempts
+from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
-from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Transfer
+from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Ready, Transfer
 from kvstore.client.lent.leases import Lease, Mounted, Named
 from kvstore.client.operations import Operations
 from kvstore.config import ClientConfig
@@ -108,6 +109,7 @@ class Client:
             counters={},
             failover_s=0.6,
         )
+        self.devices = ClientDevices(8 << 20, 0)
         # They have what ``Operations`` needs of the real ones.
         self.operations = Operations(config, self.context, cast(Any, self), cast(Any, self.views))
         oracle.clients[process.name] = self
@@ -146,6 +148,7 @@ class Client:
                             raise DeadlineExceededError(f"{timeout_s:.1f} s were not enough")
                         await self.sleep(step.seconds)
                     else:
+                        assert not isinstance(step, Ready)  # there are no devices here
                         outcome = await self._move(step, deadline)
                 except KVStoreError as error:
                     step = flow.throw(error)

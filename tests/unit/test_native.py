@@ -106,7 +106,7 @@ def test_what_is_written_can_be_read_by_both(
     writes, reads, targets = rows(sizes, parts)
     assert write(compiled, memory, writes) == 0
     for offset, size, epoch, counter, key, views, parent, descriptor in writes:
-        data = b"".join(views)
+        data = b"".join(views or ())
         payload = offset + HEADER_BYTES
         assert memory[payload : payload + size] == data
         header = unpack(memory[offset : offset + HEADER_BYTES], SEED, offset)
@@ -116,7 +116,7 @@ def test_what_is_written_can_be_read_by_both(
         )  # fmt: skip
     assert read(compiled, memory, reads) == [b'{"kind":"bytes"}'] * len(sizes)
     for written, into in zip(writes, targets, strict=True):
-        assert b"".join(into) == b"".join(written[5])
+        assert b"".join(into) == b"".join(written[5] or ())
 
 
 def test_reads_what_python_has_written(compiled: Fast, memory: memoryview) -> None:
@@ -155,7 +155,7 @@ def test_any_flipped_bit_is_noticed(compiled: Fast, memory: memoryview) -> None:
 def test_what_is_verified_is_what_was_copied(compiled: Fast, memory: memoryview, size: int) -> None:
     """The target lies over the payload itself: copying changes what is read again."""
     (row,), _, _ = rows([size])
-    (data,) = row[5]
+    (data,) = row[5] or ()
     start = row[0] + HEADER_BYTES
     for shift in (1, 7, 8, 32, 63, 64, 65, 128, 199):
         assert write(compiled, memory, [row]) == 0

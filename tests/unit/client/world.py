@@ -38,7 +38,7 @@ def segment(number: int, *, node: str = "", generation: int = 1) -> SegmentInfo:
 
 
 def items(*pairs: tuple[Key, bytes]) -> Items:
-    return Items([key for key, _ in pairs], *encode_all(value for _, value in pairs))
+    return Items([key for key, _ in pairs], *encode_all([value for _, value in pairs]))
 
 
 def found(
