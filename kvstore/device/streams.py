@@ -39,8 +39,11 @@ def computing_on(streams: Sequence[int | torch.cuda.Stream]) -> Iterator[None]:
         streams: a handle is one of torch's current device.
     """
     torch = _torch()
+    if torch is None:
+        yield
+        return
     with ExitStack() as stack:
-        for stream in streams if torch is not None else ():
+        for stream in streams:
             if isinstance(stream, int):
                 if not stream:
                     stream = torch.cuda.default_stream()

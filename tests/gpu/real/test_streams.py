@@ -107,8 +107,8 @@ def test_copies_of_many_runs_one_by_one_and_as_a_batch(gpu: GPU) -> None:
     """The call of CUDA 12.8 and the one that older drivers have do the same."""
     driver = cuda_driver()
     memory = driver.locked_memory(4 * MIB)
+    host = np.frombuffer(memory, np.uint8)
     try:
-        host = np.frombuffer(memory, np.uint8)
         host[:] = np.random.default_rng(1).integers(0, 256, len(host))
         expected = host.copy()
         runs = 64 * np.random.default_rng(2).permutation(len(host) // 64)
@@ -127,7 +127,6 @@ def test_copies_of_many_runs_one_by_one_and_as_a_batch(gpu: GPU) -> None:
             finally:
                 driver._batch = before
     finally:
-        del host
         driver.release(memory)
 
 
