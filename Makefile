@@ -51,9 +51,9 @@ test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines'
 test-containers: $(VENV)/.dev ## Run the tests in containers (needs root and Debian's docker.io)
 	$(BIN)/python -m pytest tests/containers $(ARGS)
 
-# torch of $(VENV) may be built for CPUs; VENV names an environment whose torch sees the GPU.
+# The public index has torch for CUDA; an index with a build for CPUs gives one without.
 test-gpu: $(VENV)/.dev ## Run the tests of tests/gpu on a real GPU (needs torch for CUDA)
-	KVSTORE_GPU=1 $(BIN)/python -m pytest tests/gpu --durations=15 $(ARGS)
+	TEST_GPU=1 $(BIN)/python -m pytest tests/gpu --durations=15 $(ARGS)
 
 gpu: ## On a bare machine with a GPU: install into build/gpu, test and measure, within 8 minutes
 	$(PYTHON) tests/gpu/all.py $(ARGS)

@@ -31,7 +31,7 @@ ON_THEIR_OWN = {
 ENGINES = [file.parent for file in sorted((ROOT / "tests/engines").glob("*/requirements.txt"))]
 """Tests with an engine's own classes. Their conftest leaves out every file where the module of the
 folder's name is not installed."""
-GPU_VARIABLE = "KVSTORE_GPU"
+GPU_VARIABLE = "TEST_GPU"
 """``1``: ``tests/gpu`` uses the real GPU; otherwise kvstore's fake, and ``tests/gpu/real`` is left
 out by the folder's conftest."""
 
@@ -40,9 +40,9 @@ SUITES = (
     "gpu", "containers", "packages", "site",
 )  # fmt: skip
 
-# The developer's own settings must not decide a test. Two variables choose what is tested.
+# The developer's own settings must not decide a test. KVSTORE_NATIVE=0 chooses what is tested.
 for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
-    if variable not in (NATIVE_VARIABLE, GPU_VARIABLE):
+    if variable != NATIVE_VARIABLE:
         del os.environ[variable]
 os.environ["KVSTORE_CONFIG"] = ""
 

@@ -166,7 +166,7 @@ def main() -> int:
               " (make gpu PYTHON=...)")  # fmt: skip
         return 1
     if not asked.fake:
-        _real["KVSTORE_GPU"] = "1"
+        _real["TEST_GPU"] = "1"
     OUT.mkdir(parents=True, exist_ok=True)
     log = OUT / "gpu.log"
     log.write_text("")

@@ -4,7 +4,7 @@
 
 ``put`` computes a prompt, stores its blocks and prints the tokens that follow. ``get`` takes the
 blocks from the store, as far as they are there, computes the rest and prints the same, with the
-number of blocks that it found. With ``KVSTORE_GPU=1`` the GPU is a real one.
+number of blocks that it found. With ``TEST_GPU=1`` the GPU is a real one.
 """
 
 from __future__ import annotations

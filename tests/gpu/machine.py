@@ -21,7 +21,7 @@ from kvstore.device.driver import driver_of, use
 from kvstore.device.fake import FakeDriver
 
 NAME: Final = "cuda:0"
-VARIABLE: Final = "KVSTORE_GPU"
+VARIABLE: Final = "TEST_GPU"
 """``1``: use the real GPU."""
 IS_REAL: Final = os.environ.get(VARIABLE) == "1"
 
