@@ -55,7 +55,7 @@ def steps(is_fake: bool, wheels: str) -> list[Step]:
     return [
         Step("machine", 20, [["sh", "-c", _MACHINE]]),
         Step(
-            "install", 150,
+            "install", 200,
             [
                 [sys.executable, "-m", "venv", "--without-pip", str(ENVIRONMENT)],
                 [PYTHON, "-c", _SEE_THE_OTHERS, *_folders()],
