@@ -29,7 +29,7 @@ WHEEL = $(BUILD) -m pip --disable-pip-version-check wheel --quiet --no-deps $(PI
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-docs test-vllm test-engines test-containers test-dist dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
+.PHONY: help docs test test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,13 @@ test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines'
 
 test-containers: $(VENV)/.dev ## Run the tests in containers (needs root and Debian's docker.io)
 	$(BIN)/python -m pytest tests/containers $(ARGS)
+
+# The public index has torch for CUDA; an index with a build for CPUs gives one without.
+test-gpu: $(VENV)/.dev ## Run the tests of tests/gpu on a real GPU (needs torch for CUDA)
+	TEST_GPU=1 $(BIN)/python -m pytest tests/gpu --durations=15 $(ARGS)
+
+gpu: ## On a bare machine with a GPU: install into build/gpu, test and measure, within 8 minutes
+	$(PYTHON) tests/gpu/all.py $(ARGS)
 
 # The wheels are built from the source distribution, so what it lacks is noticed here.
 dist: $(VENV)/.dist ## Build the source distribution and the wheels, into dist/
@@ -99,6 +106,9 @@ bench: $(VENV)/.bench ## Measure this store and Mooncake Store side by side, int
 
 bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into docs/benchmarks
 	$(BIN)/python -m kvstore.bench.growth --out docs/benchmarks $(ARGS)
+
+bench-gpu: $(VENV)/.bench ## Measure a GPU's way to the store beside plain copies, into docs/benchmarks
+	$(BIN)/python -m kvstore.bench.gpu --out docs/benchmarks $(ARGS)
 
 bench-lmcache: $(ENGINE_VENV)lmcache/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind LMCache, into docs/benchmarks
 	$(ENGINE_VENV)lmcache/bin/python -m kvstore.bench --behind lmcache --out docs/benchmarks $(ARGS)

@@ -234,14 +234,14 @@ class AsyncClient:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(ended.set)
 
+        theirs = streams.current_streams()
+
         def carry_out() -> ResultT:
-            with stop.here():
+            with stop.here(), streams.computing_on(theirs):
                 return method(self._client, *args, **named)
 
-        context = copy_context()
-        context.run(streams.carry)
         try:
-            call = self._threads.submit(context.run, carry_out)
+            call = self._threads.submit(copy_context().run, carry_out)
         except RuntimeError:  # shut down
             raise ClosedError("the client is closed") from None
         call.add_done_callback(tell)

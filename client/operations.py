@@ -30,6 +30,7 @@ from kvstore.client.movers import Movers
 from kvstore.client.values import (
     Buffer,
     Bytes1D,
+    Columns,
     Described,
     Kind,
     Payload,
@@ -45,7 +46,7 @@ from kvstore.client.values import (
     writable,
 )
 from kvstore.config import ClientConfig
-from kvstore.device.streams import handle_of
+from kvstore.device.streams import computing_on, handle_of
 from kvstore.errors import (
     BufferMismatchError,
     InvalidArgumentError,
@@ -163,7 +164,7 @@ class Operations:
         ttl: float | None = None,
         stream: Stream | None = None,
     ) -> Flow[PutOutcome]:
-        items = Items([check_key(key)], *encode_all([value], self.devices))
+        items = Items([check_key(key)], *self._encoded([value], stream))
         options = self._options(namespace, parent, False, replicas, overwrite, ttl=ttl)
         parts = items.parts[0]
         if not isinstance(parts, list):
@@ -200,7 +201,7 @@ class Operations:
         pairs = list(items)
         keys = check_keys([key for key, _ in pairs], distinct=True)
         options = self._options(namespace, parent, chain, replicas, overwrite, partial, ttl)
-        encoded = Items(keys, *encode_all([value for _, value in pairs], self.devices))
+        encoded = Items(keys, *self._encoded([value for _, value in pairs], stream))
         if encoded.device is not None:
             return (yield from self._put_from_device(encoded, options, wait_ms, timeout_ms, stream))
         if self.views.allocated:
@@ -230,6 +231,12 @@ class Operations:
             pairs, namespace, parent, True, replicas, False, partial, wait_ms, timeout_ms, ttl,
             stream,
         )  # fmt: skip
+
+    def _encoded(self, values: Sequence[Storable], stream: Stream | None) -> Columns:
+        if stream is None:
+            return encode_all(values, self.devices)
+        with computing_on([stream]):
+            return encode_all(values, self.devices)
 
     def _put_from_device(
         self,

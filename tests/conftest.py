@@ -31,10 +31,13 @@ ON_THEIR_OWN = {
 ENGINES = [file.parent for file in sorted((ROOT / "tests/engines").glob("*/requirements.txt"))]
 """Tests with an engine's own classes. Their conftest leaves out every file where the module of the
 folder's name is not installed."""
+GPU_VARIABLE = "TEST_GPU"
+"""``1``: ``tests/gpu`` uses the real GPU; otherwise kvstore's fake, and ``tests/gpu/real`` is left
+out by the folder's conftest."""
 
 SUITES = (
     "unit", "conformance", "model", "simulation", "integration", "e2e", "engines", "netns",
-    "containers", "packages", "site",
+    "gpu", "containers", "packages", "site",
 )  # fmt: skip
 
 # The developer's own settings must not decide a test. KVSTORE_NATIVE=0 chooses what is tested.
@@ -145,6 +148,8 @@ def _not_collected(config: pytest.Config) -> list[str]:
         for folder in ENGINES
         if importlib.util.find_spec(folder.name) is None
     ]
+    if os.environ.get(GPU_VARIABLE) != "1":
+        left_out.append((ROOT / "tests/gpu/real", "need a GPU: make test-gpu runs them"))
     left_out += [
         (folder, f"are run by {command}")
         for folder, command in ON_THEIR_OWN.items()

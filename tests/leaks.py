@@ -22,7 +22,8 @@ SHM_PREFIX = "kvstore"
 
 # Threads and descriptors that a library makes once per process and keeps on purpose.
 THREADS_KEPT = ("_poll_wrapper",)  # grpc.aio's completion queue
-DESCRIPTORS_KEPT = ("anon_inode:",)  # grpc's eventfd and epoll; without a peer or a file to leak
+# grpc's eventfd and epoll, without a peer or a file to leak; what CUDA opens for its context.
+DESCRIPTORS_KEPT = ("anon_inode:", "/dev/nvidia")
 CHILDREN_KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 

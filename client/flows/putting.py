@@ -22,6 +22,7 @@ from kvstore.client.flows.steps import Context, Flow, Pause, Transfer, ask, desc
 from kvstore.client.values import Payload
 from kvstore.errors import (
     DeadlineExceededError,
+    DeviceError,
     KVStoreError,
     NoSpaceError,
     PutRefusedError,
@@ -313,7 +314,12 @@ def _finish(
             failures.append(_Failure(transfer.segment, error))
             if isinstance(error, DeadlineExceededError) and context.clock() >= deadline:
                 context.count("put_deadlines_passed")
-            yield from unreachable(context, transfer.segment, error)
+            try:
+                yield from unreachable(context, transfer.segment, error)
+            except DeviceError:  # otherwise no client could put these keys until the deadline
+                error.fields.setdefault("settled", 1)  # its copies have ended, unless it denies it
+                yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
+                raise
     whole = not lost and len(writes) == len(distinct_ids)
     written = list(range(len(granted))) if whole else []
     for number in () if whole else range(len(granted)):

@@ -4,6 +4,7 @@
 * ``python -m kvstore.bench --behind lmcache`` (``make bench-lmcache``): both as storage of LMCache
 * ``python -m kvstore.bench --behind hicache`` (``make bench-hicache``): of SGLang's HiCache
 * ``python -m kvstore.bench.growth`` (``make bench-growth``): more clients, objects, blocks
+* ``python -m kvstore.bench.gpu`` (``make bench-gpu``): a GPU's way to this store, and plain copies
 * ``kvstore bench``: this store alone, one row per kind of work
 
 Structure: a ``Driver`` (``driver``; ``ours``, ``mooncake`` and ``lmcache`` implement it) prepares

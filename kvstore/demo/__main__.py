@@ -140,14 +140,16 @@ def running(scenario: Scenario, console: Console) -> Iterator[tuple[str, Produce
         producer = children.start("producer", *job, "producer")
         produced = Produced(**json.loads(children.result(producer, JOB_SECONDS)))
         console.print(
-            f"producer   pid {produced.pid}, computed {produced.prompt_tokens} tokens in"
+            f"producer   pid {produced.pid}, {_place(produced.device)}, computed"
+            f" {produced.prompt_tokens} tokens in"
             f" {produced.prefill_ms:.0f} ms, put {produced.blocks_stored} blocks"
             f" ({produced.stored_bytes / MIB:.1f} MiB) in {produced.put_ms:.0f} ms, ended"
         )
         consumer = children.start("consumer", *job, "consumer")
         consumed = Consumed(**json.loads(children.result(consumer, JOB_SECONDS)))
         console.print(
-            f"consumer   pid {consumed.pid}, prompt of {consumed.prompt_tokens} tokens:"
+            f"consumer   pid {consumed.pid}, {_place(consumed.device)}, prompt of"
+            f" {consumed.prompt_tokens} tokens:"
             f" {consumed.blocks_reused} of its {consumed.blocks_asked} blocks are in the store"
         )
         yield dashboard, produced, consumed
@@ -215,6 +217,10 @@ def show(consumed: Consumed, console: Console) -> None:
         f" portions that end at multiples of {PORTION_TOKENS} tokens;\nwhere the reused prefix ends"
         " at one, both ways do the same sums for the rest.\n"
     )
+
+
+def _place(device: str) -> str:
+    return "on the GPU" if device == "cuda" else "on the CPU"
 
 
 def _pool_mib(scenario: Scenario) -> int:

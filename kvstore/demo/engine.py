@@ -126,9 +126,8 @@ class Engine:
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
         """Compute these tokens after those in memory; returns the logits of the last."""
+        ids = torch.tensor([tokens], device=self.model.device)
         # The memory by its place: Transformers 5.24 calls it `cache`, before `past_key_values`.
-        output = self.model(
-            torch.tensor([tokens]), None, None, self.memory, use_cache=True, logits_to_keep=1
-        )
+        output = self.model(ids, None, None, self.memory, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = output.logits[0, -1]
         return logits

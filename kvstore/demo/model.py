@@ -72,8 +72,8 @@ class KVMemory(Cache):
     of the model works on its own strided view of the same tensor.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self.tensor = torch.empty(tokens, LAYERS, 2, KV_HEADS, HEAD_DIM)
+    def __init__(self, tokens: int, device: str = "cpu") -> None:
+        self.tensor = torch.empty(tokens, LAYERS, 2, KV_HEADS, HEAD_DIM, device=device)
         self._layers = [_LayerMemory(self.tensor[:, layer]) for layer in range(LAYERS)]
         super().__init__(layers=list(self._layers))
         self.empty()

@@ -79,6 +79,8 @@ class Produced:
     """What the producer reports. Times are wall-clock milliseconds."""
 
     pid: int
+    device: str
+    """Where it computed: ``cuda`` or ``cpu``."""
     namespace: str
     prompt_tokens: int
     blocks_stored: int
@@ -92,6 +94,7 @@ class Consumed:
     """What the consumer reports. Times are wall-clock milliseconds from prompt to first token."""
 
     pid: int
+    device: str
     prompt_tokens: int
     blocks_asked: int
     blocks_reused: int

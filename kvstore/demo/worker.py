@@ -13,6 +13,7 @@ import sys
 import time
 
 import click
+import torch
 
 from kvstore import Client
 from kvstore.demo.engine import Engine, Generation, block_hashes
@@ -35,6 +36,7 @@ def produce(engine: Engine, prompt: list[int]) -> Produced:
     blocks = engine.save(prompt)
     return Produced(
         pid=os.getpid(),
+        device=engine.model.device.type,
         namespace=engine.namespace,
         prompt_tokens=len(prompt),
         blocks_stored=blocks,
@@ -57,6 +59,7 @@ def consume(engine: Engine, prompt: list[int]) -> Consumed:
     best_two = computed.logits.topk(2).values
     return Consumed(
         pid=os.getpid(),
+        device=engine.model.device.type,
         prompt_tokens=len(prompt),
         blocks_asked=len(block_hashes(prompt[:-1])),
         blocks_reused=blocks,
@@ -73,8 +76,10 @@ def consume(engine: Engine, prompt: list[int]) -> Consumed:
 def main(master: str, scenario_json: str, role: str) -> None:
     scenario = Scenario(**json.loads(scenario_json))
     prompt = scenario.producer_prompt if role == "producer" else scenario.consumer_prompt
-    model = build_decoder(scenario.seed)
-    memory = KVMemory(len(prompt) + NEW_TOKENS)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build_decoder(scenario.seed)  # drawn on the CPU: equal weights everywhere
+    torch.nn.Module.to(model, device)
+    memory = KVMemory(len(prompt) + NEW_TOKENS, device)
     with Client(master, transports=(scenario.transport,)) as client:
         engine = Engine(model, memory, client, fingerprint(model, scenario.seed))
         report = produce(engine, prompt) if role == "producer" else consume(engine, prompt)

@@ -7,31 +7,50 @@ takes the caller's streams along.
 from __future__ import annotations
 
 import sys
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-_carried: Final[ContextVar[tuple[int, ...] | None]] = ContextVar("kvstore_streams", default=None)
-"""The handle of the caller's stream, by number of the device; None: this thread is the caller's."""
-
 
 def current_stream(number: int) -> int:
-    """The handle of the caller's stream on a CUDA device; 0: the default one."""
-    carried = _carried.get()
-    if carried is not None:
-        return carried[number] if number < len(carried) else 0
+    """The handle of the stream of a CUDA device on which this thread computes; 0: the default
+    one."""
     torch = _torch()
     return int(torch.cuda.current_stream(number).cuda_stream) if torch is not None else 0
 
 
-def carry() -> None:
-    """Called in the caller's thread, within the context in which its call will run."""
+def current_streams() -> list[torch.cuda.Stream]:
+    """The streams of all devices on which this thread computes; none if torch does not use CUDA."""
     torch = _torch()
-    if torch is not None:
-        numbers = range(torch.cuda.device_count())
-        _carried.set(tuple(int(torch.cuda.current_stream(each).cuda_stream) for each in numbers))
+    if torch is None:
+        return []
+    return [torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())]
+
+
+@contextmanager
+def computing_on(streams: Sequence[int | torch.cuda.Stream]) -> Iterator[None]:
+    """Lets this thread compute on these streams, at most one of each device. So what torch has to
+    do for a call, such as making a tensor contiguous, comes after the caller's own work.
+
+    Args:
+        streams: a handle is one of torch's current device.
+    """
+    torch = _torch()
+    if torch is None:
+        yield
+        return
+    with ExitStack() as stack:
+        for stream in streams:
+            if isinstance(stream, int):
+                if not stream:
+                    stream = torch.cuda.default_stream()
+                else:
+                    stream = torch.cuda.ExternalStream(stream)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def handle_of(stream: int | torch.cuda.Stream | None) -> int | None:

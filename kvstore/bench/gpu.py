@@ -1,0 +1,457 @@
+"""Measures a GPU's way to the store: ``python -m kvstore.bench.gpu`` (``make bench-gpu``).
+
+* *save* and *load*: a batch of blocks by ``put_chain`` and ``get_into``, beside a plain copy of as
+  many bytes, in one piece, between the GPU and page-locked memory. Both take turns, so that a busy
+  machine slows both. The store writes and verifies checksums; the plain copy does not.
+* *engine*: products of matrices on the compute stream while another thread saves blocks, beside the
+  same products alone.
+* *interpreter*: processor time of the thread that saves 1,000 blocks of 64 pages: to describe the
+  copies, and in the whole call.
+
+With ``--fake`` the GPU is memory of the host. That tests the benchmark; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+import numpy as np
+from rich.table import Table
+
+from kvstore.bench.machine import in_words, machine, today
+from kvstore.bench.ours import PAUSE_SECONDS, own_store
+from kvstore.bench.results import Spread
+from kvstore.bench.rows import KIB, MIB, MODES, SHM, size_name
+from kvstore.bench.session import require
+from kvstore.bench.show import (
+    bar,
+    ended_by_signals,
+    exit_with,
+    out_option,
+    output,
+    write_page,
+)
+from kvstore.calls import PutOutcome
+from kvstore.device.copies import laid_out
+from kvstore.device.device import Device
+from kvstore.device.driver import driver_of, use
+from kvstore.device.fake import FakeDriver
+from kvstore.device.memory import DeviceMemory
+from kvstore.device.ring import SLOTS
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore import Client
+
+ResultT = TypeVar("ResultT")
+NAME: Final = "gpu"
+DEVICE: Final = "cuda:0"
+PACKAGES: Final = ("torch", "numpy")
+BATCH_BYTES: Final = 1 << 30
+QUICK_BYTES: Final = 128 * MIB
+FAKE_BYTES: Final = 12 * MIB
+POOL_PARTS: Final = 5
+"""Batches that the pool has room for: removed ones are free one lease later."""
+SETTLE_SECONDS: Final = 20.0
+TCP_PART: Final = 4
+"""Batches over tcp are this many times smaller: they take longer."""
+SLOWDOWN_GOAL: Final = 0.03
+"""The most by which a save may slow an engine's work."""
+FAKE_NOTE: Final = "The GPU is a fake, made of the host's memory: these numbers mean nothing."
+EXAMPLE = """\b
+Examples:
+  python -m kvstore.bench.gpu
+  python -m kvstore.bench.gpu --rounds 9 --out /tmp/found
+  python -m kvstore.bench.gpu --fake --quick
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Blocks of one size, in pages that are apart from each other in the GPU's memory."""
+
+    pages: int
+    page: int
+    """Bytes."""
+    goal: float
+    """The time of a plain copy divided by the store's, at least, by shared memory."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.pages} x {size_name(self.page, ' ')}"
+
+
+SHAPES: Final = (
+    Shape(pages=1, page=5 * MIB, goal=0.9),  # block first: Llama 3 70B
+    Shape(pages=1, page=160 * KIB, goal=0.9),
+    Shape(pages=32, page=64 * KIB, goal=0.7),  # a page a layer: Llama 3 8B
+    Shape(pages=64, page=8 * KIB, goal=0.5),  # keys and values apart, an eighth of the heads
+)
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One kind of blocks, one way, by one transport. Times per batch, one a round."""
+
+    way: str
+    mode: str
+    shape: Shape
+    blocks: int
+    ours_ms: list[float] = field(default_factory=list)
+    plain_ms: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> Spread:
+        """The plain copy's time over ours, within a round."""
+        pairs = zip(self.plain_ms, self.ours_ms, strict=True)
+        return Spread.of([plain / ours for plain, ours in pairs])
+
+    @property
+    def goal(self) -> float | None:
+        """None: the socket decides, not the copy."""
+        return self.shape.goal if self.mode == SHM else None
+
+    @property
+    def gb_per_s(self) -> float:
+        size = self.blocks * self.shape.pages * self.shape.page
+        return size / Spread.of(self.ours_ms).median / 1e6
+
+
+@dataclass(kw_only=True)
+class Found:
+    """All results of one run."""
+
+    is_fake: bool
+    rounds: int
+    rows: list[Row]
+    alone_ms: list[float]
+    """The engine's products without a save, one a round."""
+    beside_ms: list[float]
+    saved_blocks: int
+    """Saved beside the products, in all rounds."""
+    describe_ms: list[float]
+    call_ms: list[float]
+    page_locked_mib: dict[str, float]
+    """At most, by transport."""
+    machine: dict[str, str | int] = field(default_factory=dict)
+
+    @property
+    def slowdown(self) -> float:
+        """Of the engine's products, as a part of their time."""
+        pairs = zip(self.beside_ms, self.alone_ms, strict=True)
+        return Spread.of([beside / alone for beside, alone in pairs]).median - 1
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [
+            {
+                "way": row.way, "mode": row.mode, "pages": row.shape.pages,
+                "page_bytes": row.shape.page, "blocks": row.blocks, "ours_ms": row.ours_ms,
+                "plain_ms": row.plain_ms, "ratio": row.ratio._asdict(), "goal": row.goal,
+                "gb_per_s": row.gb_per_s,
+            }
+            for row in self.rows
+        ]  # fmt: skip
+        rest = asdict(self)
+        return rest | {"rows": rows, "slowdown": self.slowdown, "slowdown_goal": SLOWDOWN_GOAL}
+
+
+class GPU:
+    """The device as this benchmark uses it: memory, plain copies, an engine's work."""
+
+    def __init__(self, is_fake: bool) -> None:
+        """Raises DeviceError: it cannot be used."""
+        import torch
+
+        self.torch = torch
+        self.is_fake = is_fake
+        self.driver = driver_of(DEVICE)
+
+    def memory(self, size: int) -> torch.Tensor:
+        return self.driver.empty(size)
+
+    def page_locked(self, size: int) -> torch.Tensor:
+        return self.torch.empty(size, dtype=self.torch.uint8, pin_memory=not self.is_fake)
+
+    def wait(self) -> None:
+        if not self.is_fake:
+            self.torch.cuda.synchronize()
+
+    def plain_ms(self, to: torch.Tensor, source: torch.Tensor) -> float:
+        self.wait()
+        start = time.perf_counter()
+        to.copy_(source, non_blocking=True)
+        self.wait()
+        return (time.perf_counter() - start) * 1e3
+
+    def products(self) -> Callable[[], float]:
+        """A function that multiplies matrices for a while, and says for how many ms."""
+        side, count = (64, 200) if self.is_fake else (4096, 3_000)
+        dtype = self.torch.float32 if self.is_fake else self.torch.bfloat16
+        place = "cpu" if self.is_fake else DEVICE
+        one, other = (self.torch.randn(side, side, dtype=dtype, device=place) for _ in range(2))
+        result = self.torch.empty_like(one)
+
+        def multiply() -> float:
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(count):
+                self.torch.mm(one, other, out=result)
+            self.wait()
+            return (time.perf_counter() - start) * 1e3
+
+        return multiply
+
+
+class Blocks:
+    """A batch of blocks in a cache that has the pages of one layer together."""
+
+    def __init__(self, gpu: GPU, device: Device, shape: Shape, batch_bytes: int) -> None:
+        self.shape = shape
+        block_bytes = shape.pages * shape.page
+        self.count = max(2, min(1_000, batch_bytes // block_bytes))
+        self.size = self.count * block_bytes
+        self.tensor = gpu.memory(self.size)
+        self._device = device
+        self._order = np.random.default_rng(1).permutation(self.count)
+
+    def values(self) -> list[DeviceMemory]:
+        """The blocks in any order, so that no two of them are one copy."""
+        pages, page = self.shape.pages, self.shape.page
+        starts = self.tensor.data_ptr() + np.arange(pages, dtype=np.int64) * page * self.count
+        sizes = np.full(pages, page, np.int64)
+        size = pages * page
+        return [
+            DeviceMemory(self._device, starts + block * page, sizes, (), self.tensor, size)
+            for block in self._order.tolist()
+        ]
+
+
+def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, int], None]) -> Found:
+    """Measures all rows.
+
+    Raises:
+        KVStoreError: a process failed, or the GPU.
+    """
+    found = Found(
+        is_fake=gpu.is_fake, rounds=rounds, rows=[], alone_ms=[], beside_ms=[], saved_blocks=0,
+        describe_ms=[], call_ms=[], page_locked_mib={},
+    )  # fmt: skip
+    locked = gpu.page_locked(batch_bytes + 2 * max(shape.pages * shape.page for shape in SHAPES))
+    with own_store(POOL_PARTS * batch_bytes + 64 * MIB) as store:
+        for mode in MODES:
+            size = batch_bytes if mode == SHM else batch_bytes // TCP_PART
+            with _client(store.address, mode) as client:
+                device = client.device(DEVICE)
+                for shape in SHAPES:
+                    progress(f"{shape.title}, {mode}", 1)
+                    blocks = Blocks(gpu, device, shape, size)
+                    plain = locked[: blocks.size]
+                    found.rows += _save_and_load(gpu, client, mode, blocks, plain, rounds)
+                if mode == SHM:
+                    progress("engine and interpreter", 1)
+                    _beside_an_engine(gpu, client, found, batch_bytes)
+                    _interpreter(gpu, client, found, batch_bytes)
+                ring = device.ring.slot_bytes * SLOTS
+                found.page_locked_mib[mode] = (device.locks.locked_bytes + ring) / MIB
+    return found
+
+
+def steps() -> int:
+    return len(MODES) * len(SHAPES) + 1
+
+
+def _save_and_load(
+    gpu: GPU, client: Client, mode: str, blocks: Blocks, plain: torch.Tensor, rounds: int
+) -> list[Row]:
+    saves, loads = (
+        Row(way=way, mode=mode, shape=blocks.shape, blocks=blocks.count) for way in ("save", "load")
+    )
+    values = blocks.values()
+    for number in range(-POOL_PARTS, rounds):  # the first ones lock the pool's memory
+        keys = _keys(blocks.count)
+        _wait_for_room(client, blocks.size)
+        gpu.wait()
+        save_ms, stored = _timed(lambda keys=keys: client.put_chain(keys, values))  # type: ignore[misc]
+        load_ms, sizes = _timed(lambda keys=keys: client.get_into(keys, values))  # type: ignore[misc]
+        require(all(outcome == PutOutcome.STORED for outcome in stored), "was not stored")
+        require(all(sizes), "was not there")
+        client.remove_many(keys)
+        if number >= 0:
+            saves.ours_ms.append(save_ms)
+            loads.ours_ms.append(load_ms)
+            saves.plain_ms.append(gpu.plain_ms(plain, blocks.tensor))
+            loads.plain_ms.append(gpu.plain_ms(blocks.tensor, plain))
+    return [saves, loads]
+
+
+def _beside_an_engine(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
+    blocks = Blocks(gpu, client.device(DEVICE), SHAPES[2], 2 * batch_bytes)
+    values = blocks.values()
+    multiply = gpu.products()
+    multiply()
+    stop = threading.Event()
+
+    def save() -> None:
+        while not stop.is_set():
+            keys = _keys(blocks.count)
+            _wait_for_room(client, blocks.size)
+            client.put_chain(keys, values)
+            client.remove_many(keys)
+            found.saved_blocks += blocks.count
+
+    for _ in range(found.rounds):
+        found.alone_ms.append(multiply())
+        stop.clear()
+        saving = threading.Thread(target=save)
+        saving.start()
+        try:
+            found.beside_ms.append(multiply())
+        finally:
+            stop.set()
+            saving.join()
+
+
+def _interpreter(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
+    blocks = Blocks(gpu, client.device(DEVICE), SHAPES[3], batch_bytes)
+    for _ in range(found.rounds):
+        start = time.thread_time()
+        values = blocks.values()
+        laid_out(values, [4096 + place * blocks.size for place in range(blocks.count)])
+        described = time.thread_time()
+        keys = _keys(blocks.count)
+        _wait_for_room(client, blocks.size)
+        begun = time.thread_time()
+        client.put_chain(keys, values)
+        found.describe_ms.append((described - start) * 1e3)
+        found.call_ms.append((time.thread_time() - begun) * 1e3)
+        client.remove_many(keys)
+
+
+_numbers = itertools.count()
+
+
+def _keys(count: int) -> list[bytes]:
+    number = next(_numbers)
+    return [b"%d/%d" % (number, index) for index in range(count)]
+
+
+def _timed(call: Callable[[], ResultT]) -> tuple[float, ResultT]:
+    """How many ms it took, and what it returned."""
+    start = time.perf_counter()
+    result = call()
+    return (time.perf_counter() - start) * 1e3, result
+
+
+def _wait_for_room(client: Client, size: int) -> None:
+    """Waits until memory of removed objects is free, so that no put has to."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < end:
+        segments = [each for node in client.status().nodes for each in node.segments]
+        if sum(each.size - each.used for each in segments) >= 2 * size:
+            return
+        time.sleep(PAUSE_SECONDS)
+
+
+@contextlib.contextmanager
+def _client(address: str, mode: str) -> Iterator[Client]:
+    from kvstore import Client
+
+    with Client(address, transports=(mode,), namespace="bench-gpu", timeout_ms=60_000) as client:
+        yield client
+
+
+# --- output ------------------------------------------------------------------------------------
+
+COLUMNS = ("way", "path", "block", "blocks", "GB/s", "plain copy / ours", "rounds", "goal", "")
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """One line of the table, in the order of ``COLUMNS``."""
+    ratio = row.ratio
+    goal = "" if row.goal is None else f"{row.goal:g}"
+    met = "" if row.goal is None else "met" if ratio.median >= row.goal else "not met"
+    return (
+        row.way, row.mode, row.shape.title, f"{row.blocks:,}", f"{row.gb_per_s:.1f}",
+        f"{ratio.median:.2f}", f"{ratio.smallest:.2f} to {ratio.largest:.2f}", goal, met,
+    )  # fmt: skip
+
+
+def sentences(found: Found) -> list[str]:
+    """What is beside the table."""
+    locked = ", ".join(f"{mode} {mib:,.0f} MiB" for mode, mib in found.page_locked_mib.items())
+    met = "met" if found.slowdown <= SLOWDOWN_GOAL else "not met"
+    return [
+        *([FAKE_NOTE] if found.is_fake else []),
+        f"An engine's products of matrices beside saves ({found.saved_blocks:,} blocks in"
+        f" {found.rounds} rounds) take {found.slowdown:+.1%} of their time more (goal at most"
+        f" {SLOWDOWN_GOAL:.0%}: {met}).",
+        f"The thread that saves up to 1,000 blocks of {SHAPES[3].title} spends"
+        f" {Spread.of(found.describe_ms).median:.1f} ms on describing the copies, and"
+        f" {Spread.of(found.call_ms).median:.1f} ms in the call, checksums included.",
+        f"Page-locked at most: {locked}.",
+    ]
+
+
+def as_markdown(found: Found) -> str:
+    """The results as a page."""
+    lines = [
+        "# A GPU and the store",
+        "",
+        f"Written by `make bench-gpu`; do not edit. {in_words(found.machine)}",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * len(COLUMNS),
+        *["| " + " | ".join(cells_of(row)) + " |" for row in found.rows],
+        "",
+        *[f"* {sentence}" for sentence in sentences(found)],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@click.command(epilog=EXAMPLE)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
+              help="Rounds of each row.")  # fmt: skip
+@click.option("--quick", is_flag=True, help="One round of small batches.")
+@click.option("--fake", is_flag=True, help="Without a GPU: to test that the benchmark works.")
+@out_option
+def main(rounds: int, quick: bool, fake: bool, out: Path | None) -> None:
+    """Measure saves and loads between a GPU and the store, beside plain copies.
+
+    Needs torch, and the GPU cuda:0. With --out writes gpu.md and gpu.json. The exit status is 0
+    when everything was measured, whether or not the goals are met.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise click.ClickException("torch is not installed: pip install torch")
+    batch = FAKE_BYTES if fake else QUICK_BYTES if quick else BATCH_BYTES
+    if fake:
+        use(DEVICE, FakeDriver(DEVICE, eager=True))
+    with ended_by_signals(), exit_with("bench"), bar(steps()) as progress:
+        gpu = GPU(fake)
+        found = measure(gpu, 1 if quick else rounds, batch, progress)
+    found.machine = machine(PACKAGES) | {"date": today()}
+    if not fake:
+        found.machine["gpu"] = gpu.torch.cuda.get_device_name(DEVICE)
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for row in found.rows:
+        table.add_row(*cells_of(row))
+    console = output()
+    console.print(table)
+    for sentence in sentences(found):
+        console.print(sentence, markup=False)
+    if out is not None:
+        write_page(out, NAME, as_markdown(found), found.as_json())
+        click.echo(f"Written: {out}/{NAME}.md and .json")
+
+
+if __name__ == "__main__":
+    main()

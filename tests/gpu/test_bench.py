@@ -1,0 +1,87 @@
+"""The benchmark and the command for a whole machine: that they work, not what they measure."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvstore.bench.gpu import FAKE_NOTE, SHAPES, Found, Row, cells_of, sentences
+from tests.gpu.machine import IS_REAL
+from tests.integration.cluster import ROOT
+
+
+def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
+    fake = [] if IS_REAL else ["--fake"]
+    command = [sys.executable, "-m", "kvstore.bench.gpu", "--quick", *fake, "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (FAKE_NOTE in done.stdout) == (not IS_REAL)
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(row["way"], row["mode"], row["page_bytes"]) for row in found["rows"]] == [
+        (way, mode, shape.page)
+        for mode in ("shm", "tcp")
+        for shape in SHAPES
+        for way in ("save", "load")
+    ]
+    assert found["saved_blocks"] > 0
+    assert (tmp_path / "gpu.md").read_text().count("\n| save |") == 2 * len(SHAPES)
+
+
+def test_a_row_meets_its_goal_by_the_median_of_its_rounds() -> None:
+    row = Row(way="save", mode="shm", shape=SHAPES[0], blocks=100)
+    row.ours_ms, row.plain_ms = [10.0, 10.0, 10.0], [9.5, 2.0, 9.0]
+    assert row.ratio == (0.9, 0.2, 0.95)
+    assert cells_of(row)[-2:] == ("0.9", "met")
+    row.plain_ms = [8.9, 2.0, 9.0]
+    assert cells_of(row)[-1] == "not met"
+    row.mode = "tcp"
+    assert cells_of(row)[-2:] == ("", "")
+
+
+def test_the_slowdown_is_of_a_round() -> None:
+    found = Found(
+        is_fake=False, rounds=2, rows=[], alone_ms=[100, 200], beside_ms=[102, 206],
+        saved_blocks=5, describe_ms=[1], call_ms=[2], page_locked_mib={"shm": 64},
+    )  # fmt: skip
+    assert found.slowdown == pytest.approx(0.025)
+    assert "+2.5%" in sentences(found)[0]
+    assert "3%: met" in sentences(found)[0]
+
+
+@pytest.fixture
+def command() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_all", ROOT / "tests/gpu/all.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_step_that_hangs_is_ended_and_one_that_fails_is_said_to(
+    command: ModuleType, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    python = [sys.executable, "-c"]
+
+    def run(*code: str, seconds: float = 60.0) -> object:
+        return command.run(
+            command.Step("step", 1, [[*python, each] for each in code]), seconds, log
+        )
+
+    assert run("print('one')", "print('two')") == "passed"
+    assert run("raise SystemExit(3)", "print('three')") == "failed with status 3"
+    assert run("import time; time.sleep(600)", "print('three')", seconds=2.0) == "not within 2 s"
+    said = log.read_text().splitlines()
+    assert "one" in said
+    assert "two" in said
+    assert "three" not in said
+    assert "KeyboardInterrupt" in said
