@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
-# Compiled wheels are built for these; each needs its headers (python3-dev) and a compiler.
-PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(shell command -v python$(version)))
+# Compiled wheels are built for these; each needs its headers (python3-dev) and a compiler. A name
+# that is on PATH and does not run (a shim of pyenv without a version) does not count.
+PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(shell python$(version) -c 'import sys; print(sys.executable)' 2>/dev/null))
 ARGS ?=
 SEEDS ?=
 SEED ?=
