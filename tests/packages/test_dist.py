@@ -180,7 +180,8 @@ def test_a_new_user_installs_it_and_runs_the_readme(
     user.run(user.python, "-m", "pip", "install", "--quiet", str(DIST / artefact),
              timeout_s=INSTALL_S)  # fmt: skip
     took_s = time.monotonic() - began
-    print(f"python{version} -m pip install {artefact}: {took_s:.1f} s, load {os.getloadavg()[0]:.1f}")
+    load = os.getloadavg()[0]
+    print(f"python{version} -m pip install {artefact}: {took_s:.1f} s, load {load:.1f}")
 
     assert user.kvstore("--version").strip() == __version__
     where = "import kvstore; print(kvstore.__file__)"
@@ -194,7 +195,8 @@ def test_a_new_user_installs_it_and_runs_the_readme(
         store.ready()
         master = ("--master", f"127.0.0.1:{store.port}")
         assert __version__ in user.kvstore(*master, "version")
-        rows = json.loads(user.kvstore(*master, "doctor", "--json"))
+        said = user.kvstore(*master, "doctor", "--json").splitlines()
+        rows = [json.loads(line) for line in said]
         (row,) = (row for row in rows if row["subject"] == "compiled parts")
         assert row["state"] == ("ok" if artefact in COMPILED else "warning"), row
 
