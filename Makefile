@@ -26,7 +26,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTR
 
 # The same sources make the same archives.
 BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python
-WHEEL = $(BUILD) -m pip --disable-pip-version-check wheel --quiet --no-deps $(PIP_FLAGS)
+# pip wants --python before the name of its command.
+WHEEL = $(BUILD) -m pip --disable-pip-version-check --python $(1) wheel --quiet --no-deps $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -56,9 +57,9 @@ test-containers: $(VENV)/.dev ## Run the tests in containers (needs root and Deb
 dist: $(VENV)/.dist ## Build the source distribution and the wheels, into dist/
 	rm -rf dist build/wheels
 	$(BUILD) -m build --sdist --outdir dist .
-	KVSTORE_NATIVE=0 $(WHEEL) --wheel-dir dist dist/kvstore_llm-*.tar.gz
+	KVSTORE_NATIVE=0 $(call WHEEL,$(BIN)/python) --wheel-dir dist dist/kvstore_llm-*.tar.gz
 	set -e; for python in $(PYTHONS); do \
-	    $(WHEEL) --python $$python --wheel-dir build/wheels dist/kvstore_llm-*.tar.gz; done
+	    $(call WHEEL,$$python) --wheel-dir build/wheels dist/kvstore_llm-*.tar.gz; done
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
 	$(BIN)/twine check --strict dist/*
 	@ls -1 dist
