@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
     BufferMismatchError,
     CorruptObjectError,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvstore.device.device import Device
-    from kvstore.device.memory import DeviceMemory
 
 Kind = Literal["torch", "numpy", "bytes"]
 Value = Union["torch.Tensor", NDArray[np.generic], bytes]
@@ -507,7 +507,7 @@ def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
 
 
 def _shaped(module: ModuleType, described: Described, flat: torch.Tensor) -> torch.Tensor:
-    dtype = getattr(module, described.dtype, None)
+    dtype: Any = getattr(module, described.dtype, None)
     if not isinstance(dtype, module.dtype):
         raise UnsupportedValueError(f"this torch has no dtype {described.dtype}")
     tensor: torch.Tensor = flat.view(dtype).reshape(described.shape)
@@ -543,9 +543,8 @@ def _import_torch() -> ModuleType:
 
 
 def _device_memory(value: object) -> DeviceMemory | None:
-    """The value itself, if it is memory of a device; without importing its module."""
-    module = sys.modules.get("kvstore.device.memory")
-    return value if module is not None and isinstance(value, module.DeviceMemory) else None
+    """The value itself, if it is memory of a device."""
+    return value if isinstance(value, DeviceMemory) else None
 
 
 def _torch_of(value: object) -> ModuleType | None:

@@ -42,10 +42,10 @@ class Recorded:
             argtypes: Any = None
             restype: Any = None
 
-            def __call__(function, *arguments: Any) -> int:  # noqa: N805
-                return self.call(name, *arguments)
+            def __call__(self, *arguments: Any) -> int:
+                return recorded.call(name, *arguments)
 
-        function = Function()
+        recorded, function = self, Function()
         setattr(self, name, function)
         return function
 
