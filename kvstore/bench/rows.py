@@ -29,7 +29,7 @@ NATIVE_SHM: Final = "native, shm"
 
 VERIFIED = (
     "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
-    " both with each copying get; Mooncake writes and verifies neither."
+    " both with each copying get; Mooncake writes and verifies neither by default."
 )
 ASKED = (
     "A call that moves no payload goes from the client to the master alone: ours through a Unix"

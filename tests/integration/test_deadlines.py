@@ -81,7 +81,8 @@ PER_CALL = {"timeout_ms": TIMEOUT_MS}
 """What every public call can be given."""
 
 NO_CALLS = {
-    "close", "config", "embedded", "lease", "memory_at", "register", "stats", "unregister",
+    "close", "config", "device", "embedded", "lease", "memory_at", "payload_at", "register",
+    "stats", "unregister",
 }  # fmt: skip
 """Public names that ask nobody, or are tested apart."""
 

@@ -599,7 +599,7 @@ MUTANTS: Final = (
     Mutant(
         "header-beyond-the-segment",
         "kvstore/memory/header.py",
-        "if header is not None and offset + extent_bytes(header.payload_size) <= len(memory):",
+        "if header is not None and start + at + extent_bytes(header.payload_size) <= size:",
         "if header is not None:",
         MEMORY,
     ),

@@ -6,12 +6,12 @@ write it, until the last one unmaps it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, cast
 
 from kvstore.calls import NO_MARK
-from kvstore.memory.header import GENERATION_OFFSET, Superblock, pack_superblock
+from kvstore.memory.header import GENERATION_OFFSET, Header, Superblock, pack_superblock
 from kvstore.memory.segment import Segment
 
 
@@ -47,6 +47,10 @@ class Memory:
         """As a node that stops cleanly does."""
         self._generation[0] = 0
         self.linked = False
+
+    def scan(self) -> Iterator[tuple[int, Header]]:
+        """As ``Segment.scan``."""
+        return Segment.scan(cast(Any, self))
 
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> None:
         """The production rule, which needs nothing of the system."""
