@@ -149,13 +149,16 @@ def test_bad_bytes_are_no_value(cluster: Cluster, fake: FakeDriver) -> None:
 
 @TRANSPORTS
 def test_the_oldest_objects_make_room(cluster: Cluster, transport: str) -> None:
-    cluster.settings["lease_ms"] = 1_000
     start(cluster, memory="8MiB")
     client = cluster.client(transports=(transport,), put_wait_ms=5_000)
-    for number in range(60):
-        assert client.put(f"key-{number}", content(f"key-{number}") * 40) is STORED
-        assert client.get(f"key-{number}") in (content(f"key-{number}") * 40, None)
-    assert client.get("key-59") == content("key-59") * 40
+    values = {f"key-{number}": content(f"key-{number}") * 40 for number in range(60)}
+    for key, value in values.items():
+        assert client.put(key, value) is STORED
+    found = client.get_many(list(values))
+    assert found[0] is None
+    kept = [index for index, each in enumerate(found) if each is not None]
+    assert kept == list(range(kept[0], 60))
+    assert [found[index] for index in kept] == list(values.values())[kept[0] :]
 
 
 @TRANSPORTS
