@@ -26,9 +26,6 @@ FIELDS_MAX: Final = 256
 BLOCK_TOKENS_MAX: Final = 1 << 31
 """Far more than any engine has, and a number that every format can hold."""
 
-LEVELS_MAX: Final = 32
-"""Of a description's nesting, which whoever writes it as JSON again has to go down."""
-
 DEPTH_MAX: Final = 4
 """Of what is compared field by field."""
 
@@ -95,19 +92,10 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
         bool(record.models)
         and isinstance(record.description, dict)
         and len(record.description) <= FIELDS_MAX
-        and _is_flat(record.description, LEVELS_MAX)
         and isinstance(value["block_size"], int)
         and 0 <= record.block_size <= BLOCK_TOKENS_MAX
     )
     return record if is_one else None
-
-
-def _is_flat(value: object, levels: int) -> bool:
-    """Whether a value of JSON is nested in so many levels at most."""
-    if not isinstance(value, dict | list):
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_flat(each, levels - 1) for each in parts)
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[Difference]:
