@@ -107,3 +107,10 @@ _HERE = _Here()
 def current() -> Stop | None:
     """The stop of the call that this thread carries out; None: nothing can stop it."""
     return _HERE.stop
+
+
+def check_current() -> None:
+    """Raises ClosedError: the call that this thread carries out was stopped."""
+    stop = current()
+    if stop is not None:
+        stop.check()

@@ -40,8 +40,9 @@ from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
+from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
-from kvstore.stopping import current
+from kvstore.stopping import check_current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import batch_ended
@@ -70,7 +71,7 @@ class DeviceReads(ObjectReads):
             _UnderWay(device, deadline) as under_way,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
-                _check_stop()
+                check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
                     outcomes += self._straight(group, under_way, transport, locked)
                     under_way.settle(all_but=1)
@@ -178,7 +179,7 @@ class DeviceWrites(ObjectWrites):
             _UnderWay(device, deadline) as under_way,
         ):
             for group in _groups(self.rows, GROUP_BYTES):
-                _check_stop()
+                check_current()
                 if locked is not None and _lock(device, locked, group, self.segment):
                     self._begin(group, under_way, transport, locked)
                     unsealed.append(group)
@@ -278,7 +279,7 @@ class _Room:
 
     def copy(self, way: Way, group: Sequence[Any], wanted: Sequence[bool], deadline: float) -> None:
         """Copies the payloads of the wanted rows between the device and this memory."""
-        base = int(np.frombuffer(self.memory, np.uint8).ctypes.data) if len(self.memory) else 0
+        base = address_of(self.memory)
         values: list[DeviceMemory] = []
         places: list[int] = []
         for row, is_wanted in zip(group, wanted, strict=True):
@@ -299,12 +300,8 @@ def _room(device: Device, size: int, deadline: float) -> Iterator[_Room]:
         ordinary = np.empty(size, np.uint8)
         yield _Room(device, memoryview(ordinary), False)  # type: ignore[arg-type]
         return
-    slot = device.ring.take(deadline)
-    try:
+    with device.slot(deadline) as slot:
         yield _Room(device, slot, True)
-    finally:
-        if not device.has_failed:
-            device.ring.give(slot)
 
 
 @contextmanager
@@ -373,9 +370,3 @@ def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
 def _bare(rows: Sequence[Any]) -> list[Any]:
     """The rows without memory: what they describe is in its place."""
     return [(*row[:5], None, *row[6:]) for row in rows]
-
-
-def _check_stop() -> None:
-    stop = current()
-    if stop is not None:
-        stop.check()

@@ -2,8 +2,8 @@
 
 The library is called directly, with arrays of addresses as numpy holds them: for the 64,000 copies
 of 1,000 blocks, NVIDIA's Python package converts each address and size by itself, which holds the
-interpreter for 13 to 25 ms (measured with cuda-bindings 12.9.4; here it is 0.1 ms). It needs no
-package, because every driver brings the library.
+interpreter for 13 to 25 ms (measured with cuda-bindings 12.9.4). It needs no package, because every
+driver brings the library.
 
 Streams and events are handles of the device's primary context, which torch uses as well. Each call
 makes that context current and then restores what was current before.
@@ -43,7 +43,7 @@ _HOST_PORTABLE = 1
 _IPC_LAZY_PEER_ACCESS = 1
 _UUID_BYTES = 16
 _IN_STREAM_ORDER = 1
-_MEMORY_TYPE, _DEVICE_ORDINAL, _IS_MANAGED = 2, 9, 8
+_MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _OF_DEVICE = 2
 
 _Handle = ctypes.c_void_p
@@ -63,7 +63,6 @@ class _IPCHandle(ctypes.Structure):
 
 _FUNCTIONS: Final = {
     "cuInit": [ctypes.c_uint],
-    "cuDriverGetVersion": [_ToInt],
     "cuGetErrorString": [_Int, ctypes.POINTER(ctypes.c_char_p)],
     "cuDeviceGetCount": [_ToInt],
     "cuDeviceGet": [_ToInt, _Int],

@@ -16,7 +16,7 @@ from kvstore.device.driver import Driver
 from kvstore.memory.raw import address_of
 
 WINDOW_BYTES: Final = 256 << 20
-"""Locking a window of small pages takes some 50 ms, of huge pages less than one."""
+"""Small enough that the call that meets a window first does not wait long for its pages."""
 
 
 class Locked:

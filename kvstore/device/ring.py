@@ -28,12 +28,6 @@ class Ring:
         self._is_closed = False
         self.taken = 0
 
-    def try_take(self) -> memoryview | None:
-        """A free slot, or None. Raises ClosedError."""
-        with self._changing:
-            self._prepare()
-            return self._pop() if self._free else None
-
     def take(self, deadline: float) -> memoryview:
         """A slot, when one is free. The caller holds none, or others could wait for it for ever.
 

@@ -35,10 +35,10 @@ from kvstore.memory.header import (
     unpack_superblock,
 )
 from kvstore.native.kinds import ReadRow, WriteRow
-from kvstore.stopping import current
+from kvstore.stopping import check_current
 from kvstore.transport.base import Move
 from kvstore.transport.on_device import DeviceRanges
-from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
+from kvstore.transport.pieces import Unmapped, deadline_exceeded, invalid_range, segment_gone
 
 log = logging.getLogger("kvstore.transport")
 
@@ -148,7 +148,7 @@ class Attachment:
         os.close(self._fd)
 
 
-class DeviceTransport:
+class DeviceTransport(Unmapped):
     """Implements ``Transport``. Whatever fails here is settled: no byte lands after a call, unless
     the device has failed. Threads: any."""
 
@@ -210,18 +210,6 @@ class DeviceTransport:
         """False: headers are written behind the payloads, as moves."""
         return False
 
-    def memory(self, segment: SegmentInfo) -> memoryview:
-        """Raises SegmentGoneError: the memory is the device's."""
-        raise segment_gone(segment)
-
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """None: the memory is the device's."""
-        return None
-
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """None: the memory is the device's."""
-        return None
-
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``."""
         self._drop(lambda uuid, attachment: uuid == segment.uuid and not _is_current(attachment))
@@ -276,9 +264,7 @@ class DeviceTransport:
                 raise segment_gone(segment)
             if uptime() >= deadline:
                 raise deadline_exceeded(segment)
-            stop = current()
-            if stop is not None:
-                stop.check()
+            check_current()
 
         with attachment.lent() as is_open:
             if not is_open:

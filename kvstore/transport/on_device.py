@@ -159,13 +159,9 @@ class DeviceRanges:
 
     @contextmanager
     def _halves(self, deadline: float) -> Iterator[tuple[memoryview, memoryview]]:
-        slot = self.device.ring.take(deadline)
-        try:
+        with self.device.slot(deadline) as slot:
             half = len(slot) // 2
             yield slot[:half], slot[half:]
-        finally:
-            if not self.device.has_failed:
-                self.device.ring.give(slot)
 
 
 class _Batch:

@@ -8,7 +8,7 @@ write's error names the connection, and the node ends it before the extent is wi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Final, TypeVar
 
@@ -20,7 +20,7 @@ from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import Stop, current
 from kvstore.transport.base import Move
-from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.pieces import Unmapped, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 from kvstore.transport.tcp_protocol import RANGES_MAX
 
@@ -44,7 +44,7 @@ class _Pool:
         self.lent: set[ClientConnection] = set()
 
 
-class TcpTransport:
+class TcpTransport(Unmapped):
     """Implements ``Transport`` for segments whose node has a data server. Threads: any."""
 
     name: str = "tcp"
@@ -118,18 +118,6 @@ class TcpTransport:
             for batch in _row_batches(segment, rows, RANGES_MAX // 3):
                 connection.write_objects(fast, namespace, batch, deadline)
         return True
-
-    def memory(self, segment: SegmentInfo) -> memoryview:
-        """Raises SegmentGoneError: the memory is elsewhere."""
-        raise segment_gone(segment)
-
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """None: the memory is elsewhere."""
-        return None
-
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """None: the memory is elsewhere."""
-        return None
 
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``; calls under way go on and their connections close after them."""

@@ -40,7 +40,7 @@ from kvstore.transport.base import Move
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Station
-from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
+from kvstore.transport.pieces import Unmapped, check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
@@ -68,7 +68,7 @@ again; a batch that failed has returned, and only calls of other threads are wai
 log = logging.getLogger("kvstore.mooncake")
 
 
-class MooncakeTransport:
+class MooncakeTransport(Unmapped):
     """Implements ``Transport`` for segments whose node has an engine of the same settings.
 
     The engine is made when the first such segment is met. Threads: any.
@@ -203,18 +203,6 @@ class MooncakeTransport:
     ) -> bool:
         """False: only move by move."""
         return False
-
-    def memory(self, segment: SegmentInfo) -> memoryview:
-        """Raises SegmentGoneError: the memory is elsewhere."""
-        raise segment_gone(segment)
-
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """None: the memory is elsewhere."""
-        return None
-
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """None: the memory is elsewhere."""
-        return None
 
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``; calls under way go on."""
