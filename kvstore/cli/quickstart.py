@@ -14,7 +14,7 @@ from kvstore import logs
 from kvstore.addresses import join_address
 from kvstore.cli.options import CONTEXT, SOURCES, config_options, debug_option
 from kvstore.config import MasterConfig, load
-from kvstore.errors import SharedMemoryTooSmallError
+from kvstore.errors import AddressInUseError, SharedMemoryTooSmallError
 from kvstore.memory import cgroup
 from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.texts import size_text
@@ -64,8 +64,9 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     change: dict[str, object] = {"etcd": "", "keep": False}
     if not config.memory:
         change["memory"] = spare_memory()
-    if "port" not in config.model_fields_set:
-        change["port"] = free_port(config.host, config.port)
+    is_given, usual_port = "port" in config.model_fields_set, config.port
+    if not is_given:
+        change["port"] = free_port(config.host, usual_port)
     if "log_level" not in config.model_fields_set:
         change["log_level"] = "warning"
     config = config.model_copy(update=change)
@@ -83,6 +84,14 @@ def quickstart(config_path: str | None, **flags: object) -> int:
         page = f"{scheme}://{join_address(host, http_port)}/" if http_port else ""
         click.echo(text(join_address(host, port), page))
 
+    for _ in range(PORT_TRIES):
+        try:
+            return serve(config, temporary=Temporary("quickstart", started))
+        except AddressInUseError:
+            if is_given:
+                raise
+            # Another process has taken it since, such as a quickstart that began at the same time.
+            config = config.model_copy(update={"port": free_port(config.host, usual_port)})
     return serve(config, temporary=Temporary("quickstart", started))
 
 
@@ -121,7 +130,7 @@ def spare_memory() -> int:
 
 def free_port(host: str, port: int) -> int:
     """``port``, or a higher one, that is free with the next one for the lane; 0: none of them is.
-    Another process may take it before it is used, which is then an error as usual."""
+    Another process may take it before it is used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for each in range(port, port + PORT_STEP * PORT_TRIES, PORT_STEP):
         try:

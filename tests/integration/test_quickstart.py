@@ -96,3 +96,15 @@ def test_more_memory_than_there_is_is_an_error(quickstart: Callable[..., Quickst
     assert "/dev/shm has" in store.text
     assert "Ask for less memory" in store.text
     assert "Traceback" not in store.text
+
+
+def test_two_that_begin_at_the_same_time(quickstart: Callable[..., Quickstart]) -> None:
+    """Both find the same port free, and one of them takes it."""
+    for _ in range(3):
+        both = [quickstart("--memory", "16MiB") for _ in range(2)]
+        for store in both:
+            store.ready()
+        assert len({store.port for store in both}) == 2
+        for store in both:
+            ENDS["ctrl-c"](store)
+            assert store.process.wait(STOP_S) == 0, store.text
