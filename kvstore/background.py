@@ -15,7 +15,8 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 log = logging.getLogger("kvstore.background")
@@ -118,6 +119,23 @@ def end_signals() -> list[signal.Signals]:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ends.append(signal.SIGHUP)
     return ends
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """A process that is started in this block begins with SIGINT blocked, until it calls
+    ``hear_interrupts``. A Ctrl-C reaches all processes of a terminal, also one that is still
+    importing its modules, which would print a traceback; its parent ends it anyway."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def hear_interrupts() -> None:
+    """Called in the main thread when the signals that end this process have their handlers."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
+from kvstore import background
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
 
 START_TIMEOUT_S: Final = 60.0
@@ -74,7 +75,7 @@ class Child:
             sys.executable, "-m", module, "--config", "", "--log-level", "warning",
             "--parent-fd", str(theirs.fileno()), *flags,
         ]  # fmt: skip
-        with theirs:
+        with theirs, background.interrupts_held():
             process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), *pass_fds],

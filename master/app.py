@@ -126,6 +126,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
     log.addFilter(add_trace)
     for number in background.end_signals():
         loop.add_signal_handler(number, stopped.set)
+    background.hear_interrupts()
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
     if config.events_at and not all(map(importlib.util.find_spec, ("zmq", "msgpack"))):

@@ -96,6 +96,7 @@ def run(
     # From here on a signal means a clean end, also while gigabytes are being reserved.
     for number in background.end_signals():
         signal.signal(number, _interrupt)
+    background.hear_interrupts()
     try:
         with ExitStack() as stack:
             secured = secured_by(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -124,3 +126,20 @@ def test_a_closed_terminal_ends_a_server_unless_nohup_started_it(
         assert (signal.SIGHUP in background.end_signals()) == ends
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interrupt_waits_until_a_child_can_hear_it() -> None:
+    code = (
+        "import os, signal\n"
+        "from kvstore import background\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('imported', flush=True)\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('heard', flush=True))\n"
+        "background.hear_interrupts()\n"
+    )
+    with background.interrupts_held():
+        command = [sys.executable, "-c", code]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    said, _ = child.communicate(timeout=60)
+    assert (child.returncode, said.split()) == (0, ["imported", "heard"])
