@@ -434,6 +434,7 @@ class Operations:
         keys: Sequence[AnyKey] | AnyKey,
         ranges: Sequence[Sequence[Range]] | Sequence[Range],
         namespace: str | None,
+        timeout_ms: int | None = None,
     ) -> Flow[list[int | None]]:
         if isinstance(keys, str | bytes):
             wanted = [_parts(check_key(keys), cast("Sequence[Range]", ranges))]
@@ -446,7 +447,8 @@ class Operations:
                 )
             several = cast("Sequence[Sequence[Range]]", ranges)
             wanted = [_parts(key, each) for key, each in zip(checked, several, strict=True)]
-        yield from get_ranges(self.context, self._namespace(namespace), wanted)
+        space = self._namespace(namespace)
+        yield from get_ranges(self.context, space, wanted, timeout_ms)
         return [None if parts.placed is None else parts.placed.size for parts in wanted]
 
     def _view_many(

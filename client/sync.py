@@ -432,7 +432,9 @@ class Client:
         Raises:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
         """
-        return self._run(self._operations.get_ranges(keys, ranges, namespace), timeout_ms)
+        return self._run(
+            self._operations.get_ranges(keys, ranges, namespace, timeout_ms), timeout_ms
+        )
 
     def register(self, memory: Buffer | int, size: int | None = None) -> None:
         """Lend this memory to the client until ``unregister`` or ``close``. ``memory_at`` gives

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -77,6 +77,13 @@ class Bad(NamedTuple):
     key: Key
     placed: Placed
     replica: Replica
+
+
+class Sought(Protocol):
+    """What a flow reads: a ``Target``, or parts of an object."""
+
+    bad: Sequence[Bad]
+    placed: Placed | None
 
 
 def locate(
@@ -148,8 +155,7 @@ def get(
             todo = []
             break
         if not attempt:
-            failover_s = context.failover_s if timeout_ms is None else timeout_ms / 3000
-            failover = context.clock() + failover_s
+            failover = context.failover_at(timeout_ms)
             for reads, its_targets in groups.values():
                 if all(len(known.replicas) > 1 for _, known, _ in its_targets):
                     reads.deadline = failover
@@ -169,8 +175,16 @@ def get(
         for target in todo:
             context.placements.forget(namespace, target.key)
         fresh = True
-    bad = [target.bad for target in todo if len(target.bad) > 1]
-    bad += [target.bad for target in targets if target.bad and target.descriptor is not None]
+    yield from report_bad(context, namespace, todo, targets)
+
+
+def report_bad(
+    context: Context, namespace: Namespace, missed: Sequence[Sought], targets: Sequence[Sought]
+) -> Flow[None]:
+    """Reports the bad memory that reads of these targets met. Where a target was not found in the
+    end, one bad read may have met a removal; two have not (``confirmed``)."""
+    bad = [target.bad for target in missed if len(target.bad) > 1]
+    bad += [target.bad for target in targets if target.bad and target.placed is not None]
     if bad:
         yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.client.flows.getting import ATTEMPTS, locate
+from kvstore.client.flows.getting import (
+    ATTEMPTS,
+    Bad,
+    confirmed,
+    in_order,
+    locate,
+    report_bad,
+)
 from kvstore.client.flows.objects import is_of
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.steps import Context, Flow, Transfer, carry_out
@@ -21,7 +28,7 @@ from kvstore.transport.base import Move
 class Parts:
     """Parts of one object to read, and the caller's memory for them."""
 
-    __slots__ = ("head", "key", "placed", "ranges")
+    __slots__ = ("bad", "head", "key", "placed", "ranges")
 
     def __init__(self, key: Key, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self.key = key
@@ -30,6 +37,8 @@ class Parts:
         self.head = bytearray(HEADER_BYTES)
         self.placed: Placed | None = None
         """Where they were read; None: a miss."""
+        self.bad: Sequence[Bad] = ()
+        """Reads under a valid lease that found another header."""
 
     def moves(self, placed: Placed, offset: int) -> list[Move]:
         """Raises BufferMismatchError: a range is not within the payload."""
@@ -46,8 +55,13 @@ class Parts:
         return moves
 
 
-def get_ranges(context: Context, namespace: Namespace, wanted: Sequence[Parts]) -> Flow[None]:
+def get_ranges(
+    context: Context, namespace: Namespace, wanted: Sequence[Parts], timeout_ms: int | None = None
+) -> Flow[None]:
     """Reads the objects that are there, and sets their ``placed``.
+
+    Args:
+        timeout_ms: as for ``get``.
 
     Raises:
         BufferMismatchError: a range is not within its object; nothing of that batch was read.
@@ -57,18 +71,24 @@ def get_ranges(context: Context, namespace: Namespace, wanted: Sequence[Parts]) 
     for attempt in range(ATTEMPTS):
         keys = [parts.key for parts in todo]
         placed = yield from locate(context, namespace, keys, fresh=attempt > 0)
+        deadline = None if attempt else context.failover_at(timeout_ms)
         transfers: dict[int, Transfer] = {}
         reads: list[tuple[Parts, Placed, Replica]] = []
         for parts, known in zip(todo, placed, strict=True):
-            replicas = () if known is None else context.segments.reachable(known.replicas)
-            if known is None or not replicas:
+            if known is None:
+                continue
+            parts.bad = confirmed(parts.bad, known)
+            replicas = context.segments.reachable(in_order(known, parts.bad))
+            if not replicas:
                 continue
             segment, offset = replicas[0]
-            transfer = transfers.setdefault(id(segment), Transfer(segment, [], write=False))
+            transfer = transfers.get(id(segment))
+            if transfer is None:
+                transfer = transfers[id(segment)] = Transfer(segment, [], False, deadline)
+            if len(known.replicas) == 1:
+                transfer.deadline = None
             transfer.moves.extend(parts.moves(known, offset))
             reads.append((parts, known, replicas[0]))
-        if not reads:
-            return
         failed = yield from carry_out(context, transfers)
         for error in failed.values():
             if error.fields.get("final"):
@@ -77,15 +97,19 @@ def get_ranges(context: Context, namespace: Namespace, wanted: Sequence[Parts]) 
         todo = []
         for parts, known, replica in reads:
             if id(replica.segment) not in failed:
-                is_there = _is_there(parts, known, replica, namespace)
-                if is_there and now < known.until:
+                if now >= known.until:
+                    context.count("late_reads")
+                elif _is_there(parts, known, replica, namespace):
                     parts.placed = known
                     continue
-                context.count("late_reads" if is_there else "stale_reads")
+                else:
+                    context.count("stale_reads")
+                    parts.bad = [*parts.bad, Bad(parts.key, known, replica)]
             context.placements.forget(namespace, parts.key)
             todo.append(parts)
         if not todo:
-            return
+            break
+    yield from report_bad(context, namespace, todo, wanted)
 
 
 def _is_there(parts: Parts, placed: Placed, replica: Replica, namespace: Namespace) -> bool:

@@ -133,6 +133,14 @@ class Context:
     def count(self, name: str, number: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + number
 
+    def failover_at(self, timeout_ms: int | None) -> float:
+        """When a read of a first replica that begins now is given up, where there is a second one.
+
+        Args:
+            timeout_ms: of the whole call, which leaves a third for this; None: ``failover_s``.
+        """
+        return self.clock() + (self.failover_s if timeout_ms is None else timeout_ms / 3000)
+
 
 def ask(request: calls.Request, kind: type[ResultT]) -> Flow[ResultT]:
     reply = yield Ask(request)
