@@ -161,9 +161,9 @@ class Movers:
         return lambda: False  # it was unmounted since
 
     def register(self, buffer: memoryview) -> None:
-        """As ``MooncakeTransport.register``; the other transports do nothing."""
-        for transport in self._transports:
-            transport.register(buffer)
+        """As ``MooncakeTransport.register``; the other transports need nothing."""
+        if self._engine is not None:
+            self._engine.register(buffer)
 
     def unregister(self, buffer: memoryview) -> None:
         if self._engine is not None:

@@ -15,11 +15,13 @@ A transport moves bytes and knows nothing of objects, leases or masters. Rules f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.calls import SegmentInfo
+from kvstore.errors import SegmentGoneError
 from kvstore.native.kinds import ReadRow, WriteRow
 
 PIECE_BYTES = 256 << 10
@@ -51,24 +53,21 @@ class Move:
     read; fills ``buffer`` in place (the header, whose checksum the moves before it produced)."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves bytes between this process and segments of nodes."""
 
     name: str
-    maps: bool
+    maps: bool = False
     """Whether the segments that it reaches are in this address space: then ``memory``, ``view`` and
     ``watch`` show them."""
-    reads_in_one_batch: bool
+    reads_in_one_batch: bool = False
     """Whether headers and payloads are read together, because each batch costs a round trip."""
 
+    @abstractmethod
     def reaches(self, segment: SegmentInfo) -> bool:
         """Whether this transport can serve that segment from here. Cheap after the first time."""
-        ...
 
-    def register(self, buffer: memoryview) -> None:
-        """Prepare caller's memory for transfers (nothing to do but for RDMA)."""
-        ...
-
+    @abstractmethod
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """Fill each move's buffer. ``deadline`` is a ``uptime()`` value.
 
@@ -76,15 +75,14 @@ class Transport(Protocol):
             InvalidRangeError, NodeUnreachableError, SegmentGoneError, PermissionDeniedError,
             DeadlineExceededError: the buffers' contents are undefined afterwards.
         """
-        ...
 
+    @abstractmethod
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """Write each move's buffer; returns when all of it is in the segment.
 
         Raises:
             As ``read``; see ``settled`` above.
         """
-        ...
 
     def read_objects(
         self,
@@ -104,7 +102,7 @@ class Transport(Protocol):
         Raises:
             As ``read``.
         """
-        ...
+        return None
 
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
@@ -115,7 +113,7 @@ class Transport(Protocol):
         Raises:
             As ``write``.
         """
-        ...
+        return False
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         """All of a segment that is reached, writable, where it ``maps``. Stays mapped as ``view``.
@@ -123,14 +121,18 @@ class Transport(Protocol):
         Raises:
             SegmentGoneError: it was unmounted or mounted anew, or is not in this address space.
         """
-        ...
+        raise SegmentGoneError(
+            f"the memory of node {segment.node!r} is not in this address space",
+            node=segment.node,
+            settled=1,
+        )
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """The segment's own memory, writable, or None where it is not in this address space.
 
         The mapping stays for as long as the memoryview lives, also after ``close``.
         """
-        ...
+        return None
 
     def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
         """A function that tells whether the segment is still mounted as ``segment`` says: False,
@@ -138,22 +140,22 @@ class Transport(Protocol):
 
         The function works also after ``forget`` and ``close``, in any thread, and takes 0.1 us.
         """
-        ...
+        return None
 
+    @abstractmethod
     def forget(self, segment: SegmentInfo) -> None:
         """Drop connections and mappings of a segment that is gone."""
-        ...
 
+    @abstractmethod
     def sweep(self) -> None:
         """Give back what belongs to segments that are gone, or to nodes that have ended a
         connection. Called every second or so, by one thread; does not wait for calls."""
-        ...
 
+    @abstractmethod
     def abandon(self) -> None:
         """In the child of a fork: close our descriptors of the parent's sockets and files, and
         touch nothing else of the parent's. Takes no lock. The transport is not used after that."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Idempotent; calls under way fail with ``ClosedError`` or ``NodeUnreachableError``."""
-        ...

@@ -34,11 +34,10 @@ from kvstore.memory.header import (
     SUPERBLOCK_BYTES,
     unpack_superblock,
 )
-from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import check_current
-from kvstore.transport.base import Move
+from kvstore.transport.base import Move, Transport
 from kvstore.transport.on_device import DeviceRanges
-from kvstore.transport.pieces import Unmapped, deadline_exceeded, invalid_range, segment_gone
+from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
 
 log = logging.getLogger("kvstore.transport")
 
@@ -148,12 +147,11 @@ class Attachment:
         os.close(self._fd)
 
 
-class DeviceTransport(Unmapped):
-    """Implements ``Transport``. Whatever fails here is settled: no byte lands after a call, unless
-    the device has failed. Threads: any."""
+class DeviceTransport(Transport):
+    """To segments in the memory of this host's devices. Whatever fails here is settled: no byte
+    lands after a call, unless the device has failed. Threads: any."""
 
     name: str = "device"
-    maps: bool = False
     reads_in_one_batch: bool = True
 
     def __init__(self, ring_bytes: int) -> None:
@@ -180,9 +178,6 @@ class DeviceTransport(Unmapped):
         attachment = self._attachment(segment)
         return attachment is not None and attachment.device.driver is device.driver
 
-    def register(self, buffer: memoryview) -> None:
-        """Nothing to do."""
-
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.read``."""
         with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
@@ -192,23 +187,6 @@ class DeviceTransport(Unmapped):
         """As ``Transport.write``."""
         with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
             ranges.write(moves, deadline, check)
-
-    def read_objects(
-        self,
-        segment: SegmentInfo,
-        namespace: str,
-        rows: list[ReadRow],
-        verify: bool,
-        deadline: float,
-    ) -> list[bytes | int] | None:
-        """None: headers are read with the payloads, as moves."""
-        return None
-
-    def write_objects(
-        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
-    ) -> bool:
-        """False: headers are written behind the payloads, as moves."""
-        return False
 
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvstore.calls import SegmentInfo
@@ -20,22 +20,6 @@ HASH_BYTES: Final = 64 << 10
 """Bytes hashed in one go. xxhash gives the GIL back above 100 KB, and in a process with a busy
 Python thread taking it again costs up to the switch interval: 1 ms per 256 KiB was measured, for a
 hash that takes 4 µs."""
-
-
-class Unmapped:
-    """A part of each ``Transport`` whose segments are not in this address space."""
-
-    def memory(self, segment: SegmentInfo) -> memoryview:
-        """Raises SegmentGoneError: the memory is elsewhere."""
-        raise segment_gone(segment)
-
-    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
-        """None: the memory is elsewhere."""
-        return None
-
-    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
-        """None: the memory is elsewhere."""
-        return None
 
 
 def check_moves(segment: SegmentInfo, moves: Sequence[Move]) -> None:

@@ -26,7 +26,7 @@ from kvstore.memory.mapping import Mapping
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import current
-from kvstore.transport.base import PIECE_BYTES, Move
+from kvstore.transport.base import PIECE_BYTES, Move, Transport
 from kvstore.transport.pieces import (
     batch_ended,
     check_moves,
@@ -50,8 +50,8 @@ SAID_MAX = 1_000
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
-class ShmTransport:
-    """Implements ``Transport`` for segments in this host's ``/dev/shm``.
+class ShmTransport(Transport):
+    """To segments in this host's ``/dev/shm``.
 
     Keeps one mapping per segment. Whatever fails here is settled: no byte lands after a call.
     Threads: any; a call holds the GIL but for the moments in which the interpreter switches.
@@ -59,7 +59,6 @@ class ShmTransport:
 
     name: str = "shm"
     maps: bool = True
-    reads_in_one_batch: bool = False
 
     def __init__(self) -> None:
         self._mappings: dict[bytes, Mapping | None] = {}
@@ -72,9 +71,6 @@ class ShmTransport:
     def reaches(self, segment: SegmentInfo) -> bool:
         """As ``Transport.reaches``: maps the segment the first time."""
         return self._mapping(segment) is not None
-
-    def register(self, buffer: memoryview) -> None:
-        """Nothing to do."""
 
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.read``."""

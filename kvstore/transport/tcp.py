@@ -19,8 +19,8 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import Stop, current
-from kvstore.transport.base import Move
-from kvstore.transport.pieces import Unmapped, check_moves, deadline_exceeded
+from kvstore.transport.base import Move, Transport
+from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 from kvstore.transport.tcp_protocol import RANGES_MAX
 
@@ -44,12 +44,10 @@ class _Pool:
         self.lent: set[ClientConnection] = set()
 
 
-class TcpTransport(Unmapped):
-    """Implements ``Transport`` for segments whose node has a data server. Threads: any."""
+class TcpTransport(Transport):
+    """To segments whose node has a data server. Threads: any."""
 
     name: str = "tcp"
-    maps: bool = False
-    reads_in_one_batch: bool = False
 
     def __init__(
         self,
@@ -73,9 +71,6 @@ class TcpTransport(Unmapped):
     def reaches(self, segment: SegmentInfo) -> bool:
         """As ``Transport.reaches``; only the first call shows whether the node answers."""
         return bool(segment.address) and not self._closed
-
-    def register(self, buffer: memoryview) -> None:
-        """Nothing to do."""
 
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.read``; also raises BusyError. ``settled`` is always 1."""

@@ -34,13 +34,12 @@ from kvstore.errors import (
 )
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
-from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import current
-from kvstore.transport.base import Move
+from kvstore.transport.base import Move, Transport
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Station
-from kvstore.transport.pieces import Unmapped, check_moves, deadline_exceeded
+from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
@@ -68,14 +67,13 @@ again; a batch that failed has returned, and only calls of other threads are wai
 log = logging.getLogger("kvstore.mooncake")
 
 
-class MooncakeTransport(Unmapped):
-    """Implements ``Transport`` for segments whose node has an engine of the same settings.
+class MooncakeTransport(Transport):
+    """To segments whose node has an engine of the same settings.
 
     The engine is made when the first such segment is met. Threads: any.
     """
 
     name: str = "mooncake"
-    maps: bool = False
     reads_in_one_batch: bool = True
 
     def __init__(
@@ -186,23 +184,6 @@ class MooncakeTransport(Unmapped):
         """As ``Transport.write``; also raises BusyError (settled). Objects of one call are written
         in any order, each as ``waves`` says."""
         self._run(segment, moves, deadline, is_write=True)
-
-    def read_objects(
-        self,
-        segment: SegmentInfo,
-        namespace: str,
-        rows: list[ReadRow],
-        verify: bool,
-        deadline: float,
-    ) -> list[bytes | int] | None:
-        """None: only move by move."""
-        return None
-
-    def write_objects(
-        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
-    ) -> bool:
-        """False: only move by move."""
-        return False
 
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``; calls under way go on."""

@@ -19,20 +19,18 @@ from kvstore.errors import (
     NodeUnreachableError,
     SegmentGoneError,
 )
-from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.stopping import Stop, current
-from kvstore.transport.base import Move
+from kvstore.transport.base import Move, Transport
 from tests.unit.client.world import segment
 
 
-class FakeTransport:
+class FakeTransport(Transport):
     """Reaches the segments that it is told to, and fails where it is told to."""
 
     def __init__(self, name: str, reached: set[int]) -> None:
         self.name = name
         self.reached = reached
         self.maps = name == "shm"
-        self.reads_in_one_batch = False
         self.errors: dict[int, Exception] = {}
         self.stuck: set[int] = set()
         """Whose moves go on until they are stopped."""
@@ -48,29 +46,11 @@ class FakeTransport:
     def reaches(self, segment: SegmentInfo) -> bool:
         return segment.segment_id in self.reached
 
-    def register(self, buffer: memoryview) -> None:
-        pass
-
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         self._move("read", segment, deadline)
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         self._move("write", segment, deadline)
-
-    def read_objects(
-        self,
-        segment: SegmentInfo,
-        namespace: str,
-        rows: list[ReadRow],
-        verify: bool,
-        deadline: float,
-    ) -> list[bytes | int] | None:
-        raise AssertionError("nobody asks for objects here")
-
-    def write_objects(
-        self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
-    ) -> bool:
-        raise AssertionError("nobody asks for objects here")
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         if segment.segment_id in self.errors:
