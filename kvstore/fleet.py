@@ -26,6 +26,10 @@ FIELDS_MAX: Final = 256
 BLOCK_TOKENS_MAX: Final = 1 << 31
 """Far more than any engine has, and a number that every format can hold."""
 
+LEVELS_MAX: Final = 32
+"""Of a description's nesting; what is deeper is cut off. A stranger's thousand levels would make
+each reader fail that compares the value, or writes it as JSON or as text."""
+
 DEPTH_MAX: Final = 4
 """Of what is compared field by field."""
 
@@ -81,7 +85,7 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
             models=tuple(value["models"]),
             fingerprint=value["fingerprint"],
             namespaces=tuple(value["namespaces"]),
-            description=value["description"],
+            description=_cut(value["description"], LEVELS_MAX),
             block_size=value["block_size"],
         )
         for text in (record.engine, record.fingerprint, *record.models, *record.namespaces):
@@ -96,6 +100,15 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
         and 0 <= record.block_size <= BLOCK_TOKENS_MAX
     )
     return record if is_one else None
+
+
+def _cut(value: Any, levels: int) -> Any:
+    """A value of JSON without what is nested deeper than so many levels."""
+    if isinstance(value, dict) and levels:
+        return {name: _cut(each, levels - 1) for name, each in value.items()}
+    if isinstance(value, list) and levels:
+        return [_cut(each, levels - 1) for each in value]
+    return "..." if isinstance(value, dict | list) else value
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[Difference]:

@@ -49,7 +49,10 @@ def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _compared(group: Sequence[Record]) -> dict[str, Any]:
-    told = [{name: _text(value) for name, value in record.description.items()} for record in group]
+    told = [
+        {name: json.dumps(value, sort_keys=True) for name, value in record.description.items()}
+        for record in group
+    ]
     names = sorted({name for each in told for name in each})
     differing = [name for name in names if len({each.get(name) for each in told}) > 1]
     return {
@@ -64,10 +67,3 @@ def _compared(group: Sequence[Record]) -> dict[str, Any]:
             for record, each in zip(group, told)
         ],
     }
-
-
-def _text(value: object) -> str:
-    try:
-        return json.dumps(value, sort_keys=True)
-    except RecursionError:
-        return "(nested too deeply)"

@@ -195,3 +195,21 @@ def test_a_record_with_a_wrong_field_is_none(wrong: dict[str, object]) -> None:
     assert fleet.parse(json.dumps(right).encode()) is not None
     data = json.dumps({**right, **wrong}).encode()
     assert fleet.parse(data) is fleet.parse(data, partial=True) is None
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"x":', "}")])
+def test_what_is_nested_too_deeply_is_cut_off(opens: str, closes: str) -> None:
+    """Anybody may put it, and all readers go down into it."""
+
+    def record(innermost: str, levels: int) -> Record:
+        nested = opens * levels + innermost + closes * levels
+        text = '{"models": ["m"], "fingerprint": "a", "namespaces": [], "description": {"f": %s}}'
+        read = fleet.parse((text % nested).encode())
+        assert read is not None
+        return read
+
+    ours, theirs = record("1", 900), record("2", 900)
+    assert ours.description == theirs.description
+    assert len(json.dumps(ours.description)) < 600
+    ours, theirs = record("1", 20), record("2", 20)
+    assert len(fleet.differences(ours.description, theirs.description)) == 1
