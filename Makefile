@@ -29,6 +29,9 @@ BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python
 # pip wants --python before the name of its command.
 WHEEL = $(BUILD) -m pip --disable-pip-version-check --python $(1) wheel --quiet --no-deps $(PIP_FLAGS)
 
+# Tests start thousands of processes, and each would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help docs test test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
