@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class ClientDevices:
     """Implements ``OnDevices``. Threads: any."""
 
-    def __init__(self, ring_bytes: int, locked_max: int) -> None:
+    def __init__(self, ring_bytes: int, locked_max: int, kernel_max: int = 0) -> None:
         """The bounds are of each device; see ``Device``."""
         self._ring_bytes = ring_bytes
         self._locked_max = locked_max
+        self._kernel_max = kernel_max
         self._devices: dict[str, Device] = {}
         self._changing = threading.Lock()
 
@@ -32,7 +33,10 @@ class ClientDevices:
                 device = self._devices.get(name)
                 if device is None:
                     device = self._devices[name] = Device(
-                        driver_of(name), ring_bytes=self._ring_bytes, locked_max=self._locked_max
+                        driver_of(name),
+                        ring_bytes=self._ring_bytes,
+                        locked_max=self._locked_max,
+                        kernel_max=self._kernel_max,
                     )
         return device
 

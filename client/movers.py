@@ -54,6 +54,7 @@ class Movers:
         stall_s: float = STALL_S,
         device_ring: int = 64 << 20,
         device_locked: int = 1 << 40,
+        device_kernel: int = 0,
     ) -> None:
         """
         Args:
@@ -62,6 +63,7 @@ class Movers:
             stall_s: the longest that a transfer over tcp may move no byte.
             device_ring: as ``ClientConfig.device_ring``.
             device_locked: as ``ClientConfig.device_locked``.
+            device_kernel: as ``ClientConfig.device_kernel``.
 
         Raises:
             TransferEngineError: there is no engine, and no other transport.
@@ -69,7 +71,7 @@ class Movers:
         self._names = names
         self._new_engine = engine if "mooncake" in names else None
         self._stall_s = stall_s
-        self._device_bounds = (device_ring, device_locked)
+        self._device_bounds = (device_ring, device_locked, device_kernel)
         self._make(client_number)
         if self._engine is not None and len(self._transports) == 1:
             self._engine.start()

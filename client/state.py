@@ -72,6 +72,7 @@ class ClientState:
             stall_s=config.progress_timeout_ms / 1000,
             device_ring=config.device_ring,
             device_locked=config.device_locked,
+            device_kernel=config.device_kernel,
         )
         margin_s = config.lease_margin_ms / 1000
         self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch)

@@ -22,6 +22,8 @@ from tests import apart, leaks
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
 """Their conftest leaves out every file where vLLM is not installed."""
+KERNELS = "tests/unit/device/kernels"
+"""Likewise where Triton is not installed."""
 ON_THEIR_OWN = {
     ROOT / "tests/containers": "make test-containers",
     ROOT / "tests/packages": "make test-dist",
@@ -148,6 +150,8 @@ def _not_collected(config: pytest.Config) -> list[str]:
         for folder in ENGINES
         if importlib.util.find_spec(folder.name) is None
     ]
+    if importlib.util.find_spec("triton") is None:
+        left_out.append((ROOT / KERNELS, "need Triton: make test-vllm installs it and runs them"))
     if os.environ.get(GPU_VARIABLE) != "1":
         left_out.append((ROOT / "tests/gpu/real", "need a GPU: make test-gpu runs them"))
     left_out += [

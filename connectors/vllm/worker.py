@@ -440,6 +440,7 @@ def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) 
         engine_buffer=config.engine_buffer,
         device_ring=config.device_ring,
         device_locked=config.device_locked,
+        device_kernel=config.device_kernel,
         verify=config.verify,
         replicas=config.replicas,
         timeout_ms=timeout_ms,

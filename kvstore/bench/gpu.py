@@ -3,8 +3,9 @@
 * *save* and *load*: a batch of blocks by ``put_chain`` and ``get_into``, beside a plain copy of as
   many bytes, in one piece, between the GPU and page-locked memory. Both take turns, so that a busy
   machine slows both. The store writes and verifies checksums; the plain copy does not.
+* *kernel*: the same where a kernel copies the pages of small blocks (``device_kernel``).
 * *engine*: products of matrices on the compute stream while another thread saves blocks, beside the
-  same products alone.
+  same products alone; by the copy engines and by the kernel.
 * *interpreter*: processor time of the thread that saves 1,000 blocks of 64 pages: to describe the
   copies, and in the whole call.
 
@@ -30,7 +31,7 @@ from rich.table import Table
 from kvstore.bench.machine import in_words, machine, today
 from kvstore.bench.ours import PAUSE_SECONDS, own_store
 from kvstore.bench.results import Spread
-from kvstore.bench.rows import KIB, MIB, MODES, SHM, size_name
+from kvstore.bench.rows import KIB, MIB, SHM, TCP, size_name
 from kvstore.bench.session import require
 from kvstore.bench.show import (
     bar,
@@ -91,6 +92,11 @@ class Shape:
         return f"{self.pages} x {size_name(self.page, ' ')}"
 
 
+KERNEL: Final = "shm, kernel"
+KERNEL_MAX: Final = 64 * KIB
+"""Pages of at most so many bytes are copied by the kernel, in its rows."""
+PATHS: Final = (SHM, KERNEL, TCP)
+
 SHAPES: Final = (
     Shape(pages=1, page=5 * MIB, goal=0.9),  # block first: Llama 3 70B
     Shape(pages=1, page=160 * KIB, goal=0.9),
@@ -99,12 +105,17 @@ SHAPES: Final = (
 )
 
 
+def shapes(path: str) -> list[Shape]:
+    """What is measured on a path."""
+    return [shape for shape in SHAPES if path != KERNEL or shape.page <= KERNEL_MAX]
+
+
 @dataclass(kw_only=True)
 class Row:
-    """One kind of blocks, one way, by one transport. Times per batch, one a round."""
+    """One kind of blocks, one way, on one path. Times per batch, one a round."""
 
     way: str
-    mode: str
+    path: str
     shape: Shape
     blocks: int
     ours_ms: list[float] = field(default_factory=list)
@@ -119,7 +130,7 @@ class Row:
     @property
     def goal(self) -> float | None:
         """None: the socket decides, not the copy."""
-        return self.shape.goal if self.mode == SHM else None
+        return None if self.path == TCP else self.shape.goal
 
     @property
     def gb_per_s(self) -> float:
@@ -128,33 +139,41 @@ class Row:
 
 
 @dataclass(kw_only=True)
+class Engine:
+    """An engine's products of matrices, one time a round."""
+
+    alone_ms: list[float] = field(default_factory=list)
+    beside_ms: list[float] = field(default_factory=list)
+    """While blocks are saved."""
+    saved_blocks: int = 0
+    """In all rounds."""
+
+    @property
+    def slowdown(self) -> float:
+        """As a part of the time of the products alone."""
+        pairs = zip(self.beside_ms, self.alone_ms, strict=True)
+        return Spread.of([beside / alone for beside, alone in pairs]).median - 1
+
+
+@dataclass(kw_only=True)
 class Found:
     """All results of one run."""
 
     is_fake: bool
     rounds: int
-    rows: list[Row]
-    alone_ms: list[float]
-    """The engine's products without a save, one a round."""
-    beside_ms: list[float]
-    saved_blocks: int
-    """Saved beside the products, in all rounds."""
-    describe_ms: list[float]
-    call_ms: list[float]
-    page_locked_mib: dict[str, float]
-    """At most, by transport."""
+    rows: list[Row] = field(default_factory=list)
+    engine: dict[str, Engine] = field(default_factory=dict)
+    """By path."""
+    describe_ms: list[float] = field(default_factory=list)
+    call_ms: list[float] = field(default_factory=list)
+    page_locked_mib: dict[str, float] = field(default_factory=dict)
+    """At most, by path."""
     machine: dict[str, str | int] = field(default_factory=dict)
-
-    @property
-    def slowdown(self) -> float:
-        """Of the engine's products, as a part of their time."""
-        pairs = zip(self.beside_ms, self.alone_ms, strict=True)
-        return Spread.of([beside / alone for beside, alone in pairs]).median - 1
 
     def as_json(self) -> dict[str, Any]:
         rows = [
             {
-                "way": row.way, "mode": row.mode, "pages": row.shape.pages,
+                "way": row.way, "path": row.path, "pages": row.shape.pages,
                 "page_bytes": row.shape.page, "blocks": row.blocks, "ours_ms": row.ours_ms,
                 "plain_ms": row.plain_ms, "ratio": row.ratio._asdict(), "goal": row.goal,
                 "gb_per_s": row.gb_per_s,
@@ -162,7 +181,8 @@ class Found:
             for row in self.rows
         ]  # fmt: skip
         rest = asdict(self)
-        return rest | {"rows": rows, "slowdown": self.slowdown, "slowdown_goal": SLOWDOWN_GOAL}
+        slowdown = {path: engine.slowdown for path, engine in self.engine.items()}
+        return rest | {"rows": rows, "slowdown": slowdown, "slowdown_goal": SLOWDOWN_GOAL}
 
 
 class GPU:
@@ -242,39 +262,38 @@ def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, in
     Raises:
         KVStoreError: a process failed, or the GPU.
     """
-    found = Found(
-        is_fake=gpu.is_fake, rounds=rounds, rows=[], alone_ms=[], beside_ms=[], saved_blocks=0,
-        describe_ms=[], call_ms=[], page_locked_mib={},
-    )  # fmt: skip
+    found = Found(is_fake=gpu.is_fake, rounds=rounds)
     locked = gpu.page_locked(batch_bytes + 2 * max(shape.pages * shape.page for shape in SHAPES))
     with own_store(POOL_PARTS * batch_bytes + 64 * MIB) as store:
-        for mode in MODES:
-            size = batch_bytes if mode == SHM else batch_bytes // TCP_PART
-            with _client(store.address, mode) as client:
+        for path in PATHS:
+            size = batch_bytes // TCP_PART if path == TCP else batch_bytes
+            with _client(store.address, path) as client:
                 device = client.device(DEVICE)
-                for shape in SHAPES:
-                    progress(f"{shape.title}, {mode}", 1)
+                for shape in shapes(path):
+                    progress(f"{shape.title}, {path}", 1)
                     blocks = Blocks(gpu, device, shape, size)
                     plain = locked[: blocks.size]
-                    found.rows += _save_and_load(gpu, client, mode, blocks, plain, rounds)
-                if mode == SHM:
-                    progress("engine and interpreter", 1)
-                    _beside_an_engine(gpu, client, found, batch_bytes)
+                    found.rows += _save_and_load(gpu, client, path, blocks, plain, rounds)
+                if path != TCP:
+                    progress(f"engine, {path}", 1)
+                    found.engine[path] = _beside_an_engine(gpu, client, rounds, batch_bytes)
+                if path == SHM:
+                    progress("interpreter", 1)
                     _interpreter(gpu, client, found, batch_bytes)
                 ring = device.ring.slot_bytes * SLOTS
-                found.page_locked_mib[mode] = (device.locks.locked_bytes + ring) / MIB
+                found.page_locked_mib[path] = (device.locks.locked_bytes + ring) / MIB
     return found
 
 
 def steps() -> int:
-    return len(MODES) * len(SHAPES) + 1
+    return sum(len(shapes(path)) for path in PATHS) + 3
 
 
 def _save_and_load(
-    gpu: GPU, client: Client, mode: str, blocks: Blocks, plain: torch.Tensor, rounds: int
+    gpu: GPU, client: Client, path: str, blocks: Blocks, plain: torch.Tensor, rounds: int
 ) -> list[Row]:
     saves, loads = (
-        Row(way=way, mode=mode, shape=blocks.shape, blocks=blocks.count) for way in ("save", "load")
+        Row(way=way, path=path, shape=blocks.shape, blocks=blocks.count) for way in ("save", "load")
     )
     values = blocks.values()
     for number in range(-POOL_PARTS, rounds):  # the first ones lock the pool's memory
@@ -294,7 +313,8 @@ def _save_and_load(
     return [saves, loads]
 
 
-def _beside_an_engine(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
+def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -> Engine:
+    found = Engine()
     blocks = Blocks(gpu, client.device(DEVICE), SHAPES[2], 2 * batch_bytes)
     values = blocks.values()
     multiply = gpu.products()
@@ -309,7 +329,7 @@ def _beside_an_engine(gpu: GPU, client: Client, found: Found, batch_bytes: int) 
             client.remove_many(keys)
             found.saved_blocks += blocks.count
 
-    for _ in range(found.rounds):
+    for _ in range(rounds):
         found.alone_ms.append(multiply())
         stop.clear()
         saving = threading.Thread(target=save)
@@ -319,6 +339,7 @@ def _beside_an_engine(gpu: GPU, client: Client, found: Found, batch_bytes: int) 
         finally:
             stop.set()
             saving.join()
+    return found
 
 
 def _interpreter(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
@@ -363,10 +384,15 @@ def _wait_for_room(client: Client, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _client(address: str, mode: str) -> Iterator[Client]:
+def _client(address: str, path: str) -> Iterator[Client]:
     from kvstore import Client
 
-    with Client(address, transports=(mode,), namespace="bench-gpu", timeout_ms=60_000) as client:
+    transports = (TCP if path == TCP else SHM,)
+    kernel = KERNEL_MAX if path == KERNEL else 0
+    with Client(
+        address, transports=transports, device_kernel=kernel, namespace="bench-gpu",
+        timeout_ms=60_000,
+    ) as client:  # fmt: skip
         yield client
 
 
@@ -381,24 +407,26 @@ def cells_of(row: Row) -> tuple[str, ...]:
     goal = "" if row.goal is None else f"{row.goal:g}"
     met = "" if row.goal is None else "met" if ratio.median >= row.goal else "not met"
     return (
-        row.way, row.mode, row.shape.title, f"{row.blocks:,}", f"{row.gb_per_s:.1f}",
+        row.way, row.path, row.shape.title, f"{row.blocks:,}", f"{row.gb_per_s:.1f}",
         f"{ratio.median:.2f}", f"{ratio.smallest:.2f} to {ratio.largest:.2f}", goal, met,
     )  # fmt: skip
 
 
 def sentences(found: Found) -> list[str]:
     """What is beside the table."""
-    locked = ", ".join(f"{mode} {mib:,.0f} MiB" for mode, mib in found.page_locked_mib.items())
-    met = "met" if found.slowdown <= SLOWDOWN_GOAL else "not met"
+    locked = "; ".join(f"{path}: {mib:,.0f} MiB" for path, mib in found.page_locked_mib.items())
     return [
         *([FAKE_NOTE] if found.is_fake else []),
-        f"An engine's products of matrices beside saves ({found.saved_blocks:,} blocks in"
-        f" {found.rounds} rounds) take {found.slowdown:+.1%} of their time more (goal at most"
-        f" {SLOWDOWN_GOAL:.0%}: {met}).",
+        *[
+            f"An engine's products of matrices beside saves by {path} ({each.saved_blocks:,} blocks"
+            f" in {found.rounds} rounds) take {each.slowdown:+.1%} of their time more (goal at most"
+            f" {SLOWDOWN_GOAL:.0%}: {'met' if each.slowdown <= SLOWDOWN_GOAL else 'not met'})."
+            for path, each in found.engine.items()
+        ],
         f"The thread that saves up to 1,000 blocks of {SHAPES[3].title} spends"
         f" {Spread.of(found.describe_ms).median:.1f} ms on describing the copies, and"
         f" {Spread.of(found.call_ms).median:.1f} ms in the call, checksums included.",
-        f"Page-locked at most: {locked}.",
+        f"Page-locked at most, by path: {locked}.",
     ]
 
 

@@ -13,6 +13,7 @@ from kvstore.config.values import (
     Bytes,
     Cluster,
     Count,
+    DeviceKernel,
     DeviceLocked,
     DeviceRing,
     Devices,
@@ -116,6 +117,7 @@ class ClientConfig(Config):
     )
     device_ring: DeviceRing = 64 << 20
     device_locked: DeviceLocked = 1 << 40
+    device_kernel: DeviceKernel = 0
     protocol: MoversProtocol = ""
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P

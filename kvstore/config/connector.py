@@ -12,6 +12,7 @@ from kvstore.config.values import (
     Bytes,
     Cluster,
     Count,
+    DeviceKernel,
     DeviceLocked,
     DeviceRing,
     Devices,
@@ -51,6 +52,7 @@ class ConnectorConfig(Config):
     engine_buffer: EngineBuffer = 64 << 20
     device_ring: DeviceRing = 64 << 20
     device_locked: DeviceLocked = 1 << 40
+    device_kernel: DeviceKernel = 0
     verify: Verify = Field(
         default="payload", description="What is checked of loaded blocks, as of a client."
     )

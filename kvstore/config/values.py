@@ -339,6 +339,16 @@ DeviceLocked = Annotated[
         "pass through --device-ring.",
     ),
 ]
+DeviceKernel = Annotated[
+    Limit,
+    Field(
+        ge=0,
+        le=1 << 20,
+        description="Where the pages of a GPU's cache have at most so many bytes, a kernel "
+        "(Triton) copies them instead of the GPU's copy engines. It takes some of the units that "
+        "an engine computes on. 0: never.",
+    ),
+]
 EngineBuffer = Annotated[
     Bytes,
     Field(

@@ -15,6 +15,7 @@ makes that context current and then restores what was current before.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -32,6 +33,8 @@ from kvstore.memory.raw import address_of
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("kvstore.device")
 
 LIBRARY: Final = "libcuda.so.1"
 
@@ -153,6 +156,8 @@ class CUDADriver:
                 Way.LOAD: self._new_stream(highest.value),
             }
         self._batch = self._batch_function()
+        self._has_kernel = True
+        """Until it fails, which it does for good: no compiler, no Triton."""
 
     @property
     def copies_batches(self) -> bool:
@@ -218,6 +223,20 @@ class CUDADriver:
                     self._check("cuMemcpyAsync", status, what)
         return self._record(stream)
 
+    def copy_pages(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event | None:
+        stream = self._streams[way]
+        if not self._has_kernel:
+            return None
+        try:
+            from kvstore.device import kernel  # Triton, which torch for CUDA brings
+
+            kernel.queue(self.name, stream, to, source, sizes)
+        except Exception as error:  # noqa: BLE001 - any of Triton's, torch's, the compiler's
+            self._has_kernel = False
+            log.warning("device_without_kernel device=%s reason=%r", self.name, error)
+            return None
+        return self._record(stream)
+
     def _settle_after_error(self, way: Way) -> None:
         """Some copies of a refused batch may be queued: they end before the error is raised."""
         self._library.cuStreamSynchronize(self._streams[way])
@@ -254,7 +273,7 @@ class CUDADriver:
         # torch would give memory that the current stream may still be using. Of its own pool for
         # our stream, only what has ended is given again: the host waits for all that runs there.
         ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
-        with torch.cuda.stream(ours):
+        with torch.cuda.device(self.name), torch.cuda.stream(ours):  # see kernel.queue
             tensor = torch.empty(size, dtype=torch.uint8, device=self.name)
         computing = current_stream(self._number)
         if computing:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvstore.clocks import uptime
-from kvstore.device.copies import Copies, cut
+from kvstore.device.copies import Copies, are_pages, cut
 from kvstore.device.driver import Driver, Event, Way
 from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
 from kvstore.device.memory import DeviceMemory
@@ -47,16 +47,20 @@ NAP_MAX_S: Final = 500e-6
 class Device:
     """See the module. Threads: any, for all but ``close``."""
 
-    def __init__(self, driver: Driver, *, ring_bytes: int, locked_max: int) -> None:
+    def __init__(
+        self, driver: Driver, *, ring_bytes: int, locked_max: int, kernel_max: int = 0
+    ) -> None:
         """
         Args:
             ring_bytes: page-locked memory for bytes that cannot be copied where they are.
             locked_max: the most memory of mapped segments that is page-locked.
+            kernel_max: pages of at most so many bytes are copied by a kernel; 0: none.
         """
         self.name: Final = driver.name
         self.driver: Final = driver
         self.ring: Final = Ring(driver, ring_bytes)
         self.locks: Final = Locks(driver, locked_max)
+        self._kernel_max = kernel_max
         self._failed = False
         self._is_closed = False
 
@@ -94,9 +98,12 @@ class Device:
         if locked is not None:
             copies = cut(copies, locked.base, WINDOW_BYTES)
         device, other, sizes = copies
-        if way is Way.SAVE:
-            return self.driver.copy(way, other, device, sizes)
-        return self.driver.copy(way, device, other, sizes)
+        to, source = (other, device) if way is Way.SAVE else (device, other)
+        if self._kernel_max and are_pages(copies, self._kernel_max):
+            queued = self.driver.copy_pages(way, to, source, sizes)
+            if queued is not None:
+                return queued
+        return self.driver.copy(way, to, source, sizes)
 
     def copy_ordinary(self, way: Way, copies: Copies) -> Event:
         """As ``copy``; the other side is memory that is not page-locked."""

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Numbers = NDArray[np.int64]
 """Addresses, or sizes in bytes; one-dimensional and contiguous."""
 
+PAGE_ALIGNMENT: Final = 16
+"""Of what a kernel copies: the bytes that a thread moves at once."""
+
 
 class Event(Protocol):
     """A moment in the work of a device. Opaque."""
@@ -75,6 +78,17 @@ class Driver(Protocol):
     def copy_ordinary(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event:
         """As ``copy``, for host memory that is not page-locked: slower, and may wait for the copy
         to end."""
+        ...
+
+    def copy_pages(self, way: Way, to: Numbers, source: Numbers, sizes: Numbers) -> Event | None:
+        """As ``copy``, by a kernel, which is faster where the copies are many and small.
+
+        Args:
+            to: multiples of ``PAGE_ALIGNMENT``, as are ``source`` and ``sizes``.
+
+        Returns:
+            None: there is no kernel for this device, and nothing was queued.
+        """
         ...
 
     def lock(self, address: int, size: int) -> bool:

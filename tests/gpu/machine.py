@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from kvstore.client.operations import Stream
+from kvstore.device.cuda import CUDADriver
 from kvstore.device.driver import driver_of, use
 from kvstore.device.fake import FakeDriver
 
@@ -71,6 +73,10 @@ class GPU(Protocol):
         """Waits for all that is queued."""
         ...
 
+    def has_used_its_kernel(self) -> bool:
+        """Whether a kernel has copied pages, and has not failed."""
+        ...
+
 
 class RealGPU:
     """Implements ``GPU``."""
@@ -106,6 +112,11 @@ class RealGPU:
 
     def finish(self) -> None:
         torch.cuda.synchronize()
+
+    def has_used_its_kernel(self) -> bool:
+        driver = driver_of(NAME)
+        assert isinstance(driver, CUDADriver)
+        return driver._has_kernel and "kvstore.device.kernel" in sys.modules
 
 
 class FakeGPU:
@@ -143,6 +154,9 @@ class FakeGPU:
 
     def finish(self) -> None:
         self.driver.finish()
+
+    def has_used_its_kernel(self) -> bool:
+        return self.driver.kernels > 0
 
 
 class FakeTensor(torch.Tensor):

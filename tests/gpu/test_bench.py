@@ -11,7 +11,17 @@ from types import ModuleType
 
 import pytest
 
-from kvstore.bench.gpu import FAKE_NOTE, SHAPES, Found, Row, cells_of, sentences
+from kvstore.bench.gpu import (
+    FAKE_NOTE,
+    PATHS,
+    SHAPES,
+    Engine,
+    Found,
+    Row,
+    cells_of,
+    sentences,
+    shapes,
+)
 from tests.gpu.machine import IS_REAL
 from tests.integration.cluster import ROOT
 
@@ -25,33 +35,35 @@ def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (FAKE_NOTE in done.stdout) == (not IS_REAL)
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [(row["way"], row["mode"], row["page_bytes"]) for row in found["rows"]] == [
-        (way, mode, shape.page)
-        for mode in ("shm", "tcp")
-        for shape in SHAPES
+    assert [(row["way"], row["path"], row["page_bytes"]) for row in found["rows"]] == [
+        (way, path, shape.page)
+        for path in PATHS
+        for shape in shapes(path)
         for way in ("save", "load")
     ]
-    assert found["saved_blocks"] > 0
-    assert (tmp_path / "gpu.md").read_text().count("\n| save |") == 2 * len(SHAPES)
+    assert all(each["saved_blocks"] > 0 for each in found["engine"].values())
+    assert len(found["engine"]) == 2
+    assert (tmp_path / "gpu.md").read_text().count("\n| save |") == len(found["rows"]) / 2
 
 
 def test_a_row_meets_its_goal_by_the_median_of_its_rounds() -> None:
-    row = Row(way="save", mode="shm", shape=SHAPES[0], blocks=100)
+    row = Row(way="save", path="shm", shape=SHAPES[0], blocks=100)
     row.ours_ms, row.plain_ms = [10.0, 10.0, 10.0], [9.5, 2.0, 9.0]
     assert row.ratio == (0.9, 0.2, 0.95)
     assert cells_of(row)[-2:] == ("0.9", "met")
     row.plain_ms = [8.9, 2.0, 9.0]
     assert cells_of(row)[-1] == "not met"
-    row.mode = "tcp"
+    row.path = "tcp"
     assert cells_of(row)[-2:] == ("", "")
 
 
 def test_the_slowdown_is_of_a_round() -> None:
+    engine = Engine(alone_ms=[100, 200], beside_ms=[102, 206], saved_blocks=5)
     found = Found(
-        is_fake=False, rounds=2, rows=[], alone_ms=[100, 200], beside_ms=[102, 206],
-        saved_blocks=5, describe_ms=[1], call_ms=[2], page_locked_mib={"shm": 64},
+        is_fake=False, rounds=2, engine={"shm": engine}, describe_ms=[1], call_ms=[2],
+        page_locked_mib={"shm": 64},
     )  # fmt: skip
-    assert found.slowdown == pytest.approx(0.025)
+    assert engine.slowdown == pytest.approx(0.025)
     assert "+2.5%" in sentences(found)[0]
     assert "3%: met" in sentences(found)[0]
 

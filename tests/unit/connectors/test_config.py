@@ -185,11 +185,13 @@ def test_what_is_said_of_rdma_is_for_the_transfer_engine(
     assert config.engine_buffer == 128 << 20
 
 
-def test_page_locked_memory_is_bounded_as_for_a_client() -> None:
-    config = client_config(read_config({"device_ring": "16MiB", "device_locked": 0}, NO_FILE), 100)
+def test_a_gpu_is_used_as_by_a_client() -> None:
+    given = {"device_ring": "16MiB", "device_locked": 0, "device_kernel": "32KiB"}
+    config = client_config(read_config(given, NO_FILE), 100)
     assert (config.device_ring, config.device_locked) == (16 << 20, 0)
+    assert config.device_kernel == 32 << 10
     plain = client_config(read_config({}, NO_FILE), 100)
-    assert (plain.device_ring, plain.device_locked) == (64 << 20, 1 << 40)
+    assert (plain.device_ring, plain.device_locked, plain.device_kernel) == (64 << 20, 1 << 40, 0)
     with pytest.raises(ConfigError, match="device_ring"):
         read_config({"device_ring": "1MiB"}, NO_FILE)
 

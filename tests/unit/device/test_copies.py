@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.device.copies import Copies, cut, laid_out, merged
+from kvstore.device.copies import PAGES_MIN, Copies, are_pages, cut, laid_out, merged
 from kvstore.device.device import Device
 from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
@@ -96,3 +96,20 @@ def test_joined() -> None:
     both = DeviceMemory.joined([left, right])
     assert (both.addresses.tolist(), both.sizes.tolist()) == ([0, 9, 50], [3, 2, 4])
     assert DeviceMemory.joined([left]) is left
+
+
+def test_pages_for_a_kernel_are_many_and_small_and_of_whole_words() -> None:
+    def rows(count: int, size: int, shift: int = 0) -> Copies:
+        at = np.arange(count, dtype=np.int64) * 65_536
+        return Copies(at, at + shift, np.full(count, size, np.int64))
+
+    assert are_pages(rows(PAGES_MIN, 4_096), 4_096)
+    assert not are_pages(rows(PAGES_MIN - 1, 4_096), 4_096)
+    assert not are_pages(rows(PAGES_MIN, 4_112), 4_096)
+    assert not are_pages(rows(PAGES_MIN, 4_088), 4_096)
+    assert not are_pages(rows(PAGES_MIN, 4_096, shift=8), 4_096)
+    mixed = rows(PAGES_MIN, 4_080)
+    mixed.sizes[3] += PAGES_MIN * 16  # the average counts
+    assert are_pages(mixed, 4_096)
+    mixed.sizes[3] += 16
+    assert not are_pages(mixed, 4_096)

@@ -110,3 +110,23 @@ def test_the_driver_of_a_device() -> None:
 def test_names_that_are_no_device(name: str) -> None:
     with pytest.raises(DeviceError, match="is no device"):
         driver_of(name)
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_kernel_copies_small_pages_where_there_is_one(way: Way, has_kernel: bool) -> None:
+    driver = FakeDriver()
+    driver.has_kernel = has_kernel
+    device = Device(driver, ring_bytes=1 << 20, locked_max=0, kernel_max=64)
+    there = driver.array(16 * 1_000)
+    here = np.frombuffer(device.ring.take(uptime()), np.uint8)
+    source, to = (there, here) if way is Way.SAVE else (here, there)
+    source[: 16 * 64] = np.arange(16 * 64) % 251
+    starts = np.arange(16, dtype=np.int64) * 64
+    copies = Copies(there.ctypes.data + starts, here.ctypes.data + starts, np.full(16, 64))
+    device.settle(device.copy(way, copies), uptime() + 30)
+    assert (to[: 16 * 64] == np.arange(16 * 64) % 251).all()
+    assert driver.kernels == has_kernel
+    larger = Copies(copies.device[::2], copies.other[::2], copies.sizes[::2] * 2)
+    device.settle(device.copy(way, larger), uptime() + 30)
+    assert driver.kernels == has_kernel
