@@ -53,7 +53,7 @@ test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines'
 	set -e; for engine in $(ENGINES); do \
 	    $(ENGINE_VENV)$$engine/bin/python -m pytest tests/engines/$$engine --durations=15 $(ARGS); done
 
-test-containers: $(VENV)/.dev ## Run the tests in containers (needs root and Debian's docker.io)
+test-containers: $(VENV)/.dev ## Run the tests in containers (needs root, docker.io, docker-compose)
 	$(BIN)/python -m pytest tests/containers $(ARGS)
 
 # The public index has torch for CUDA; an index with a build for CPUs gives one without.

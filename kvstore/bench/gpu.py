@@ -4,6 +4,8 @@
   many bytes, in one piece, between the GPU and page-locked memory. Both take turns, so that a busy
   machine slows both. The store writes and verifies checksums; the plain copy does not.
 * *kernel*: the same where a kernel copies the pages of small blocks (``device_kernel``).
+* *memory of the GPU*: the same to and from a node that pools memory of this GPU, beside a plain
+  copy within it. Saves carry the bytes to the host once for their checksum; loads verify headers.
 * *engine*: products of matrices on the compute stream while another thread saves blocks, beside the
   same products alone; by the copy engines and by the kernel.
 * *interpreter*: processor time of the thread that saves 1,000 blocks of 64 pages: to describe the
@@ -44,8 +46,7 @@ from kvstore.bench.show import (
 from kvstore.calls import PutOutcome
 from kvstore.device.copies import laid_out
 from kvstore.device.device import Device
-from kvstore.device.driver import driver_of, use
-from kvstore.device.fake import FakeDriver
+from kvstore.device.driver import driver_of
 from kvstore.device.memory import DeviceMemory
 from kvstore.device.ring import SLOTS
 
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 NAME: Final = "gpu"
 DEVICE: Final = "cuda:0"
+FAKE_DEVICE: Final = "fake:0"
+"""Which the processes of a store share, as they share a GPU's memory."""
 PACKAGES: Final = ("torch", "numpy")
 BATCH_BYTES: Final = 1 << 30
 QUICK_BYTES: Final = 128 * MIB
@@ -95,7 +98,9 @@ class Shape:
 KERNEL: Final = "shm, kernel"
 KERNEL_MAX: Final = 64 * KIB
 """Pages of at most so many bytes are copied by the kernel, in its rows."""
-PATHS: Final = (SHM, KERNEL, TCP)
+ON_GPU: Final = "memory of the GPU"
+PATHS: Final = (SHM, KERNEL, TCP, ON_GPU)
+ON_GPU_GOAL: Final = 0.8
 
 SHAPES: Final = (
     Shape(pages=1, page=5 * MIB, goal=0.9),  # block first: Llama 3 70B
@@ -130,7 +135,9 @@ class Row:
     @property
     def goal(self) -> float | None:
         """None: the socket decides, not the copy."""
-        return None if self.path == TCP else self.shape.goal
+        if self.path == TCP:
+            return None
+        return ON_GPU_GOAL if self.path == ON_GPU else self.shape.goal
 
     @property
     def gb_per_s(self) -> float:
@@ -194,7 +201,8 @@ class GPU:
 
         self.torch = torch
         self.is_fake = is_fake
-        self.driver = driver_of(DEVICE)
+        self.name = FAKE_DEVICE if is_fake else DEVICE
+        self.driver = driver_of(self.name)
 
     def memory(self, size: int) -> torch.Tensor:
         return self.driver.empty(size)
@@ -263,26 +271,47 @@ def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, in
         KVStoreError: a process failed, or the GPU.
     """
     found = Found(is_fake=gpu.is_fake, rounds=rounds)
-    locked = gpu.page_locked(batch_bytes + 2 * max(shape.pages * shape.page for shape in SHAPES))
-    with own_store(POOL_PARTS * batch_bytes + 64 * MIB) as store:
-        for path in PATHS:
-            size = batch_bytes // TCP_PART if path == TCP else batch_bytes
+    size = batch_bytes + 2 * max(shape.pages * shape.page for shape in SHAPES)
+    pool_bytes = POOL_PARTS * batch_bytes + 64 * MIB
+    with own_store(pool_bytes) as store:
+        locked = gpu.page_locked(size)
+        for path in (SHM, KERNEL, TCP):
             with _client(store.address, path) as client:
-                device = client.device(DEVICE)
-                for shape in shapes(path):
-                    progress(f"{shape.title}, {path}", 1)
-                    blocks = Blocks(gpu, device, shape, size)
-                    plain = locked[: blocks.size]
-                    found.rows += _save_and_load(gpu, client, path, blocks, plain, rounds)
+                _rows(gpu, client, found, path, locked, batch_bytes, progress)
                 if path != TCP:
                     progress(f"engine, {path}", 1)
                     found.engine[path] = _beside_an_engine(gpu, client, rounds, batch_bytes)
                 if path == SHM:
                     progress("interpreter", 1)
                     _interpreter(gpu, client, found, batch_bytes)
+                device = client.device(gpu.name)
                 ring = device.ring.slot_bytes * SLOTS
                 found.page_locked_mib[path] = (device.locks.locked_bytes + ring) / MIB
+        del locked
+    with (
+        own_store(pool_bytes, device=gpu.name) as store,
+        _client(store.address, ON_GPU) as client,
+    ):
+        _rows(gpu, client, found, ON_GPU, gpu.memory(size), batch_bytes, progress)
     return found
+
+
+def _rows(
+    gpu: GPU,
+    client: Client,
+    found: Found,
+    path: str,
+    beside: torch.Tensor,
+    batch_bytes: int,
+    progress: Callable[[str, int], None],
+) -> None:
+    """``beside``: memory for the plain copies."""
+    size = batch_bytes // TCP_PART if path == TCP else batch_bytes
+    for shape in shapes(path):
+        progress(f"{shape.title}, {path}", 1)
+        blocks = Blocks(gpu, client.device(gpu.name), shape, size)
+        plain = beside[: blocks.size]
+        found.rows += _save_and_load(gpu, client, path, blocks, plain, found.rounds)
 
 
 def steps() -> int:
@@ -315,7 +344,7 @@ def _save_and_load(
 
 def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -> Engine:
     found = Engine()
-    blocks = Blocks(gpu, client.device(DEVICE), SHAPES[2], 2 * batch_bytes)
+    blocks = Blocks(gpu, client.device(gpu.name), SHAPES[2], 2 * batch_bytes)
     values = blocks.values()
     multiply = gpu.products()
     multiply()
@@ -343,7 +372,7 @@ def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -
 
 
 def _interpreter(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
-    blocks = Blocks(gpu, client.device(DEVICE), SHAPES[3], batch_bytes)
+    blocks = Blocks(gpu, client.device(gpu.name), SHAPES[3], batch_bytes)
     for _ in range(found.rounds):
         start = time.thread_time()
         values = blocks.values()
@@ -387,12 +416,12 @@ def _wait_for_room(client: Client, size: int) -> None:
 def _client(address: str, path: str) -> Iterator[Client]:
     from kvstore import Client
 
-    transports = (TCP if path == TCP else SHM,)
-    kernel = KERNEL_MAX if path == KERNEL else 0
-    with Client(
-        address, transports=transports, device_kernel=kernel, namespace="bench-gpu",
-        timeout_ms=60_000,
-    ) as client:  # fmt: skip
+    settings: dict[str, Any] = {"transports": (TCP if path == TCP else SHM,)}
+    if path in (KERNEL, ON_GPU):
+        settings["device_kernel"] = KERNEL_MAX
+    if path == ON_GPU:
+        settings["verify"] = "header"
+    with Client(address, namespace="bench-gpu", timeout_ms=60_000, **settings) as client:
         yield client
 
 
@@ -461,8 +490,6 @@ def main(rounds: int, quick: bool, fake: bool, out: Path | None) -> None:
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("torch is not installed: pip install torch")
     batch = FAKE_BYTES if fake else QUICK_BYTES if quick else BATCH_BYTES
-    if fake:
-        use(DEVICE, FakeDriver(DEVICE, eager=True))
     with ended_by_signals(), exit_with("bench"), bar(steps()) as progress:
         gpu = GPU(fake)
         found = measure(gpu, 1 if quick else rounds, batch, progress)

@@ -1,0 +1,138 @@
+"""Nodes that pool memory of the GPU: values of the host and of the same GPU, and ends of processes
+while others have that memory open.
+
+Without a GPU the nodes' one is another fake, which real processes share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvstore import Client, PutOutcome
+from tests.gpu.caches import BLOCK, LAYER, SPLIT, Cache, Case
+from tests.gpu.machine import GIB, GPU, IS_REAL, MIB, NAME
+from tests.gpu.test_caches import OLD, SAVED, distinct, get, put
+from tests.gpu.test_values import same, values
+from tests.integration.cluster import SHORT, Cluster, Node, until
+from tests.integration.traffic import at_work, content, getter, putter
+
+POOLED = NAME if IS_REAL else "fake:0"
+POOL_BYTES = 8 * GIB if IS_REAL else 64 * MIB
+STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
+KEYS = [f"key-{number}" for number in range(20)]
+
+
+def node_on(cluster: Cluster, **settings: str) -> Node:
+    return cluster.node(device=POOLED, memory=str(POOL_BYTES), **settings)
+
+
+@pytest.fixture
+def cluster(gpu: GPU, tmp_path: Path) -> Iterator[Cluster]:
+    """A master and a node whose memory is the GPU's."""
+    with Cluster(tmp_path, settings=SHORT) as cluster:
+        cluster.master()
+        node_on(cluster)
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster, transport: str) -> Client:
+    return cluster.client(transports=(transport,), timeout_ms=30_000)
+
+
+def used(client: Client) -> set[str]:
+    return set(client.stats().transports)
+
+
+def test_values_of_the_host_and_of_the_gpu(gpu: GPU, client: Client, transport: str) -> None:
+    value = values()
+    assert client.put("gpu", gpu.tensor(value)) is STORED
+    assert client.put("host", value) is STORED
+    for key in ("gpu", "host"):
+        on_gpu, on_host = client.get(key, device=NAME), client.get(key)
+        assert isinstance(on_gpu, torch.Tensor)
+        assert isinstance(on_host, torch.Tensor)
+        assert same(gpu.read(on_gpu), value)
+        assert same(on_host, value)
+    assert used(client) == {"device" if transport == "shm" else "tcp"}
+
+
+@pytest.mark.parametrize("verify", ["payload", "header"])
+@pytest.mark.parametrize("kernel", [0, 64 << 10])
+@pytest.mark.parametrize("layout", [SPLIT, LAYER, BLOCK])
+def test_blocks_come_back_into_others(
+    gpu: GPU, cluster: Cluster, transport: str, layout: str, kernel: int, verify: str
+) -> None:
+    client = cluster.client(
+        transports=(transport,), timeout_ms=30_000, verify=verify, device_kernel=kernel
+    )
+    cache = Cache(gpu, Case("llama-8b-tp8-bf16", 32, 8192, layout))
+    every = list(range(cache.blocks))
+    source, target = distinct(cache, 2, min(cache.saved, 500))
+    cache.fill(every, SAVED)
+    put(client, cache, 0, source)
+    cache.fill(every, OLD)
+    get(client, cache, 0, target)
+    gpu.finish()
+    assert cache.holds(target, source, SAVED)
+    others = sorted(set(every) - set(target))
+    assert cache.holds(others, others, OLD)
+
+
+def test_a_node_is_killed_while_its_memory_is_open(
+    gpu: GPU, cluster: Cluster, client: Client
+) -> None:
+    """Its objects are misses, and the GPU serves this process as before."""
+    [node] = cluster.nodes
+    value = values()
+    for key in KEYS:
+        assert client.put(key, gpu.tensor(value)) is STORED
+    assert client.get(KEYS[0], device=NAME) is not None
+    node.kill()
+    assert client.get_many(KEYS, device=NAME) == [None] * len(KEYS)
+    assert client.get_many(KEYS) == [None] * len(KEYS)
+    room = gpu.tensor(torch.zeros_like(value))
+    assert same(gpu.read(room), torch.zeros_like(value))
+    node_on(cluster, name=node.name)
+    assert until(lambda: client.put("new", gpu.tensor(value)) is STORED)
+    back = client.get("new", device=NAME)
+    assert isinstance(back, torch.Tensor)
+    assert same(gpu.read(back), value)
+
+
+def test_nodes_are_killed_while_clients_copy(gpu: GPU, cluster: Cluster, transport: str) -> None:
+    """No call returns wrong bytes, and none hangs."""
+    [node] = cluster.nodes
+    reads, writes = (
+        cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200) for _ in "rw"
+    )
+    reads.put_many([(key, content(key)) for key in KEYS])
+    with (
+        at_work(getter(reads, KEYS), longest_s=8) as reader,
+        at_work(putter(writes, "new"), longest_s=8) as writer,
+    ):
+        for _ in range(3):
+            reader.wait_for("right", more=30)
+            writer.wait_for("stored", more=10)
+            node.kill()
+            reader.wait_for("miss", more=5)
+            node = node_on(cluster, name=node.name)
+            writer.wait_for("stored", more=5)
+            outcomes = writes.put_many([(key, content(key)) for key in KEYS])
+            assert set(outcomes) <= {STORED, FOUND}
+
+
+def test_a_node_stops_in_order_while_a_client_has_its_memory_open(
+    cluster: Cluster, client: Client
+) -> None:
+    [node] = cluster.nodes
+    with cluster.client() as passing:
+        assert passing.put("k", b"value") is STORED
+    assert client.get("k") == b"value"
+    node.process.terminate()
+    assert node.wait() == 0, node.errors
+    assert client.get("k") is None
