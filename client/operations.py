@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Union, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, cast
 
 import numpy as np
 
@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from kvstore.device.device import Device
 
 AnyKey = str | bytes
+Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
+"""Keys and their values."""
 Stream = Union[int, "torch.cuda.Stream"]
 """A stream of a device: torch's, or the driver's handle of it."""
 TIMEOUT_MS_MAX = 3_600_000
@@ -186,7 +188,7 @@ class Operations:
 
     def put_many(
         self,
-        items: Iterable[tuple[AnyKey, Storable]],
+        items: Pairs,
         namespace: str | None,
         parent: AnyKey | None,
         chain: bool,
@@ -198,8 +200,12 @@ class Operations:
         ttl: float | None = None,
         stream: Stream | None = None,
     ) -> Flow[list[PutOutcome]]:
-        pairs = list(items)
-        keys = check_keys([key for key, _ in pairs], distinct=True)
+        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        try:
+            named = [key for key, _ in pairs]
+        except (TypeError, ValueError):
+            raise InvalidArgumentError("items are pairs of a key and a value, or a dict") from None
+        keys = check_keys(named, distinct=True)
         options = self._options(namespace, parent, chain, replicas, overwrite, partial, ttl)
         encoded = Items(keys, *self._encoded([value for _, value in pairs], stream))
         if encoded.device is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
@@ -18,7 +18,7 @@ from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready
 from kvstore.client.lent.leases import Lease
-from kvstore.client.operations import AnyKey, DType, Range, Raw, Stream, View, seconds
+from kvstore.client.operations import AnyKey, DType, Pairs, Range, Raw, Stream, View, seconds
 from kvstore.client.state import ClientState, ClientStats, MasterHTTP
 from kvstore.client.tracing import traceparent, tracing
 from kvstore.client.values import Buffer, Kind, Payload, Storable, Value, writable
@@ -216,7 +216,7 @@ class Client:
 
     def put_many(
         self,
-        items: Iterable[tuple[AnyKey, Storable]],
+        items: Pairs,
         *,
         namespace: str | None = None,
         parent: AnyKey | None = None,
@@ -231,6 +231,7 @@ class Client:
         """``put`` of several, in one exchange: room is found for all of them or for none.
 
         Args:
+            items: pairs of a key and a value, or a dict.
             partial: where the pool is full, store the first ones that there is room for; the
                 outcome of the others is NO_SPACE. More than 512 are put in several exchanges, of
                 which one may evict what another has stored.

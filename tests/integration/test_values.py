@@ -252,6 +252,15 @@ def test_put_says_what_became_of_it(verbs: Any) -> None:
     assert verbs.put_many([("k", b""), ("l", b"x")]) == [FOUND, STORED]
 
 
+def test_a_dict_is_put_as_its_pairs(verbs: Any) -> None:
+    assert verbs.put_many({"ab": b"1", "c": b"2"}) == [STORED, STORED]
+    assert verbs.put_many({b"ab": b"3", b"d": b"4"}) == [FOUND, STORED]
+    assert verbs.get_many(["ab", "c", "d"]) == [b"1", b"2", b"4"]
+    for bad in (["abc"], [5], [("a", b"1", 2)]):
+        with pytest.raises(InvalidArgumentError, match="pairs of a key and a value"):
+            verbs.put_many(bad)
+
+
 def test_chains(verbs: Any) -> None:
     keys = [f"block-{number}" for number in range(40)]
     values = [np.full(100, number) for number in range(40)]
