@@ -15,6 +15,7 @@ from kvstore.client import forks
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.lent.leases import Mounted
+from kvstore.device.device import Device
 from kvstore.errors import (
     ClosedError,
     DeadlineExceededError,
@@ -161,6 +162,17 @@ class Movers:
             if (mounted := transport.watch(segment)) is not None:
                 return mounted
         return lambda: False  # it was unmounted since
+
+    def is_on(self, segment: SegmentInfo, device: Device) -> bool:
+        """Whether the segment is in the memory of this device, open here, and reached so."""
+        if segment.device is None:
+            return False
+        if self._sweeping is None:
+            self._start_sweeping()
+        for transport in self._transports:
+            if transport.reaches(segment):
+                return isinstance(transport, DeviceTransport) and transport.is_on(segment, device)
+        return False
 
     def register(self, buffer: memoryview) -> None:
         """As ``MooncakeTransport.register``; the other transports need nothing."""

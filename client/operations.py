@@ -16,7 +16,7 @@ from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, SegmentInfo, Version
 from kvstore.client.flows import asking, getting, moving, putting
 from kvstore.client.flows.asking import Match, ObjectStat
-from kvstore.client.flows.devices import DeviceReads
+from kvstore.client.flows.devices import DeviceLooks, DeviceReads
 from kvstore.client.flows.getting import Bad, Target
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.objects import ObjectReads, headers, is_whole
@@ -365,8 +365,10 @@ class Operations:
         checked = check_keys(keys, distinct=False)
         space = self._namespace(namespace)
         if device is not None and (name := str(device)) != "cpu":
-            if not copy or kind not in (None, "torch"):
-                raise InvalidArgumentError("get(device=...) returns a copy, as a torch tensor")
+            if kind not in (None, "torch"):
+                raise InvalidArgumentError("get(device=...) returns a torch tensor")
+            if not copy:
+                return (yield from self._view_on_device(checked, space, name, timeout_ms))
             return (yield from self._get_on_device(checked, space, name, timeout_ms))
         if not copy:
             return (yield from self._view_many(checked, space, kind, timeout_ms))
@@ -389,6 +391,60 @@ class Operations:
             None if target.descriptor is None else decode_tensor(target.descriptor, target.tensor)
             for target in targets
         ]
+
+    def _view_on_device(
+        self, keys: Sequence[Key], namespace: Namespace, name: str, timeout_ms: int | None
+    ) -> Flow[list[View | None]]:
+        """Tensors over the pool's own memory, leased, of objects that are in the memory of this
+        device; copies of all others, and of those that are not found there after all."""
+        context, device = self.context, self.devices.of(name)
+        views: list[View | None] = [None] * len(keys)
+        here: dict[int, tuple[DeviceLooks, list[tuple[int, Placed, int]]]] = {}
+        placed = yield from getting.locate(context, namespace, keys)
+        for index, known in enumerate(placed):
+            if known is None or not known.size:
+                continue
+            for segment, offset in known.replicas:
+                if self.movers.is_on(segment, device):
+                    looks = DeviceLooks(segment, namespace, verify=context.verify_views)
+                    looks, of = here.setdefault(id(segment), (looks, []))
+                    looks.add(known, offset, keys[index], [])
+                    of.append((index, known, offset))
+                    break
+        if here:
+            errors = yield [looks for looks, _ in here.values()]
+            assert isinstance(errors, list)
+            for (looks, of), error in zip(here.values(), errors, strict=True):
+                if error is None:
+                    self._lend(namespace, keys, looks, of, views)
+        rest = [index for index, view in enumerate(views) if view is None]
+        if rest:
+            wanted = [keys[index] for index in rest]
+            copies = yield from self._get_on_device(wanted, namespace, name, timeout_ms)
+            for index, copied in zip(rest, copies, strict=True):
+                views[index] = copied
+        return views
+
+    def _lend(
+        self,
+        namespace: Namespace,
+        keys: Sequence[Key],
+        looks: DeviceLooks,
+        of: Sequence[tuple[int, Placed, int]],
+        views: list[View | None],
+    ) -> None:
+        """Puts tensors over the objects that were found into ``views``, and watches them."""
+        held: list[Watched] = []
+        now = self.context.clock()
+        rows = zip(of, looks.outcomes(), looks.lent, strict=True)
+        for (index, placed, offset), descriptor, lent in rows:
+            if lent is None or not isinstance(descriptor, bytes) or now >= placed.until:
+                continue
+            views[index] = tensor = decode_tensor(descriptor, lent.tensor)
+            named = Named(namespace, keys[index], placed.epoch, placed.counter)
+            place = Place(looks.segment.uuid, offset, ends_with_owner=True)
+            held.append((lent.owner, lent.address, named, placed.until, place, tensor))
+        self.views.add_many(held, looks.mounted or _gone)
 
     def get_raw(
         self,
@@ -767,6 +823,10 @@ class _Looks(NamedTuple):
     segment: SegmentInfo
     rows: list[ReadRow]
     of: list[tuple[int, Placed, Replica]]
+
+
+def _gone() -> bool:
+    return False
 
 
 def _lost() -> ReservationLostError:

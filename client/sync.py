@@ -338,7 +338,10 @@ class Client:
                 ``verify="all"``.
             kind: ``"torch"``, ``"numpy"`` or ``"bytes"``, instead of the kind that was put.
             device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this
-                returns. Bytes come as a tensor of ``uint8``.
+                returns. Bytes come as a tensor of ``uint8``. With ``copy=False`` it is the pool's
+                own memory where a node pools memory of that device, and a copy elsewhere. Keep the
+                tensor until the kernels that read it have ended, and ask ``lease(tensor).held``
+                then: the memory ends with its node, and what a kernel has read since is undefined.
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.

@@ -39,12 +39,14 @@ from kvstore.device.device import GROUP_BYTES, Device
 from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory
-from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
+from kvstore.limits import Namespace
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
 from kvstore.stopping import check_current
 from kvstore.transport.base import Move, Transport
-from kvstore.transport.device import DeviceTransport
+from kvstore.transport.device import DeviceTransport, Lent
+from kvstore.transport.on_device import DeviceRanges
 from kvstore.transport.pieces import batch_ended
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
@@ -117,33 +119,14 @@ class DeviceReads(ObjectReads):
         self, group: list[ReadRow], device: Device, transport: DeviceTransport, deadline: float
     ) -> list[Outcome]:
         """The device copies within its memory, after the headers have been checked."""
-        heads = [bytearray(HEADER_BYTES) for _ in group]
-        moves = [Move(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
         with (
             transport.lent(self.segment, _extents(group), deadline) as (ranges, check),
             _UnderWay(device, deadline) as under_way,
         ):
-            ranges.read(moves, deadline, check)
-            found = [
-                header_of(head, self.segment, self.namespace, row)
-                for row, head in zip(group, heads, strict=True)
-            ]
-            pairs = zip(group, found, strict=True)
-            there = [(row, header) for row, header in pairs if header is not None]
-            under_way.copy(Way.LOAD, [row for row, _ in there], ranges.base)
-            bad: set[int] = set()
-            if self.verify:
-                payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in there]
-                hashers = ranges.hashed(payloads, deadline, check)
-                bad = {
-                    row[0]
-                    for (row, header), hasher in zip(there, hashers, strict=True)
-                    if hasher.intdigest() != header.payload_checksum
-                }
-        return [
-            STALE if header is None else CORRUPT if row[0] in bad else header.descriptor
-            for row, header in zip(group, found, strict=True)
-        ]
+            found = _headers_on(self, group, ranges, deadline, check)
+            there = [row for row, header in zip(group, found, strict=True) if header is not None]
+            under_way.copy(Way.LOAD, there, ranges.base)
+            return _checked_on(self, group, found, ranges, deadline, check)
 
     def _staged(
         self, group: list[ReadRow], device: Device, transport: Transport, deadline: float
@@ -157,6 +140,38 @@ class DeviceReads(ObjectReads):
             there = [isinstance(found, bytes) for found in outcomes]
             room.copy(Way.LOAD, group, there, deadline)
         return outcomes
+
+
+class DeviceLooks(ObjectReads):
+    """Objects in the memory of a device that a program uses where they are: checked, not copied.
+    Rows without payload, and ``outcomes`` as of any read."""
+
+    __slots__ = ("lent", "mounted")
+
+    def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
+        super().__init__(segment, namespace, verify=verify)
+        self.lent: list[Lent | None] = []
+        """Per row, its memory, if it has been found."""
+        self.mounted: Callable[[], bool] | None = None
+        """As ``Transport.watch``."""
+
+    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+        """As ``Transfer.in_one_go``; nothing is found on another way than the device's own."""
+        self.lent = [None] * len(self.rows)
+        self.done = [STALE for _ in self.rows]
+        if not isinstance(transport, DeviceTransport):
+            return True
+        with transport.lent(self.segment, _extents(self.rows), deadline) as (ranges, check):
+            found = _headers_on(self, self.rows, ranges, deadline, check)
+            self.done = _checked_on(self, self.rows, found, ranges, deadline, check)
+            self.lent = [
+                transport.lend(self.segment, row[0] + HEADER_BYTES, row[1])
+                if isinstance(outcome, bytes)
+                else None
+                for row, outcome in zip(self.rows, self.done, strict=True)
+            ]
+        self.mounted = transport.watch(self.segment)
+        return True
 
 
 class DeviceWrites(ObjectWrites):
@@ -229,6 +244,50 @@ class DeviceWrites(ObjectWrites):
             writes.rows = _into(group, room.memory)
             if not writes.in_one_go(transport, deadline):
                 writes.move_by_move(transport, deadline)
+
+
+def _headers_on(
+    reads: ObjectReads,
+    group: Sequence[ReadRow],
+    ranges: DeviceRanges,
+    deadline: float,
+    check: Callable[[], None],
+) -> list[Header | None]:
+    """The headers of these rows on a device; None: another object is there."""
+    heads = [bytearray(HEADER_BYTES) for _ in group]
+    moves = [Move(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
+    ranges.read(moves, deadline, check)
+    return [
+        header_of(head, reads.segment, reads.namespace, row)
+        for row, head in zip(group, heads, strict=True)
+    ]
+
+
+def _checked_on(
+    reads: ObjectReads,
+    group: Sequence[ReadRow],
+    found: Sequence[Header | None],
+    ranges: DeviceRanges,
+    deadline: float,
+    check: Callable[[], None],
+) -> list[Outcome]:
+    """The outcomes of these rows, with the payloads compared with their checksums where the reads
+    verify."""
+    bad: set[int] = set()
+    if reads.verify:
+        pairs = zip(group, found, strict=True)
+        there = [(row, header) for row, header in pairs if header is not None]
+        payloads = [(row[0] + HEADER_BYTES, row[1]) for row, _ in there]
+        hashers = ranges.hashed(payloads, deadline, check)
+        bad = {
+            row[0]
+            for (row, header), hasher in zip(there, hashers, strict=True)
+            if hasher.intdigest() != header.payload_checksum
+        }
+    return [
+        STALE if header is None else CORRUPT if row[0] in bad else header.descriptor
+        for row, header in zip(group, found, strict=True)
+    ]
 
 
 class _UnderWay:

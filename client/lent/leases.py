@@ -53,6 +53,8 @@ class Place(NamedTuple):
     """Of the segment."""
     offset: int
     """Of the extent."""
+    ends_with_owner: bool = False
+    """Whether the memory is a device's: what it holds is undefined once its node has ended."""
 
 
 class Named(NamedTuple):
@@ -137,14 +139,20 @@ class Lease:
         """Whether the promise has held without a gap until now. False is final.
 
         The lease of an allocation also ends when its segment is mounted again, because the next
-        master does not know the allocation. The lease of an object goes on: its node reports the
-        object to the next master.
+        master does not know the allocation. The lease of an object goes on, because its node
+        reports the object to the next master; but not in memory that ends with the node.
         """
         if self._kept:
             over = self._clock() >= self._until
-            if over or not (isinstance(self.what, Named) or self._mounted()):
+            if over or not (self._outlives_mount or self._mounted()):
                 self.end()
         return self._kept
+
+    @property
+    def _outlives_mount(self) -> bool:
+        if not isinstance(self.what, Named):
+            return False
+        return self.place is None or not self.place.ends_with_owner
 
     @property
     def seconds_left(self) -> float:
@@ -167,7 +175,7 @@ class Lease:
     @property
     def moved(self) -> bool:
         """Whether its segment was mounted again. Then the client looks the object up by key."""
-        return self.place is not None and isinstance(self.what, Named) and not self._mounted()
+        return self.place is not None and self._outlives_mount and not self._mounted()
 
     def mounted_again(self, mounted: Mounted, until: float) -> None:
         """Called when a lookup has found the object at its place, on the segment that ``mounted``
@@ -319,7 +327,7 @@ def found_at(lease: Lease, found: calls.Found, described: calls.Segments) -> Seg
     by_id = {segment.segment_id: segment for segment in described.segments}
     for segment_id, offset in zip(placements.segments, placements.offsets, strict=True):
         segment = by_id.get(segment_id)
-        if segment is not None and lease.place == (segment.uuid, offset):
+        if segment is not None and lease.place == Place(segment.uuid, offset):
             return segment
     return None
 

@@ -130,6 +130,17 @@ class _Event:
         self.spare.append(self.handle)
 
 
+class _Lent:
+    """Memory of a device as torch takes it over without a copy; the tensor's storage refers to
+    this."""
+
+    def __init__(self, address: int, size: int, keep: object) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 2, "shape": (size,), "typestr": "|u1", "data": (address, False),
+        }  # fmt: skip
+        self.keep = keep
+
+
 class CUDADriver:
     """Implements ``Driver``. Threads: any.
 
@@ -281,6 +292,12 @@ class CUDADriver:
         else:
             tensor.record_stream(torch.cuda.default_stream(self.name))
         return tensor
+
+    def tensor_over(self, address: int, size: int, keep: object) -> torch.Tensor:
+        import torch
+
+        with torch.cuda.device(self.name):
+            return torch.as_tensor(_Lent(address, size, keep), device=self.name)
 
     # --- memory that processes share ----------------------------------------------------------
 

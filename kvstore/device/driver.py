@@ -113,6 +113,14 @@ class Driver(Protocol):
         still use it; of other streams, the owner says so (``Tensor.record_stream``)."""
         ...
 
+    def tensor_over(self, address: int, size: int, keep: object) -> torch.Tensor:
+        """A one-dimensional tensor of uint8 over memory of the device, which is not copied.
+
+        Args:
+            keep: lives as long as the tensor, and whatever shares its storage.
+        """
+        ...
+
     def allocate(self, size: int) -> int:
         """The address of new memory of the device, which other processes may ``open``. Its content
         is undefined, and it ends with this process."""

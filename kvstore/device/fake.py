@@ -9,6 +9,7 @@ page-locked, and copies across the border of two locked ranges.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import random
@@ -168,6 +169,13 @@ class FakeDriver:
         self.memory[tensor.data_ptr()] = size
         return tensor
 
+    def tensor_over(self, address: int, size: int, keep: object) -> torch.Tensor:
+        import torch
+
+        buffer = (ctypes.c_char * size).from_address(address)
+        buffer.keep = keep  # type: ignore[attr-defined]
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
     def allocate(self, size: int) -> int:
         fd = os.memfd_create("kvstore-fake-device", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
@@ -232,8 +240,6 @@ class FakeDriver:
         return any(at <= address and address + size <= at + length for at, length in ranges)
 
     def _move(self, to: int, source: int, size: int) -> None:
-        import ctypes
-
         ctypes.memmove(to, source, size)
         self.copied_bytes += size
 

@@ -10,15 +10,22 @@ bytes that were copied meanwhile count only if the owner has lived through it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import logging
 import mmap
 import os
 import struct
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.calls import DevicePlace, SegmentInfo
 from kvstore.clocks import uptime
@@ -39,6 +46,9 @@ from kvstore.transport.base import Move, Transport
 from kvstore.transport.on_device import DeviceRanges
 from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger("kvstore.transport")
 
 LOCK: Final = struct.Struct("hhqqi4x")
@@ -49,6 +59,16 @@ AGAIN_S: Final = 30.0
 """Between two attempts to open memory that could not be opened, which may take half a second."""
 
 SAID_MAX: Final = 1_000
+
+
+class Lent(NamedTuple):
+    """Memory of a segment that a program uses where it is."""
+
+    tensor: torch.Tensor
+    """One-dimensional, of uint8."""
+    owner: NDArray[np.uint8]
+    """Lives as long as the tensor's storage. Nothing reads it: its memory is a device's."""
+    address: int
 
 
 class Attachment:
@@ -64,7 +84,10 @@ class Attachment:
         self._fd = fd
         self._users = 0
         self._is_ending = False
+        self._is_closed = False
         self._changing = threading.Lock()
+        self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._returned: deque[weakref.ref[NDArray[np.uint8]]] = deque()
 
     @classmethod
     def attach(
@@ -124,21 +147,51 @@ class Attachment:
         finally:
             with self._changing:
                 self._users -= is_open
-                is_last = is_open and self._is_ending and not self._users
+                is_last = self._is_last()
             if is_last:
                 self._close()
 
-    def end(self) -> None:
-        """Closes the memory, when no call uses it any more. Idempotent."""
+    def lend(self, offset: int, size: int) -> Lent:
+        """A tensor over these bytes. The memory stays open while it lives, and until ``settle``.
+        The caller is within ``lent``."""
+        address = self.ranges.base + offset
+        owner = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
+        tensor = self.device.driver.tensor_over(address, size, owner)
         with self._changing:
-            is_last = not self._is_ending and not self._users
+            self._users += 1
+            watch = weakref.ref(owner, self._returned.append)
+            self._lent[id(watch)] = watch
+        return Lent(tensor, owner, address)
+
+    def settle(self) -> bool:
+        """Closes the memory, if that was asked for and the last tensor is gone: that calls the
+        driver, which a finalizer must not do. Returns whether no tensor is left."""
+        with self._changing:
+            is_last, is_left = self._is_last(), bool(self._lent)
+        if is_last:
+            self._close()
+        return not is_left
+
+    def end(self) -> None:
+        """Closes the memory, when nothing uses it any more. Idempotent."""
+        with self._changing:
             self._is_ending = True
+            is_last = self._is_last()
         if is_last:
             self._close()
 
     def abandon(self) -> None:
         """In the child of a fork: calls nothing of the device."""
         os.close(self._fd)
+
+    def _is_last(self) -> bool:
+        """Whether the memory is to be closed now; only once. The caller holds the lock."""
+        while self._returned:
+            del self._lent[id(self._returned.popleft())]
+            self._users -= 1
+        is_last = self._is_ending and not self._users and not self._is_closed
+        self._is_closed = self._is_closed or is_last
+        return is_last
 
     def _close(self) -> None:
         if not self.device.has_failed:  # otherwise copies may be under way for ever
@@ -160,6 +213,8 @@ class DeviceTransport(Transport):
         self._devices: dict[str, Device] = {}
         self._attached: dict[bytes, Attachment | None] = {}
         """By uuid; None: it was tried and cannot be opened here."""
+        self._ending: list[Attachment] = []
+        """Dropped ones, as long as tensors over their memory live."""
         self._again_at = 0.0
         """When that is tried again."""
         self._said: set[bytes] = set()
@@ -178,6 +233,23 @@ class DeviceTransport(Transport):
         attachment = self._attachment(segment)
         return attachment is not None and attachment.device.driver is device.driver
 
+    def lend(self, segment: SegmentInfo, offset: int, size: int) -> Lent:
+        """A tensor over bytes of the segment, which stays open while it lives: until the next
+        ``sweep`` after its end, or with the process if the transport is closed before.
+
+        Raises:
+            NodeUnreachableError: the memory is not open.
+        """
+        attachment = self._attachment(segment)
+        if attachment is None:
+            raise _not_here(segment, "it is not open")
+        return attachment.lend(offset, size)
+
+    def watch(self, segment: SegmentInfo) -> Callable[[], bool] | None:
+        """As ``Transport.watch``, of a segment that is open."""
+        attachment = self._attached.get(segment.uuid)
+        return None if attachment is None else partial(attachment.is_mounted, segment.generation)
+
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.read``."""
         with self.lent(segment, _ranges_of(moves), deadline) as (ranges, check):
@@ -194,6 +266,10 @@ class DeviceTransport(Transport):
 
     def sweep(self) -> None:
         """As ``Transport.sweep``; what could not be opened is tried again later."""
+        for attachment in list(self._attached.values()):
+            if attachment is not None:
+                attachment.settle()
+        self._settle_ending()
         is_time = uptime() >= self._again_at
 
         def is_due(uuid: bytes, attachment: Attachment | None) -> bool:
@@ -212,6 +288,7 @@ class DeviceTransport(Transport):
         with self._changing:
             self._closed = True
         self._drop(lambda uuid, attachment: True)
+        self._settle_ending()
         for device in self._devices.values():
             device.close()
 
@@ -294,9 +371,17 @@ class DeviceTransport(Transport):
             due = {uuid: each for uuid, each in self._attached.items() if is_due(uuid, each)}
             for uuid in due:
                 del self._attached[uuid]
+            self._ending += [each for each in due.values() if each is not None]
         for attachment in due.values():
             if attachment is not None:
                 attachment.end()
+
+    def _settle_ending(self) -> None:
+        with self._changing:
+            ending, self._ending = self._ending, []
+        left = [each for each in ending if not each.settle()]
+        with self._changing:
+            self._ending += left
 
     def _closed_error(self) -> ClosedError:
         return ClosedError("the transport was closed", settled=1)

@@ -104,6 +104,27 @@ def test_a_node_is_killed_while_its_memory_is_open(
     assert same(gpu.read(back), value)
 
 
+def test_a_tensor_over_the_memory_of_a_node(gpu: GPU, cluster: Cluster) -> None:
+    """Leased, right while the node lives, and known to be lost when it has been killed."""
+    [node] = cluster.nodes
+    client = cluster.client(timeout_ms=30_000)
+    value = values()
+    assert client.put("k", gpu.tensor(value)) is STORED
+    view = client.get("k", device=POOLED, copy=False)
+    assert isinstance(view, torch.Tensor)
+    lease = client.lease(view)
+    assert lease is not None
+    assert lease.held
+    assert same(gpu.read(view), value)
+    part = view[1:]
+    del view
+    assert client.put("other", gpu.tensor(values(seed=1))) is STORED
+    assert lease.held, "a part keeps the lease"
+    assert same(gpu.read(part), value[1:])
+    node.kill()
+    assert not lease.held
+
+
 def test_nodes_are_killed_while_clients_copy(gpu: GPU, cluster: Cluster, transport: str) -> None:
     """No call returns wrong bytes, and none hangs."""
     [node] = cluster.nodes

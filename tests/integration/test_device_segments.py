@@ -6,7 +6,9 @@ wait is a wrong byte.
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,19 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
+from kvstore.client import movers
 from kvstore.device import driver
 from kvstore.device.device import Device
 from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import NoSpaceError
 from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.transport.device import DeviceTransport
 from tests.integration.cluster import Cluster, Node, until
 from tests.integration.test_forks import fork, join
 from tests.integration.traffic import at_work, content, getter, putter
 
+torch = pytest.importorskip("torch")
 STORED = PutOutcome.STORED
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
 POOLED = "fake:0"
@@ -282,6 +287,151 @@ def test_an_allocation_is_memory_of_a_host(cluster: Cluster) -> None:
     array[:] = 7
     assert client.put("key", array) is STORED
     assert client.get("key", kind="bytes") == bytes([7]) * 1_000
+
+
+# --- without a copy ------------------------------------------------------------------------------
+
+
+def lent(client: Client, key: str) -> Any:
+    """A tensor over the pool's memory, or None."""
+    return client.get(key, device=POOLED, copy=False)
+
+
+def held(client: Client, tensor: Any) -> bool:
+    lease = client.lease(tensor)
+    assert lease is not None
+    return lease.held
+
+
+def address_in(node: Node, needle: bytes) -> int:
+    """Where the only copy of ``needle`` is in the memory of the node's device."""
+    memory = memory_of(node).read_bytes()
+    assert memory.count(needle) == 1
+    return memory.index(needle)
+
+
+def overwrite(node: Node, at: int, data: bytes) -> None:
+    with memory_of(node).open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_a_tensor_is_used_where_it_is(cluster: Cluster) -> None:
+    """It is the pool's own memory, of the dtype and shape that were put, and leased."""
+    node = start(cluster)
+    client = cluster.client()
+    values = {
+        "floats": torch.randn(64, 33),
+        "halves": torch.randn(5, 7).to(torch.bfloat16),
+        "empty": torch.empty(0, 4),
+    }
+    assert set(client.put_many(values)) == {STORED}
+    assert client.put("bytes", b"as they are") is STORED
+    views: Any = client.get_many([*values, "bytes", "absent"], device=POOLED, copy=False)
+    for view, value in zip(views, values.values(), strict=False):
+        assert isinstance(view, torch.Tensor)
+        assert (view.dtype, view.shape) == (value.dtype, value.shape)
+        assert torch.equal(view, value)
+    floats, halves, empty, raw, absent = views
+    assert absent is None
+    assert bytes(raw.tolist()) == b"as they are"
+    assert client.lease(empty) is None
+    assert all(held(client, view) for view in (floats, halves, raw))
+    assert held(client, floats[3:].view(torch.int32)), "what was made of it has its lease"
+    data = values["floats"].numpy().tobytes()
+    overwrite(node, address_in(node, data), bytes(4))
+    assert floats.flatten()[0] == 0, "it is not the pool's memory"
+
+
+def test_a_lent_tensor_keeps_its_bytes(cluster: Cluster) -> None:
+    """As long as the view lives, its lease is renewed, and nothing takes its memory."""
+    start(cluster, memory="4MiB")
+    client = cluster.client(put_wait_ms=0)
+    value = torch.arange(200_000)
+    assert client.put("kept", value) is STORED
+    view = lent(client, "kept")
+    for number in range(30):
+        assert client.put(f"{number}", os.urandom(1 << 20)) in (STORED, PutOutcome.NO_SPACE)
+        assert held(client, view)
+        time.sleep(0.1)  # three leases pass
+    assert torch.equal(view, value)
+    del view
+    assert client.put("new", os.urandom(3 << 20), wait_ms=10_000) is STORED
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_lease_ends_with_the_owner_of_the_memory(cluster: Cluster, how: str) -> None:
+    node = start(cluster)
+    client = cluster.client(timeout_ms=3_000)
+    assert client.put("k", torch.arange(1_000)) is STORED
+    view = lent(client, "k")
+    assert held(client, view)
+    if how == "kill":
+        node.kill()
+    else:
+        node.process.terminate()
+        assert node.wait() == 0
+    assert not held(client, view)
+    assert lent(client, "k") is None
+
+
+def test_memory_stays_open_while_it_is_lent(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the client has dropped the segment. The first sweep after that closes it."""
+    monkeypatch.setattr(movers, "SWEEP_S", 0.05)
+    sweeps = itertools.count()
+    sweep = DeviceTransport.sweep
+
+    def counted(transport: DeviceTransport) -> None:
+        sweep(transport)
+        next(sweeps)
+
+    monkeypatch.setattr(DeviceTransport, "sweep", counted)
+    node = start(cluster)
+    client = cluster.client(timeout_ms=3_000)
+    fake = driver.driver_of(POOLED)
+    assert isinstance(fake, FakeDriver)
+    before = set(fake.memory)
+    value = torch.arange(100_000)
+    assert client.put("k", value) is STORED
+    view = lent(client, "k")
+    part = view[10:20]
+    node.kill()
+    assert client.get("k") is None  # drops the segment
+    del view
+    enough = next(sweeps) + 3
+    assert until(lambda: next(sweeps) > enough)
+    assert torch.equal(part, value[10:20]), "the fake's memory outlives its owner"
+    assert len(set(fake.memory) - before) == 1
+    del part
+    assert until(lambda: set(fake.memory) == before)
+
+
+def test_what_cannot_be_lent_is_copied(cluster: Cluster, fake: FakeDriver) -> None:
+    """Objects of a host, of another device, and all of them over tcp."""
+    start(cluster)
+    value = torch.arange(1_000)
+    over_tcp = cluster.client(transports=("tcp",))
+    assert over_tcp.put("k", value) is STORED
+    client = cluster.client(timeout_ms=10_000)
+    for each in (over_tcp, client):
+        copied: Any = each.get("k", device=fake.name, copy=False)
+        fake.finish()
+        assert torch.equal(copied, value)
+        is_lent = each is client and fake.name == POOLED
+        assert (each.lease(copied) is not None) == is_lent
+
+
+def test_bad_bytes_are_not_lent_where_views_are_verified(cluster: Cluster) -> None:
+    node = start(cluster)
+    client = cluster.client(timeout_ms=3_000, verify="all")
+    data = os.urandom(50_000)
+    assert client.put("k", data) is STORED
+    assert held(client, lent(client, "k"))
+    flip(node, data)
+    assert lent(client, "k") is None
+    assert dict(cluster.status().counters)["corrupt_objects"] == 1
 
 
 def test_status_names_the_device(cluster: Cluster) -> None:
