@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvstore.device.device import Device
-from kvstore.device.driver import driver_of
+from kvstore.device.driver import driver_of, full_name
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import DeviceError
 
@@ -26,7 +26,12 @@ class ClientDevices:
         self._changing = threading.Lock()
 
     def of(self, name: str) -> Device:
-        """A device by torch's name of it (``cuda:0``). Raises DeviceError: it cannot be used."""
+        """A device by torch's name of it: ``cuda:0``, or ``cuda`` for the current one.
+
+        Raises:
+            DeviceError: it cannot be used.
+        """
+        name = full_name(name)
         device = self._devices.get(name)
         if device is None:
             with self._changing:

@@ -48,6 +48,8 @@ _UUID_BYTES = 16
 _IN_STREAM_ORDER = 1
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _OF_DEVICE = 2
+_REACHES_REGISTERED_MEMORY = 91
+_CAPTURE_RELAXED = 2
 
 _Handle = ctypes.c_void_p
 _Size = ctypes.c_size_t
@@ -69,10 +71,12 @@ _FUNCTIONS: Final = {
     "cuGetErrorString": [_Int, ctypes.POINTER(ctypes.c_char_p)],
     "cuDeviceGetCount": [_ToInt],
     "cuDeviceGet": [_ToInt, _Int],
+    "cuDeviceGetAttribute": [_ToInt, _Int, _Int],
     "cuDevicePrimaryCtxRetain": [_ToHandle, _Int],
     "cuCtxPushCurrent_v2": [_Handle],
     "cuCtxPopCurrent_v2": [_ToHandle],
     "cuCtxGetStreamPriorityRange": [_ToInt, _ToInt],
+    "cuThreadExchangeStreamCaptureMode": [_ToInt],
     "cuStreamCreateWithPriority": [_ToHandle, ctypes.c_uint, _Int],
     "cuEventCreate": [_ToHandle, ctypes.c_uint],
     "cuEventRecord": [_Handle, _Handle],
@@ -167,7 +171,7 @@ class CUDADriver:
                 Way.LOAD: self._new_stream(highest.value),
             }
         self._batch = self._batch_function()
-        self._has_kernel = True
+        self._has_kernel = self._reaches_host_memory(device.value)
         """Until it fails, which it does for good: no compiler, no Triton."""
 
     @property
@@ -241,8 +245,11 @@ class CUDADriver:
         try:
             from kvstore.device import kernel  # Triton, which torch for CUDA brings
 
-            kernel.queue(self.name, stream, to, source, sizes)
+            with self._current():
+                kernel.queue(self.name, stream, to, source, sizes)
         except Exception as error:  # noqa: BLE001 - any of Triton's, torch's, the compiler's
+            if type(error).__name__ == "OutOfMemoryError":  # torch's, where it is depends on torch
+                return None
             self._has_kernel = False
             log.warning("device_without_kernel device=%s reason=%r", self.name, error)
             return None
@@ -284,7 +291,8 @@ class CUDADriver:
         # torch would give memory that the current stream may still be using. Of its own pool for
         # our stream, only what has ended is given again: the host waits for all that runs there.
         ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
-        with torch.cuda.device(self.name), torch.cuda.stream(ours):  # see kernel.queue
+        chosen = torch.cuda.device(self.name)  # see kernel.queue
+        with self._current(), chosen, torch.cuda.stream(ours):
             tensor = torch.empty(size, dtype=torch.uint8, device=self.name)
         computing = current_stream(self._number)
         if computing:
@@ -296,7 +304,7 @@ class CUDADriver:
     def tensor_over(self, address: int, size: int, keep: object) -> torch.Tensor:
         import torch
 
-        with torch.cuda.device(self.name):
+        with self._current(), torch.cuda.device(self.name):
             return torch.as_tensor(_Lent(address, size, keep), device=self.name)
 
     # --- memory that processes share ----------------------------------------------------------
@@ -340,6 +348,12 @@ class CUDADriver:
         self._call("cuStreamCreateWithPriority", ctypes.byref(made), _STREAM_NON_BLOCKING, priority)
         return made.value or 0
 
+    def _reaches_host_memory(self, device: int) -> bool:
+        """Whether a kernel reaches page-locked memory at its address. Copies always do."""
+        can = _Int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(can), _REACHES_REGISTERED_MEMORY, device)
+        return bool(can.value)
+
     def _batch_function(self) -> Any:
         """``cuMemcpyBatchAsync``; None: the driver is older than CUDA 12.8."""
         try:
@@ -359,9 +373,14 @@ class CUDADriver:
                 device=self.name,
             )
         self._call("cuCtxPushCurrent_v2", self._context)
+        # Another thread may be capturing a graph, as engines do at their start. CUDA would refuse
+        # most calls meanwhile, and spoil the graph.
+        mode = _Int(_CAPTURE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:
             yield
         finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             before = _Handle()
             self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.device.streams import current_device
 from kvstore.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -150,12 +151,21 @@ _drivers: Final[dict[str, Driver]] = {}
 _lock: Final = threading.Lock()
 
 
+def full_name(name: str) -> str:
+    """The name of a device with its number: ``cuda`` is the device on which this thread computes,
+    as it is for torch."""
+    if name != "cuda":
+        return name
+    return f"cuda:{current_device()}"
+
+
 def driver_of(name: str) -> Driver:
     """The driver of a device, made once per process.
 
     Raises:
         DeviceError: there is no such device, or no driver for it.
     """
+    name = full_name(name)
     with _lock:
         known = _drivers.get(name)
         if known is None:
@@ -193,13 +203,13 @@ def use(name: str, driver: Driver | None) -> None:
 def _new(name: str) -> Driver:
     kind, _, number = name.partition(":")
     make = _KINDS.get(kind)
-    if make is None or not (number or "0").isdigit():
+    if make is None or not number.isdigit():
         raise DeviceError(
             f"{name} is no device whose memory kvstore can copy",
             advice="Name a CUDA device, such as cuda:0.",
             device=name,
         )
-    return make(int(number or 0))
+    return make(int(number))
 
 
 def _cuda(number: int) -> Driver:

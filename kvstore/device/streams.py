@@ -22,6 +22,12 @@ def current_stream(number: int) -> int:
     return int(torch.cuda.current_stream(number).cuda_stream) if torch is not None else 0
 
 
+def current_device() -> int:
+    """The number of the CUDA device on which this thread computes."""
+    torch = _torch()
+    return int(torch.cuda.current_device()) if torch is not None else 0
+
+
 def current_streams() -> list[torch.cuda.Stream]:
     """The streams of all devices on which this thread computes; none if torch does not use CUDA."""
     torch = _torch()

@@ -165,12 +165,12 @@ class Attachment:
 
     def settle(self) -> bool:
         """Closes the memory, if that was asked for and the last tensor is gone: that calls the
-        driver, which a finalizer must not do. Returns whether no tensor is left."""
+        driver, which a finalizer must not do. Returns whether it is closed."""
         with self._changing:
-            is_last, is_left = self._is_last(), bool(self._lent)
+            is_last, is_closed = self._is_last(), self._is_closed
         if is_last:
             self._close()
-        return not is_left
+        return is_closed
 
     def end(self) -> None:
         """Closes the memory, when nothing uses it any more. Idempotent."""
@@ -182,7 +182,8 @@ class Attachment:
 
     def abandon(self) -> None:
         """In the child of a fork: calls nothing of the device."""
-        os.close(self._fd)
+        if not self._is_closed:
+            os.close(self._fd)
 
     def _is_last(self) -> bool:
         """Whether the memory is to be closed now; only once. The caller holds the lock."""
@@ -197,6 +198,9 @@ class Attachment:
         if not self.device.has_failed:  # otherwise copies may be under way for ever
             with contextlib.suppress(DeviceError):
                 self.device.driver.close(self.ranges.base)
+        # The page stays mapped while somebody asks ``is_mounted``, and its mapping has a copy of
+        # the descriptor: closing this one would not end the lock.
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
         os.close(self._fd)
 
 
@@ -214,7 +218,7 @@ class DeviceTransport(Transport):
         self._attached: dict[bytes, Attachment | None] = {}
         """By uuid; None: it was tried and cannot be opened here."""
         self._ending: list[Attachment] = []
-        """Dropped ones, as long as tensors over their memory live."""
+        """Dropped ones that something still uses, such as a tensor over their memory."""
         self._again_at = 0.0
         """When that is tried again."""
         self._said: set[bytes] = set()
@@ -269,17 +273,17 @@ class DeviceTransport(Transport):
         for attachment in list(self._attached.values()):
             if attachment is not None:
                 attachment.settle()
-        self._settle_ending()
         is_time = uptime() >= self._again_at
 
         def is_due(uuid: bytes, attachment: Attachment | None) -> bool:
             return is_time if attachment is None else not attachment.is_current
 
         self._drop(is_due)
+        self._settle_ending()
 
     def abandon(self) -> None:
         """As ``Transport.abandon``."""
-        for attachment in self._attached.values():
+        for attachment in (*self._attached.values(), *self._ending):
             if attachment is not None:
                 attachment.abandon()
 

@@ -269,10 +269,16 @@ def test_many_values_come_back_on_a_device(on: OnDevice) -> None:
     assert (e.dtype, e.shape) == (torch.float32, (0, 3))
 
 
-def test_a_device_without_copies_is_refused(on: OnDevice) -> None:
+def test_memory_of_a_host_is_copied_to_a_device(on: OnDevice) -> None:
+    """Also where a view was asked for."""
     on.client.put("k", b"abc")
-    with pytest.raises(InvalidArgumentError):
-        on.client.get("k", device=NAME, copy=False)
+    copied: Any = on.client.get("k", device=NAME, copy=False)
+    assert bytes(copied.numpy()) == b"abc"
+    assert on.client.lease(copied) is None
+
+
+def test_what_a_device_cannot_return_is_refused(on: OnDevice) -> None:
+    on.client.put("k", b"abc")
     with pytest.raises(InvalidArgumentError):
         on.client.get("k", device=NAME, kind="numpy")
     with pytest.raises(DeviceError):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import torch
@@ -90,6 +93,40 @@ def test_other_streams_do_not_wait_for_a_call(gpu: GPU, client: Client) -> None:
     assert not beside.query()
 
 
+def test_a_graph_is_captured_while_a_thread_moves_values(gpu: GPU, client: Client) -> None:
+    """As an engine does at its start. CUDA refuses most calls of other threads meanwhile."""
+    value = values(torch.uint8, 16 * MIB)
+    source = gpu.tensor(value)
+    static = gpu.empty(MIB)
+    gpu.finish()
+    stop, failures, count = threading.Event(), list[BaseException](), itertools.count()
+
+    def move() -> None:
+        try:
+            while not stop.is_set():
+                client.put(f"k{next(count)}", source)
+                assert client.get_into("k0", source) == [value.nbytes]
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        for number in range(5):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                static.add_(1)
+                time.sleep(0.05)  # the thread makes calls meanwhile
+            graph.replay()
+            torch.cuda.synchronize()
+            assert int(static[0]) == number + 1
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures
+    assert next(count) > 1
+
+
 def test_the_driver_knows_its_memory(gpu: GPU) -> None:
     cuda_driver()
     tensor = gpu.empty(100)
@@ -101,6 +138,14 @@ def test_the_driver_knows_its_memory(gpu: GPU) -> None:
         assert device_of(np.frombuffer(locked, np.uint8).ctypes.data) == ""
     finally:
         driver.release(locked)
+
+
+def test_a_device_without_a_number_is_the_current_one(gpu: GPU, client: Client) -> None:
+    assert client.put("k", gpu.tensor(values())) is not None
+    back = client.get("k", device="cuda")
+    assert isinstance(back, torch.Tensor)
+    assert back.device == torch.device(NAME)
+    assert client.device("cuda") is client.device(NAME)
 
 
 def test_copies_of_many_runs_one_by_one_and_as_a_batch(gpu: GPU) -> None:

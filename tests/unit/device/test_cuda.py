@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvstore.device import cuda
 from kvstore.device.cuda import CUDADriver, Probed, device_of, probe
@@ -36,6 +37,8 @@ class Recorded:
         self.handles = iter(range(1_000, 10_000))
         self.batches = batches
         self.buffers: dict[int, Any] = {}
+        self.reaches_host_memory = 1
+        self.capture_mode = 0
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu") or (name == "cuMemcpyBatchAsync" and not self.batches):
@@ -57,17 +60,32 @@ class Recorded:
             ("cuInit", "cuDevice", "cuCtxPush", "cuGetError", "cuPointer")
         )
         assert not needs_context or self.contexts == [CONTEXT], name
+        is_bracket = name.startswith(("cuCtx", "cuThreadExchange"))
+        assert not needs_context or is_bracket or self.capture_mode == 2, name
         self.calls.append((name, arguments))
         if name in self.fails:
             return self.fails[name]
         act = getattr(self, "_" + name, None)
         return 0 if act is None else (act(*arguments) or 0)
 
+    @property
+    def used(self) -> list[str]:
+        """The calls but for those that enter and leave the context."""
+        bracket = ("cuCtx", "cuThreadExchange")
+        return [name for name, _ in self.calls if not name.startswith(bracket)]
+
     def count(self, name: str) -> int:
         return sum(each == name for each, _ in self.calls)
 
     def _cuDevicePrimaryCtxRetain(self, made: Any, number: int) -> None:  # noqa: N802
         made._obj.value = CONTEXT
+
+    def _cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> None:  # noqa: N802
+        assert attribute == 91
+        value._obj.value = self.reaches_host_memory
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802
+        self.capture_mode, mode._obj.value = mode._obj.value, self.capture_mode
 
     def _cuDeviceGetCount(self, count: Any) -> None:  # noqa: N802
         count._obj.value = 2
@@ -122,6 +140,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     monkeypatch.setattr(cuda, "_libraries", [recorded])
     yield recorded
     assert not recorded.contexts  # what was current before is current again
+    assert recorded.capture_mode == 0
 
 
 def arrays(count: int, size: int) -> tuple[list[Any], list[Any], Any]:
@@ -143,7 +162,7 @@ def test_one_call_copies_a_batch(library: Recorded) -> None:
     assert all(np.array_equal(left, right) for left, right in zip(to, source, strict=True))
     assert library.count("cuMemcpyBatchAsync") == 1
     assert library.count("cuMemcpyAsync") == 0
-    assert library.calls[-2][0] == "cuEventRecord"
+    assert library.used[-1] == "cuEventRecord"
     assert driver.is_done(event)
     library.fails["cuEventQuery"] = NOT_READY
     assert not driver.is_done(event)
@@ -162,7 +181,7 @@ def test_saves_and_loads_have_streams_of_their_own(library: Recorded) -> None:
     used = []
     for way in Way:
         driver.copy(way, addresses(to), addresses(source), sizes)
-        used.append(library.calls[-2][1][1])  # cuEventRecord(event, stream)
+        used.append([args for name, args in library.calls if name == "cuEventRecord"][-1][1])
     assert len(set(used)) == 2
 
 
@@ -340,3 +359,34 @@ def test_without_a_kernel_it_is_said_once(
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 1
     assert said[0].startswith("device_without_kernel device=cuda:0 ")
+
+
+def test_a_kernel_is_not_used_where_it_does_not_reach_the_hosts_memory(library: Recorded) -> None:
+    library.reaches_host_memory = 0
+    to, source, sizes = arrays(20, 32)
+    assert CUDADriver(0).copy_pages(Way.LOAD, addresses(to), addresses(source), sizes) is None
+
+
+def test_a_full_device_does_not_end_the_use_of_the_kernel(
+    library: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [True, False]
+
+    def queue(*_: object) -> None:
+        if full.pop(0):
+            raise torch.OutOfMemoryError
+
+    stand_in = SimpleNamespace(queue=queue)
+    monkeypatch.setitem(sys.modules, KERNEL, stand_in)
+    monkeypatch.setattr("kvstore.device.kernel", stand_in, raising=False)
+    driver = CUDADriver(0)
+    to, source, sizes = arrays(20, 32)
+    assert driver.copy_pages(Way.LOAD, addresses(to), addresses(source), sizes) is None
+    assert driver.copy_pages(Way.LOAD, addresses(to), addresses(source), sizes) is not None
+
+
+def test_a_device_without_a_number_is_the_current_one(library: Recorded) -> None:
+    try:
+        assert driver_of("cuda") is driver_of("cuda:0")
+    finally:
+        use("cuda:0", None)

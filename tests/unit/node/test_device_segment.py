@@ -258,3 +258,78 @@ def test_a_device_that_has_failed_is_not_used_again(
     for address in list(fake.memory):  # what the failed transport has kept
         if address != segment._base:
             fake.close(address)
+
+
+# --- memory that a program uses where it is -------------------------------------------------------
+
+
+def is_held_open(name: str) -> bool:
+    """Whether some process holds the lock of those that have the memory open."""
+    opener = os.open(entry(name), os.O_RDWR)
+    try:
+        asked = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        found = fcntl.fcntl(opener, fcntl.F_OFD_GETLK, asked)
+        return bool(LOCK.unpack(found)[0] != fcntl.F_UNLCK)
+    finally:
+        os.close(opener)
+
+
+def test_a_closed_transport_holds_nothing_although_a_lease_watches_the_segment(
+    segment: DeviceSegment, name: str
+) -> None:
+    transport = DeviceTransport(MIB)
+    assert transport.reaches(info(segment))
+    is_mounted = transport.watch(info(segment))
+    assert is_mounted is not None
+    assert is_mounted()
+    assert is_held_open(name)
+    transport.close()
+    assert not is_held_open(name)
+    assert is_mounted()
+
+
+def test_the_child_of_a_fork_closes_what_is_dropped_and_still_lent(
+    fake: FakeDriver, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_segment, "OPEN_S", 0.1)
+    segment = DeviceSegment.on(POOLED, name, MIB)
+    transport = DeviceTransport(MIB)
+    known = info(segment)
+    with transport.lent(known, [(MIB // 2, 100)], soon()):
+        lent = transport.lend(known, MIB // 2, 100)
+    [held] = transport._attached.values()
+    assert held is not None
+    transport._drop(lambda uuid, attachment: True)
+    os.fstat(held._fd)
+    transport.abandon()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held._fd)
+    assert lent.tensor.numel() == 100
+    fake.close(held.ranges.base)
+    segment.close()
+
+
+def test_memory_that_is_lent_while_its_segment_is_dropped_is_closed_in_the_end(
+    fake: FakeDriver, name: str
+) -> None:
+    """The first tensor of a process may take seconds, because torch starts CUDA."""
+    segment = DeviceSegment.on(POOLED, name, MIB)
+    transport = DeviceTransport(MIB)
+    known = info(segment)
+    assert transport.reaches(known)
+    [held] = transport._attached.values()
+    assert held is not None
+    opened = held.ranges.base
+    with held.lent() as is_open:
+        assert is_open
+        transport._drop(lambda uuid, attachment: True)
+        transport.sweep()
+        transport.sweep()
+        lent = held.lend(MIB // 2, 100)
+    transport.sweep()
+    assert opened in fake.memory
+    del lent
+    transport.sweep()
+    assert opened not in fake.memory
+    transport.close()
+    segment.close()
