@@ -14,6 +14,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +67,19 @@ def unique_name() -> str:
 def entry(node: str) -> Path:
     """The node's segment in the file system."""
     return Path(SHM_DIRECTORY, SHM_PREFIX + node)
+
+
+def _let_others_leave(*ports: int) -> None:
+    """Waits a while for ports that a master had: another test's process may have got one of them
+    from the system meanwhile."""
+    deadline = time.monotonic() + SOON_S
+    for port in filter(None, ports):
+        while time.monotonic() < deadline:
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+                break
+            time.sleep(0.1)
 
 
 def until(
@@ -241,6 +255,8 @@ class Cluster:
 
     def master(self, **more: Any) -> Server:
         """Start it, or start it again on the port it had."""
+        if not self.prefix:
+            _let_others_leave(self.settings.get("port", 0), self.settings.get("lane_port", 0))
         server = self.launch(MASTER, self.settings | more)
         self.master_server = server
         ready = server.line(r"listening on \S*?:(\d+) \(gRPC\) and port (\d+) \(lane\)")
