@@ -373,16 +373,23 @@ class CUDADriver:
                 device=self.name,
             )
         self._call("cuCtxPushCurrent_v2", self._context)
-        # Another thread may be capturing a graph, as engines do at their start. CUDA would refuse
-        # most calls meanwhile, and spoil the graph.
+        try:
+            with self._relaxed():
+                yield
+        finally:
+            before = _Handle()
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
+
+    @contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Another thread may be capturing a graph, as engines do at their start. Without this CUDA
+        would refuse most calls meanwhile, and spoil the graph."""
         mode = _Int(_CAPTURE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:
             yield
         finally:
             self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-            before = _Handle()
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
 
     def _call(self, function: str, *arguments: Any) -> None:
         self._check(function, getattr(self._library, function)(*arguments))
