@@ -444,7 +444,7 @@ class Operations:
             named = Named(namespace, keys[index], placed.epoch, placed.counter)
             place = Place(looks.segment.uuid, offset, ends_with_owner=True)
             held.append((lent.owner, lent.address, named, placed.until, place, tensor))
-        self.views.add_many(held, looks.mounted or _gone)
+        self.views.add_many(held, self.movers.watch(looks.segment))
 
     def get_raw(
         self,
@@ -823,10 +823,6 @@ class _Looks(NamedTuple):
     segment: SegmentInfo
     rows: list[ReadRow]
     of: list[tuple[int, Placed, Replica]]
-
-
-def _gone() -> bool:
-    return False
 
 
 def _lost() -> ReservationLostError:

@@ -146,14 +146,12 @@ class DeviceLooks(ObjectReads):
     """Objects in the memory of a device that a program uses where they are: checked, not copied.
     Rows without payload, and ``outcomes`` as of any read."""
 
-    __slots__ = ("lent", "mounted")
+    __slots__ = ("lent",)
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
         self.lent: list[Lent | None] = []
         """Per row, its memory, if it has been found."""
-        self.mounted: Callable[[], bool] | None = None
-        """As ``Transport.watch``."""
 
     def in_one_go(self, transport: Transport, deadline: float) -> bool:
         """As ``Transfer.in_one_go``; nothing is found on another way than the device's own."""
@@ -170,7 +168,6 @@ class DeviceLooks(ObjectReads):
                 else None
                 for row, outcome in zip(self.rows, self.done, strict=True)
             ]
-        self.mounted = transport.watch(self.segment)
         return True
 
 
