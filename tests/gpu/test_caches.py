@@ -43,6 +43,20 @@ def get(client: Client, cache: Cache, group: int, blocks: list[int], *after: obj
     assert client.get_into(keys, rooms) == [cache.block_bytes] * len(blocks)
 
 
+def blocks_come_back_into_others(gpu: GPU, client: Client, cache: Cache, count: int) -> None:
+    """Saves blocks, clears the cache, and loads them into others; all others stay as they were."""
+    every = list(range(cache.blocks))
+    source, target = distinct(cache, 2, count)
+    cache.fill(every, SAVED)
+    put(client, cache, 0, source)
+    cache.fill(every, OLD)
+    get(client, cache, 0, target)
+    gpu.finish()
+    assert cache.holds(target, source, SAVED)
+    others = sorted(set(every) - set(target))
+    assert cache.holds(others, others, OLD)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_blocks_come_back_into_others(gpu: GPU, client: Client, transport: str, case: Case) -> None:
     cache = Cache(gpu, case)
@@ -72,16 +86,7 @@ def test_a_kernel_copies_small_pages(
     """Through a kernel of the GPU come the same bytes."""
     client = connect(device_kernel="64KiB")
     cache = Cache(gpu, Case("llama-8b-tp8-bf16", 32, 8192, layout))
-    every = list(range(cache.blocks))
-    source, target = distinct(cache, 2, cache.saved)
-    cache.fill(every, SAVED)
-    put(client, cache, 0, source)
-    cache.fill(every, OLD)
-    get(client, cache, 0, target)
-    gpu.finish()
-    assert cache.holds(target, source, SAVED)
-    others = sorted(set(every) - set(target))
-    assert cache.holds(others, others, OLD)
+    blocks_come_back_into_others(gpu, client, cache, cache.saved)
     assert gpu.has_used_its_kernel()
 
 

@@ -15,14 +15,14 @@ import torch
 from kvstore import Client, PutOutcome
 from tests.gpu.caches import BLOCK, LAYER, SPLIT, Cache, Case
 from tests.gpu.machine import GIB, GPU, IS_REAL, MIB, NAME
-from tests.gpu.test_caches import OLD, SAVED, distinct, get, put
+from tests.gpu.test_caches import blocks_come_back_into_others
 from tests.gpu.test_values import same, values
 from tests.integration.cluster import SHORT, Cluster, Node, until
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.integration.traffic import kill_while_used
 
 POOLED = NAME if IS_REAL else "fake:0"
 POOL_BYTES = 8 * GIB if IS_REAL else 64 * MIB
-STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
+STORED = PutOutcome.STORED
 KEYS = [f"key-{number}" for number in range(20)]
 
 
@@ -71,16 +71,7 @@ def test_blocks_come_back_into_others(
         transports=(transport,), timeout_ms=30_000, verify=verify, device_kernel=kernel
     )
     cache = Cache(gpu, Case("llama-8b-tp8-bf16", 32, 8192, layout))
-    every = list(range(cache.blocks))
-    source, target = distinct(cache, 2, min(cache.saved, 500))
-    cache.fill(every, SAVED)
-    put(client, cache, 0, source)
-    cache.fill(every, OLD)
-    get(client, cache, 0, target)
-    gpu.finish()
-    assert cache.holds(target, source, SAVED)
-    others = sorted(set(every) - set(target))
-    assert cache.holds(others, others, OLD)
+    blocks_come_back_into_others(gpu, client, cache, min(cache.saved, 500))
 
 
 def test_a_node_is_killed_while_its_memory_is_open(
@@ -131,20 +122,9 @@ def test_nodes_are_killed_while_clients_copy(gpu: GPU, cluster: Cluster, transpo
     reads, writes = (
         cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200) for _ in "rw"
     )
-    reads.put_many([(key, content(key)) for key in KEYS])
-    with (
-        at_work(getter(reads, KEYS), longest_s=8) as reader,
-        at_work(putter(writes, "new"), longest_s=8) as writer,
-    ):
-        for _ in range(3):
-            reader.wait_for("right", more=30)
-            writer.wait_for("stored", more=10)
-            node.kill()
-            reader.wait_for("miss", more=5)
-            node = node_on(cluster, name=node.name)
-            writer.wait_for("stored", more=5)
-            outcomes = writes.put_many([(key, content(key)) for key in KEYS])
-            assert set(outcomes) <= {STORED, FOUND}
+    kill_while_used(
+        reads, writes, KEYS, node, lambda name: node_on(cluster, name=name), longest_s=8
+    )
 
 
 def test_a_node_stops_in_order_while_a_client_has_its_memory_open(

@@ -27,7 +27,7 @@ from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.device import DeviceTransport
 from tests.integration.cluster import Cluster, Node, until
 from tests.integration.test_forks import fork, join
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.integration.traffic import content, kill_while_used
 
 torch = pytest.importorskip("torch")
 STORED = PutOutcome.STORED
@@ -192,21 +192,11 @@ def test_a_node_is_killed_while_it_is_used(cluster: Cluster, transport: str) -> 
     node = start(cluster, memory="64MiB")
     client = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
     writes = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
-    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
-    with (
-        at_work(getter(client, KEYS), longest_s=4) as reader,
-        at_work(putter(writes, "new"), longest_s=4) as writer,
-    ):
-        for _ in range(3):
-            reader.wait_for("right", more=30)
-            writer.wait_for("stored", more=10)
-            node.kill()
-            reader.wait_for("miss", more=5)
-            node = cluster.node(device=POOLED, name=node.name, memory="64MiB")
-            writer.wait_for("stored", more=5)
-            outcomes = client.put_many([(key, content(key)) for key in KEYS])
-            assert set(outcomes) <= {STORED, PutOutcome.FOUND}
-    assert sum(reader.counts.values()) > 100
+    counts = kill_while_used(
+        client, writes, KEYS, node,
+        lambda name: cluster.node(device=POOLED, name=name, memory="64MiB"), longest_s=4,
+    )  # fmt: skip
+    assert sum(counts.values()) > 100
 
 
 def test_a_stopped_node_is_not_needed_on_its_host(cluster: Cluster) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvstore import PutOutcome
 from kvstore.errors import KVStoreError
 
 
@@ -109,3 +110,31 @@ def putter(client: Any, prefix: str, **options: Any) -> Callable[[int], str]:
         return str(client.put(key, content(key), **options).name.lower())
 
     return put
+
+
+def kill_while_used(
+    reads: Any,
+    writes: Any,
+    keys: list[str],
+    node: Any,
+    start_again: Callable[[str], Any],
+    *,
+    longest_s: float,
+) -> dict[str, int]:
+    """Kills a node whose objects end with it, three times, while two clients use it: no call
+    returns wrong bytes or hangs, and a new node of its name serves. What the reader counted."""
+    everything = [(key, content(key)) for key in keys]
+    assert set(writes.put_many(everything)) == {PutOutcome.STORED}
+    with (
+        at_work(getter(reads, keys), longest_s=longest_s) as reader,
+        at_work(putter(writes, "new"), longest_s=longest_s) as writer,
+    ):
+        for _ in range(3):
+            reader.wait_for("right", more=30)
+            writer.wait_for("stored", more=10)
+            node.kill()
+            reader.wait_for("miss", more=5)
+            node = start_again(node.name)
+            writer.wait_for("stored", more=5)
+            assert set(reads.put_many(everything)) <= {PutOutcome.STORED, PutOutcome.FOUND}
+    return reader.counts
