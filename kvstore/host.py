@@ -15,8 +15,10 @@ from functools import cache
 from ipaddress import ip_address
 
 from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
+from kvstore.clocks import uptime
 from kvstore.errors import StartupError
 from kvstore.memory.entries import SHM_DIRECTORY
+from kvstore.names import RESOLVE_S, resolve
 
 
 @cache
@@ -63,6 +65,23 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def why_only_here(host: str) -> str:
+    """Why only this host itself can reach a server that listens on ``host``; empty: others can.
+
+    On Debian a host's own name is 127.0.1.1 in /etc/hosts, so a server that listens on its name
+    hears no other host.
+    """
+    if is_loopback(host):
+        return f"{host} is this host alone"
+    try:
+        found = resolve(host, 0, uptime() + RESOLVE_S).addresses
+    except OSError:
+        return ""  # the server that is to listen there says what is wrong
+    if not is_loopback(found[0].place[0]):
+        return ""
+    return f"{host} is {found[0].place[0]} here, by /etc/hosts or the name service"
+
+
 def own_address() -> str:
     """The address of this host on its default route; a loopback address without such a route."""
     for somewhere in ("192.0.2.1:9", "[2001:db8::1]:9"):  # reserved for documentation
@@ -83,8 +102,8 @@ def address_towards(masters: str) -> str:
         masters = parse_etcd(masters).endpoints[0]
     host, port = split_address(masters.partition(",")[0])
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
+        family, target = resolve(host, port, uptime() + RESOLVE_S).addresses[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # a datagram socket sends nothing here
             return str(probe.getsockname()[0])
     except OSError as error:

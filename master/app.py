@@ -24,7 +24,8 @@ from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
 from kvstore.histograms import Histogram
-from kvstore.host import address_towards, is_loopback, own_address
+from kvstore.host import address_towards, is_loopback, own_address, why_only_here
+from kvstore.listening import EVERY_INTERFACE, hears, reached_at
 from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
@@ -64,8 +65,6 @@ STOP_GRACE_S: Final = 1.0
 """Time that calls under way get when the process is asked to stop."""
 
 _NO_RECEIVER: Final = "ExecuteBatchError"
-
-EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
 class Temporary(NamedTuple):
@@ -172,7 +171,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
                 "measures": master.measures,
                 "notices": master.notices.after,
             }
-            at = join_address(_reached(config.host), endpoints.port)
+            at = join_address(reached_at(config.host), endpoints.port)
             serving = web.keep_serving(
                 listener, answers, master=at, cluster=config.cluster,
                 feed=master.feed, events_at=config.events_at, names=_names(config),
@@ -446,6 +445,12 @@ def _advertised(config: MasterConfig, port: int, place: EtcdPlace) -> str:
     if config.advertise:
         host, given = split_address(config.advertise, default_port=0)
         port = given or port
+        if not hears(config.host, host):
+            raise StartupError(
+                f"clients are told to connect to {host}, which {config.host} does not hear",
+                advice="Give --host ::, which hears IPv6 and IPv4.",
+                host=config.host,
+            )
     elif host in EVERY_INTERFACE:
         host = address_towards(str(place))
     return join_address(host, port)
@@ -469,7 +474,7 @@ def _node_advertised(config: MasterConfig) -> str:
 def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, prefix: str) -> Child:
     """``is_own``: a user runs this master, not a parent process, and starts it again after it
     ends. ``prefix``: of the node's name."""
-    host = config.host if config.host not in EVERY_INTERFACE else "127.0.0.1"
+    host = reached_at(config.host)
     # A stable name: a master that is killed and started again finds its memory by it.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     return start_node(
@@ -501,20 +506,14 @@ def _names(config: MasterConfig) -> list[str]:
     return [name for name in names if name]
 
 
-def _reached(host: str) -> str:
-    """Where this process reaches what it serves itself on ``host``."""
-    return "127.0.0.1" if host in EVERY_INTERFACE else host
-
-
 def _greet(
     config: MasterConfig, endpoints: Endpoints, http: socket.socket | None, scheme: str
 ) -> None:
     at = join_address(config.host, endpoints.port)
-    only = (
-        "; this host only, use --host to serve others"
-        if config.host in ("127.0.0.1", "localhost", "::1")
-        else ""
-    )
+    why = "" if config.host in EVERY_INTERFACE else why_only_here(config.host)
+    if why and not is_loopback(config.host):
+        log.warning("listens_on_loopback host=%s: %s", config.host, why)
+    only = "; this host only, use --host to serve others" if why else ""
     print(
         f"kvstore-master listening on {at} (gRPC) and port {endpoints.lane_port} (lane){only}",
         flush=True,

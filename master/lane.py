@@ -23,6 +23,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.listening import listen
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.state.traffic import Caller
@@ -96,7 +97,8 @@ class LaneServer:
         """
         loop = asyncio.get_running_loop()
         factory = self._connection
-        server = await loop.create_server(factory, host or None, port, start_serving=False)
+        listener = await asyncio.to_thread(listen, host, port)
+        server = await loop.create_server(factory, sock=listener, start_serving=False)
         self._servers.append(server)
         self.port = server.sockets[0].getsockname()[1]
         if unix:

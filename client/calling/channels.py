@@ -16,8 +16,10 @@ from typing import Final
 
 import grpc
 
+from kvstore.client.calling.retries import CarrierBrokenError
 from kvstore.errors import ClosedError
 from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.names import UnknownNameError, grpc_target
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
@@ -57,15 +59,26 @@ class Channels:
         self._closed = False
 
     @contextmanager
-    def lend(self, address: str) -> Iterator[Lent]:
-        """The channel to ``address``, for one call. Raises ClosedError: after ``close``."""
+    def lend(self, address: str, deadline: float) -> Iterator[Lent]:
+        """The channel to ``address``, for one call. A new channel needs the address of its host.
+
+        Raises:
+            ClosedError: after ``close``.
+            CarrierBrokenError: no name server says by the deadline where the host is.
+        """
+        target = address
+        if address not in self._by_address:
+            try:
+                target = grpc_target(address, deadline)
+            except UnknownNameError as error:
+                raise CarrierBrokenError(str(error), sent=False) from None
         with self._lock:
             if self._closed:
                 raise ClosedError("the client is closed")
             lent = self._by_address.get(address)
             if lent is None:
                 lent = self._by_address[address] = Lent(
-                    grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                    grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
                 )
             lent.calls += 1
         try:

@@ -9,6 +9,7 @@ import select
 import socket
 import time
 
+from kvstore import names
 from kvstore.addresses import join_address
 from kvstore.calls import Joined
 from kvstore.client.calling.retries import (
@@ -197,8 +198,7 @@ def connect(
             )
         address = join_address(host, joined.lane_port)
         try:
-            left_s = max(until - uptime(), 0.001)
-            sock = socket.create_connection((host, joined.lane_port), timeout=left_s)
+            sock = names.connect(host, joined.lane_port, until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise LaneUnreachableError(f"{address}: {_reason(error)}") from None

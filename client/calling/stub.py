@@ -278,7 +278,7 @@ class MasterStub:
         if left_s <= 0:
             raise late(self._link, call.name)
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-        with self._channels.lend(address) as lent:
+        with self._channels.lend(address, deadline) as lent:
             try:
                 send = lent.channel.unary_unary(call.path)
                 stop, metadata = current(), self._link.metadata(call)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 from typing import Final
 
 import click
@@ -15,6 +14,7 @@ from kvstore.addresses import join_address
 from kvstore.cli.options import CONTEXT, SOURCES, config_options, debug_option
 from kvstore.config import MasterConfig, load
 from kvstore.errors import AddressInUseError, SharedMemoryTooSmallError
+from kvstore.listening import listen
 from kvstore.memory import cgroup
 from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.texts import size_text
@@ -74,7 +74,8 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     click.echo(f"kvstore quickstart: takes {size_text(config.memory)} of memory (--memory) ...")
 
     from kvstore.host import own_address  # these after the settings: a typo is reported at once
-    from kvstore.master.app import EVERY_INTERFACE, Temporary
+    from kvstore.listening import EVERY_INTERFACE
+    from kvstore.master.app import Temporary
     from kvstore.master.app import run as serve
 
     host = own_address() if config.host in EVERY_INTERFACE else config.host
@@ -131,13 +132,9 @@ def spare_memory() -> int:
 def free_port(host: str, port: int) -> int:
     """``port``, or a higher one, that is free with the next one for the lane; 0: none of them is.
     Another process may take it before it is used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for each in range(port, port + PORT_STEP * PORT_TRIES, PORT_STEP):
         try:
-            with (
-                socket.create_server((host, each), family=family),
-                socket.create_server((host, each + 1), family=family),
-            ):
+            with listen(host, each), listen(host, each + 1):
                 return each
         except OSError:
             continue

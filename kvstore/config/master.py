@@ -42,7 +42,8 @@ class MasterConfig(HttpConfig):
     host: Host = Field(
         default="127.0.0.1",
         description="Address to listen on. Loopback until you say otherwise, because a host "
-        "that reaches the master can read and write the cache; 0.0.0.0 is every interface.",
+        "that reaches the master can read and write the cache. :: is every interface, 0.0.0.0 "
+        "those with IPv4.",
     )
     port: Port = Field(
         default=DEFAULT_PORT, description="TCP port of the gRPC service; 0 takes any."

@@ -31,6 +31,7 @@ from kvstore.config.values import (
     MetadataServer,
     Name,
     OnOffAuto,
+    OptionalHost,
     Port,
     RefusedError,
 )
@@ -57,10 +58,11 @@ class NodeConfig(HttpConfig):
         description="The node's name, unique in the cluster; empty takes the host's name, and "
         "-2, -3, ... after it where that is taken.",
     )
-    host: Annotated[str, As("HOST")] = Field(
+    host: OptionalHost = Field(
         default="",
         description="Address to serve the memory on; empty: this host's own on the way to the "
-        "master, which is loopback beside a master on loopback. 0.0.0.0 is every interface.",
+        "master, which is loopback beside a master on loopback. :: is every interface, 0.0.0.0 "
+        "those with IPv4.",
     )
     port: Port = Field(
         default=DATA_PORT,
@@ -77,8 +79,8 @@ class NodeConfig(HttpConfig):
     advertise: Advertise = Field(
         default="",
         description="What clients are told to connect to, where that differs from --host and "
-        "--port (behind NAT); empty: those, and with --host 0.0.0.0 this host's own address on "
-        "the way to the master.",
+        "--port (behind NAT); empty: those, and with --host :: or 0.0.0.0 this host's own address "
+        "on the way to the master.",
     )
     memory: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
         default=1 << 30,

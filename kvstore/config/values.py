@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -161,12 +162,34 @@ def _addresses(value: object) -> object:
 
 
 def _advertise(value: str) -> str:
-    if value:
-        try:
-            split_address(value, default_port=0)
-        except InvalidArgumentError as error:
-            raise RefusedError(error.message, error.advice) from error
+    value = value.strip()
+    if not value:
+        return ""
+    if _is_ipv6(value):  # as Kubernetes writes a pod's address
+        return f"[{value}]"
+    try:
+        split_address(value, default_port=0)
+    except InvalidArgumentError as error:
+        raise RefusedError(error.message, error.advice) from error
     return value
+
+
+def _host(value: str) -> str:
+    """A host without a port: an IPv6 address with or without brackets; without them in the end."""
+    value = value.strip()
+    bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    if ":" in bare and not _is_ipv6(bare):
+        raise RefusedError(
+            f"{value!r} is not a host", "Write an address or a name; --port has the port."
+        )
+    return bare
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ip_address(text.partition("%")[0]).version == 6
+    except ValueError:
+        return False
 
 
 def _name(value: str) -> str:
@@ -260,7 +283,8 @@ Text = Annotated[str, As("TEXT")]
 Microseconds = Annotated[int, As("US"), BeforeValidator(_number)]
 Count = Annotated[int, As("N"), BeforeValidator(_number)]
 Port = Annotated[int, As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
-Host = Annotated[str, As("HOST"), Field(min_length=1)]
+Host = Annotated[str, As("HOST"), Field(min_length=1), AfterValidator(_host)]
+OptionalHost = Annotated[str, As("HOST"), AfterValidator(_host)]
 Master = Annotated[str, As("HOST:PORT,..."), AfterValidator(_master)]
 OptionalMaster = Annotated[str, As("HOST:PORT,..."), AfterValidator(_optional_master)]
 Etcd = Annotated[str, As("HOST:PORT,..."), AfterValidator(_etcd)]

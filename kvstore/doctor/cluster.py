@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import NamedTuple, cast
 
 import grpc
 
-from kvstore import calls
+from kvstore import calls, names
 from kvstore._version import __version__
 from kvstore.addresses import ETCD_SCHEME, EtcdPlace, join_address, parse_etcd, split_address
 from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments, TrafficReport
@@ -24,6 +23,7 @@ from kvstore.doctor.findings import Finding, ok, problem, warning
 from kvstore.errors import KVStoreError, NotLeaderError
 from kvstore.etcd.finding import look_at
 from kvstore.host import host_id
+from kvstore.listening import listen, reached_at
 from kvstore.memory.entries import directories
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.base import Move
@@ -74,16 +74,16 @@ def ports(config: MasterConfig, timeout_s: float) -> list[Finding]:
 def port_taken(host: str, port: int) -> int | None:
     """Why a server cannot listen on ``host:port`` (an errno); None: it can."""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, port), family=family):
+        with listen(host, port):
             return None
     except OSError as error:
         return error.errno or errno.EIO
 
 
 def master_at(host: str, port: int, timeout_s: float) -> bool:
-    where = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host
-    stub = MasterStub(join_address(where, port), host=host_id(), name="doctor", lane=False)
+    stub = MasterStub(
+        join_address(reached_at(host), port), host=host_id(), name="doctor", lane=False
+    )
     try:
         stub.join(uptime() + min(1.0, timeout_s / 3))
         return True
@@ -227,8 +227,8 @@ def lane(host: str, joined: Joined, deadline: Deadline) -> Finding:
         return warning(subject, what, "Calls take 300 µs more; see --lane-port.")
     address = join_address(host, joined.lane_port)
     try:
-        left_s = max(0.1, deadline - uptime())
-        with socket.create_connection((host, joined.lane_port), timeout=left_s) as sock:
+        by = max(deadline, uptime() + 0.1)
+        with names.connect(host, joined.lane_port, by) as sock:
             sock.sendall(hello(joined.lane_token))
             reader = FrameReader()
             while (answer := reader.next()) is None:

@@ -30,6 +30,7 @@ from kvstore.etcd.wire import (
     unavailable,
     worth_another_member,
 )
+from kvstore.names import UnknownNameError, grpc_target
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -242,7 +243,7 @@ class Etcd:
         first_s: float,
     ) -> ResponseT:
         """``first_s``: time-out of a stream's first message. Raises grpc.RpcError."""
-        channel = self._channel(member)
+        channel = await self._channel(member, timeout_s)
         encode, decode = type(request).SerializeToString, method.response.FromString
         if not method.streams:
             call: Any = channel.unary_unary(method.path, encode, decode)
@@ -274,12 +275,20 @@ class Etcd:
         finally:
             stream.cancel()
 
-    def _channel(self, member: str) -> grpc.aio.Channel:
+    async def _channel(self, member: str, timeout_s: float) -> grpc.aio.Channel:
+        """Raises grpc.RpcError: nothing says where the member is."""
         channel = self._channels.get(member)
         if channel is None:
             if self._credentials is None:
-                channel = grpc.aio.insecure_channel(member, options=CHANNEL_OPTIONS)
-            else:
+                try:
+                    target = await asyncio.to_thread(grpc_target, member, uptime() + timeout_s)
+                except UnknownNameError as error:
+                    raise grpc.aio.AioRpcError(
+                        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(),
+                        str(error),
+                    ) from None  # fmt: skip
+                channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+            else:  # the certificate is checked against the name
                 channel = grpc.aio.secure_channel(
                     member, self._credentials, options=CHANNEL_OPTIONS
                 )

@@ -28,6 +28,7 @@ from kvstore.etcd.wire import (
     unavailable,
     worth_another_member,
 )
+from kvstore.names import UnknownNameError, grpc_target
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -55,10 +56,13 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
         timeout_s = attempt_s(left_s, len(place.endpoints) - number)
         by = uptime() + timeout_s
         try:
-            with _channel(member, secure) as channel:
+            with _channel(member, secure, by) as channel:
                 found = _leader(channel, place, _token(channel, place, by), by)
             _answered[place.endpoints] = member
             return found
+        except UnknownNameError as unknown:
+            reasons[member] = str(unknown)
+            continue
         except grpc.RpcError as error:
             failure = error
         if not worth_another_member(failure):
@@ -85,7 +89,7 @@ def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
     """
     alone = place._replace(endpoints=(member,))
     try:
-        with _channel(member, credentials(place)) as channel:
+        with _channel(member, credentials(place), deadline) as channel:
             token = _token(channel, place, deadline)
             said = _ask(channel, STATUS, rpc.StatusRequest(), token, deadline)
             if not said.leader:
@@ -94,6 +98,8 @@ def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
                     advice="Check that the other members run and reach each other.",
                 )
             master = _leader(channel, place, token, deadline)
+    except UnknownNameError as unknown:
+        raise unavailable(alone, {member: str(unknown)}) from None
     except grpc.RpcError as error:
         if not worth_another_member(error):
             raise refused(error, alone) from None
@@ -109,9 +115,11 @@ def _best_first(place: EtcdPlace) -> list[str]:
     return sorted(place.endpoints, key=lambda member: member != best)
 
 
-def _channel(member: str, secure: grpc.ChannelCredentials | None) -> grpc.Channel:
+def _channel(member: str, secure: grpc.ChannelCredentials | None, deadline: float) -> grpc.Channel:
+    """Raises UnknownNameError. A certificate is checked against the member's name, so with TLS gRPC
+    looks the name up by itself, within the calls' time-outs."""
     if secure is None:
-        return grpc.insecure_channel(member, options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(grpc_target(member, deadline), options=CHANNEL_OPTIONS)
     return grpc.secure_channel(member, secure, options=CHANNEL_OPTIONS)
 
 

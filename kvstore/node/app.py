@@ -39,7 +39,8 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.etcd.finding import find_leader
-from kvstore.host import address_towards, host_id, is_loopback, places_of
+from kvstore.host import address_towards, host_id, is_loopback, places_of, why_only_here
+from kvstore.listening import EVERY_INTERFACE, hears
 from kvstore.memory import numa
 from kvstore.memory.entries import free_node_name
 from kvstore.memory.header import Owner
@@ -59,8 +60,6 @@ log = logging.getLogger("kvstore.node")
 
 NAME_WAIT_S: Final = 2.0
 """How long a node waits for the previous process of its name to end."""
-
-EVERY_INTERFACE: Final = ("", "0.0.0.0", "::")
 
 
 class Repairs(Protocol):
@@ -407,13 +406,20 @@ def _listens_on(config: NodeConfig) -> str:
     if not config.host:
         return towards
     advertised, _ = split_address(_advertised(config, 0), default_port=0)
-    if not is_loopback(advertised) or is_loopback(towards):
+    if not hears(config.host, advertised):
+        raise StartupError(
+            f"clients are told to connect to {advertised}, which {config.host} does not hear",
+            advice="Give --host ::, which hears IPv6 and IPv4.",
+            host=config.host,
+        )
+    only_here = why_only_here(advertised if config.advertise else config.host)
+    if not only_here or is_loopback(towards):
         return config.host
     if config.advertise:
         log.warning("advertises_loopback address=%s: others cannot reach it", config.advertise)
         return config.host
     raise StartupError(
-        f"clients on other hosts cannot reach {config.host}, and the master at "
+        f"clients on other hosts cannot reach this node: {only_here}, and the master at "
         f"{shown_place(config.master)} is on another one, or serves others",
         advice=f"Leave out --host, or give --host {towards}. To serve this host only, say so: "
         f"--advertise {config.host}",

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from kvstore import names
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
@@ -273,8 +274,7 @@ class ClientConnection:
     def _connect(self, deadline: float) -> Stream:
         segment = self._segment
         deadline = min(deadline, uptime() + self._connect_s)
-        timeout = max(deadline - uptime(), 1e-3)
-        sock = socket.create_connection(_host_and_port(segment.address), timeout)
+        sock = names.connect(*_host_and_port(segment.address), deadline)
         stream = self._stream = Stream(sock, stall_s=self._stall_s)
         if self._is_interrupted:
             raise ConnectionAbortedError("the transport was closed")

@@ -14,8 +14,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kvstore.addresses import join_address
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, InternalError, StartupError
+from kvstore.listening import listen
 from kvstore.transport.stream import Stream
 from kvstore.transport.tcp_connection import (
     Connection,
@@ -82,13 +84,13 @@ class DataServer:
             StartupError: the address cannot be used.
         """
         host, port = self._address
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server(self._address, family=family, backlog=128)
+            self._listener = listen(host, port)
         except OSError as error:
             kind = AddressInUseError if error.errno == errno.EADDRINUSE else StartupError
             raise kind(
-                f"the data server cannot listen on {host}:{port}: {error.strerror}",
+                f"the data server cannot listen on {join_address(host, port)}: "
+                f"{error.strerror or error}",
                 advice="Choose another address, or port 0 for any free one.",
                 host=host,
                 port=port,

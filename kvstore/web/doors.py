@@ -18,6 +18,8 @@ from typing import Final
 
 from aiohttp import web
 
+from kvstore import listening
+
 log = logging.getLogger("kvstore.web")
 
 CLIENT_LEFT: Final = 499
@@ -105,7 +107,8 @@ async def answering(
 async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
     """Starts the server. Raises OSError."""
     loop = asyncio.get_running_loop()
-    return _queued(await loop.create_server(doors, host, port, backlog=AT_ONCE))
+    listener = await asyncio.to_thread(listening.listen, host, port, backlog=AT_ONCE)
+    return _queued(await loop.create_server(doors, sock=listener, backlog=AT_ONCE))
 
 
 async def listen_on(

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvstore.addresses import join_address
 from kvstore.errors import AddressInUseError, StartupError, UnavailableError
+from kvstore.listening import listen
 from kvstore.web.access import Access
 from kvstore.web.doors import Doors, Handler, answering, connections_max, listen_on
 
@@ -56,13 +57,12 @@ def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
     while True:
         for each in range(port, port + (1 if is_given else PORTS)):
             try:
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                listener = socket.create_server((host, each), family=family)
+                listener = listen(host, each)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     continue
                 raise StartupError(
-                    f"HTTP cannot listen on {join_address(host, each)}: {error.strerror}",
+                    f"HTTP cannot listen on {join_address(host, each)}: {error.strerror or error}",
                     advice="Give --host an address of this host, or --http-port 0.",
                 ) from None
             if each != port:

@@ -14,8 +14,10 @@ import grpc.aio
 
 from kvstore.background import start_task
 from kvstore.calls import MasterMessage, NodeMessage
+from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError
 from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.names import RESOLVE_S, UnknownNameError, grpc_target
 from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc, unexpected
 
@@ -57,8 +59,9 @@ class NodeStream:
             await stream.send(NodeJoin(...))
             accepted = await stream.receive()
 
-    Entering connects nothing yet: the first ``receive`` raises when no master is there. Leaving
-    ends the session at once. One task may send while another receives.
+    Entering looks up the name of the master's host and connects nothing yet: the first ``receive``
+    raises when no master is there. Leaving ends the session at once. One task may send while
+    another receives.
     """
 
     def __init__(self, address: str) -> None:
@@ -70,7 +73,15 @@ class NodeStream:
         self._reader: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+        try:
+            target = await asyncio.to_thread(grpc_target, self._address, uptime() + RESOLVE_S)
+        except UnknownNameError as error:
+            raise MasterUnreachableError(
+                f"no session with the master at {self._address}: {error}",
+                advice="Check the address, and this host's name service.",
+                address=self._address,
+            ) from None
+        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
         session: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
         session = self._channel.stream_stream(SESSION_PATH)
         self._call = session()

@@ -124,6 +124,16 @@ def test_what_is_no_address(text: str) -> None:
         split_address(text)
 
 
+@pytest.mark.parametrize(("given", "host"), [("::1", "::1"), ("[::1]", "::1"), ("a.b", "a.b")])
+def test_brackets_of_a_host_may_be_left_out(given: str, host: str) -> None:
+    assert MasterConfig(host=given).host == NodeConfig(host=given).host == host
+
+
+@pytest.mark.parametrize("given", ["127.0.0.1:50001", "[::1]:50001", "fd00::5::1"])
+def test_a_host_has_no_port(given: str) -> None:
+    assert "not a host" in str(refusal(MasterConfig, environ={}, host=given))
+
+
 def test_the_port_of_a_master_may_be_left_out() -> None:
     assert ClientConfig(master="cache.example").master == "cache.example:50001"
     assert ClientConfig(master="[::1]").master == "[::1]:50001"

@@ -37,6 +37,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Final, NamedTuple
 
+from kvstore import names
 from kvstore.addresses import split_address
 from kvstore.calls import EngineAddress
 from kvstore.clocks import uptime
@@ -361,10 +362,8 @@ def _check_metadata_server(server: str) -> None:
     place = re.split(r"[/?,;]", rest, maxsplit=1)[0]
     try:
         default = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}[kind]
-        with socket.create_connection(
-            split_address(place, default_port=default), METADATA_TIMEOUT_S
-        ):
-            return
+        by = uptime() + METADATA_TIMEOUT_S
+        names.connect(*split_address(place, default_port=default), by).close()
     except (OSError, InvalidArgumentError) as error:
         raise TransferEngineError(
             f"the metadata server {server} cannot be reached: {error}",

@@ -34,6 +34,10 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"master": REMOTE}, OURS, f"{OURS}:7"),
         ({"master": f"{NEAR},{REMOTE}"}, OURS, f"{OURS}:7"),
         ({"master": REMOTE, "host": "0.0.0.0"}, "0.0.0.0", f"{OURS}:7"),
+        ({"master": REMOTE, "host": "::"}, "::", f"{OURS}:7"),
+        ({"master": REMOTE, "host": "[fd00::8]"}, "fd00::8", "[fd00::8]:7"),
+        ({"master": REMOTE, "host": "::", "advertise": "fd00::5"}, "::", "[fd00::5]:7"),
+        ({"master": REMOTE, "host": "::", "advertise": "[fd00::5]:9"}, "::", "[fd00::5]:9"),
         ({"master": REMOTE, "host": "10.1.0.8"}, "10.1.0.8", "10.1.0.8:7"),
         ({"master": REMOTE, "advertise": "192.0.2.1"}, OURS, "192.0.2.1:7"),
         ({"master": REMOTE, "advertise": "192.0.2.1:99"}, OURS, "192.0.2.1:99"),
@@ -54,6 +58,12 @@ def test_where_it_listens_and_what_it_says(
 def test_loopback_towards_a_master_elsewhere_is_refused() -> None:
     with pytest.raises(StartupError, match=f"give --host {OURS}"):
         app._listens_on(NodeConfig(master=REMOTE, host="127.0.0.1"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.0.8"])
+def test_an_address_of_another_family_is_refused(host: str) -> None:
+    with pytest.raises(StartupError, match=r"fd00::5, which .* does not hear"):
+        app._listens_on(NodeConfig(master=REMOTE, host=host, advertise="fd00::5"))
 
 
 def test_places_are_equal_where_masters_are() -> None:
