@@ -31,6 +31,7 @@ from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
 from kvstore.master.notices import Notices
+from kvstore.master.reaching import Reacher
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.spin import new_event_loop
 from kvstore.master.state.liveness import LivenessRules
@@ -273,6 +274,7 @@ class _Master:
         self._election: Election | None = None
         self.feed = Feed() if config.events else None
         self.notices = Notices(wall_clock_ms)
+        self._reach = Reacher()
 
     async def bind(self) -> None:
         config = self._config
@@ -305,6 +307,7 @@ class _Master:
         service.counters_elsewhere = self._counters
         service.outrun = self._outrun
         service.noticed = self.notices.add
+        service.reach = self._reach
         if self.feed is not None:
             self.feed.begin(state)
             service.has_events = self.feed.changed

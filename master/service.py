@@ -40,6 +40,7 @@ from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.callers import token_for
 from kvstore.master.carriers import Endpoints
 from kvstore.master.pieces import CUTS, Cut
+from kvstore.master.reaching import AGAIN_S, Reach
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.nodes import outrun_by
@@ -120,6 +121,8 @@ class MasterService:
         must begin above it."""
         self.noticed: Callable[[str, Mapping[str, str | int]], None] = lambda event, fields: None
         """Called with each notice, which is in the log as well."""
+        self.reach: Reach | None = None
+        """Tries to reach a node that has joined; None: nobody tries."""
         self.has_events: Callable[[], None] | None = None
         """Called after each step that made events (``MasterState.take_events``)."""
         self.step_us = Histogram()
@@ -318,6 +321,7 @@ class MasterService:
             self._read_node(session, incoming, outbox),
             died=lambda error: self._put(outbox, InternalError(f"unexpected {error!r:.200}")),
         )
+        reaching = start_task(f"reach {first.name}", self._reach_node(session))
         try:
             while (message := await outbox.get()) is not None:
                 if isinstance(message, KVStoreError):
@@ -326,9 +330,10 @@ class MasterService:
         finally:
             del self._outboxes[session]
             reader.cancel()
+            reaching.cancel()
             with self._transition() as state:
                 state.nodes.stream_broken(session)
-            await asyncio.gather(reader, return_exceptions=True)
+            await asyncio.gather(reader, reaching, return_exceptions=True)
 
     async def _read_node(
         self, session: int, incoming: AsyncIterator[calls.NodeMessage], outbox: Outbox
@@ -341,6 +346,16 @@ class MasterService:
             self._put(outbox, None)
         except KVStoreError as error:
             self._put(outbox, error)
+
+    async def _reach_node(self, session: int) -> None:
+        """Connects to the node's memory until that has succeeded once."""
+        while self.reach is not None and (offered := self.state.nodes.offered(session)):
+            why = await self.reach(offered)
+            with self._transition() as state:
+                state.nodes.reached(session, why)
+            if not why:
+                return
+            await asyncio.sleep(AGAIN_S)
 
     @contextlib.contextmanager
     def _transition(self) -> Iterator[MasterState]:

@@ -49,6 +49,9 @@ class NodeStatus(NamedTuple):
     segments: Sequence[SegmentStatus]
     version: str = ""
     """Of its program; empty: an older one, or an older master."""
+    unreachable: str = ""
+    """Why the master could not connect to the node's memory after its join; empty: it could, has
+    not tried yet, or is an older one."""
 
 
 class NamespaceStatus(NamedTuple):

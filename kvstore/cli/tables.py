@@ -93,7 +93,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         for node in found.nodes:
             nodes.add_row(
                 node.name,
-                node.state,
+                f"{node.state}, unreachable" if node.unreachable else node.state,
                 node.address or "-",
                 size_text(sum(segment.used for segment in node.segments)),
                 size_text(sum(segment.size for segment in node.segments)),

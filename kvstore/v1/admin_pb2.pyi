@@ -155,6 +155,7 @@ class NodeStatus(_message.Message):
     SILENT_MS_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     state: _builtins.str
@@ -165,6 +166,10 @@ class NodeStatus(_message.Message):
     """Since it was last heard."""
     version: _builtins.str
     """Of its program, for people; empty: not known."""
+    unreachable: _builtins.str
+    """Why the master could not connect to its data server, for people; empty: it could, or has not
+    tried.
+    """
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
     def __init__(
@@ -177,10 +182,11 @@ class NodeStatus(_message.Message):
         silent_ms: _builtins.int = ...,
         segments: _abc.Iterable[Global___SegmentStatus] | None = ...,
         version: _builtins.str = ...,
+        unreachable: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "name", b"name", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "name", b"name", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "unreachable", b"unreachable", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,11 @@ def _nodes(status: ClusterStatus) -> Iterator[Problem]:
         [(node, "its objects move away") for node in status.nodes if node.state == "draining"],
         "is draining",
     )
+    yield from _named(
+        "bad",
+        [(node, node.unreachable) for node in status.nodes if node.unreachable],
+        "is unreachable from the master",
+    )
     short = dict(status.counters).get("under_replicated_objects", 0)
     if short:
         yield Problem(

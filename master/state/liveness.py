@@ -60,6 +60,8 @@ class Node:
     """Whether the node is about to leave, and gets no new objects."""
     version: str = ""
     """Of its program; empty: not known."""
+    unreachable: str = ""
+    """Why the master could not connect to its memory when it last tried; empty: it could."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,6 +247,15 @@ class Membership:
             self._alive = None
             self._notice("node_stream_broken", node)
 
+    def reached(self, node: Node, why_not: str) -> None:
+        """See ``Nodes.reached``."""
+        if why_not != node.unreachable:
+            if why_not:
+                self._notice("node_unreachable", node, reason=why_not)
+            else:
+                self._notice("node_reachable", node)
+            node.unreachable = why_not
+
     def leave(self, node: Node) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)

@@ -14,6 +14,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying, not_draining
 from kvstore.master.state.effects import Outrun, Send
 from kvstore.master.state.marks import Marks
+from kvstore.master.state.membership import describe
 from kvstore.master.state.records import Segment
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.sweeping import Sweeping
@@ -99,6 +100,18 @@ class Nodes:
         self._common.changing = True
         self._membership.stream_broken(session)
         self._follow(0)  # no node is declared dead here, so the time does not matter
+
+    def offered(self, session: int) -> list[calls.SegmentInfo]:
+        """The segments of the node of that session; none if the session is over."""
+        node = self._membership.of(session)
+        return [] if node is None else [describe(s) for s in self._membership.segments[node.name]]
+
+    def reached(self, session: int, why_not: str) -> None:
+        """The master has tried to connect to the node; ``why_not``: empty if it could."""
+        node = self._membership.of(session)
+        if node is not None:
+            self._membership.reached(node, why_not)
+            self._follow(0)  # no node is declared dead here, so the time does not matter
 
     # --- calls --------------------------------------------------------------------------------
 

@@ -247,6 +247,7 @@ def _node(common: Common, node: Node, now_ms: int) -> calls.NodeStatus:
         silent_ms=now_ms - node.heard_ms,
         segments=[_segment(segment) for segment in segments],
         version=node.version,
+        unreachable=node.unreachable,
     )
 
 

@@ -324,3 +324,17 @@ def test_nodes_of_a_host_take_the_data_ports_one_after_the_other(cluster: Cluste
     for node, port in zip(nodes, found, strict=True):  # other tests may have the first port
         said = "data_port_taken wanted=50003" in node.errors
         assert said == (port != 50_003)
+
+
+def test_the_status_says_that_a_node_cannot_be_reached_where_it_says(cluster: Cluster) -> None:
+    """A wrong --advertise, a firewall: the node looks alive by the stream that it has opened."""
+    cluster.start(nodes=1)
+    refuses = cluster.node(advertise="127.0.0.1:9")
+
+    def reasons() -> dict[str, str]:
+        return {node.name: node.unreachable for node in cluster.status().nodes}
+
+    until(lambda: any(reasons().values()))
+    assert "refused the tcp connection" in reasons().pop(refuses.name)
+    shown = json.loads(run("status", "--json", "--master", cluster.address).stdout)
+    assert any(node["unreachable"] for node in shown["nodes"])

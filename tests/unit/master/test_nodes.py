@@ -13,6 +13,7 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.limits import PROTOCOL_VERSION
+from kvstore.master.state.effects import Notice
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import EPOCH, Cluster
@@ -341,6 +342,30 @@ def test_reports_are_logged_with_who_and_why_once_in_a_while(new_cluster: NewClu
     cluster.after(NOTED_MS)
     cluster.report("one", "walled", reason="no route")
     assert noted() == [*expected, ("one", "walled", "client of walled", "no route", 4)]
+
+
+def test_where_a_node_cannot_be_reached_is_in_the_status_until_it_can(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster()
+    _join(cluster, JOIN)
+    (session,) = cluster.state.membership._by_session
+    nodes = cluster.state.nodes
+    assert [each.address for each in nodes.offered(session)] == [OFFER.address]
+
+    def told() -> str:
+        return cluster.state.report.status(0, calls.Status()).nodes[0].unreachable
+
+    nodes.reached(session, "refused the tcp connection")
+    assert told() == "refused the tcp connection"
+    nodes.reached(session, "")
+    assert told() == ""
+    effects = cluster.state.take_effects()
+    events = [effect.event for effect in effects if isinstance(effect, Notice)]
+    assert events[-2:] == ["node_unreachable", "node_reachable"]
+    nodes.stream_broken(session)
+    assert nodes.offered(session) == []
+    nodes.reached(session, "too late")
 
 
 def test_hosts_that_are_remembered_have_a_bound(new_cluster: NewCluster) -> None:

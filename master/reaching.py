@@ -1,0 +1,59 @@
+"""Whether a node's memory can be reached where it says: the master connects back after its join.
+
+A node behind a firewall, on an address of another family, or with a wrong ``--advertise`` looks
+alive: its heartbeats come by the stream that it has opened itself. So the master opens a data
+connection as a client does, with the segment's token, and says in the status what came back. It is
+one view of the network: nothing else depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
+from kvstore.errors import KVStoreError, SegmentGoneError
+from kvstore.transport.tcp_client import ClientConnection
+
+REACH_S: Final = 2.0
+"""How long connecting may take: a lost packet is sent again after one second."""
+
+AGAIN_S: Final = 30.0
+"""After which a node that could not be reached is tried again."""
+
+AT_ONCE: Final = 4
+"""Nodes that are tried at the same time, each in a thread: all nodes join when a master starts."""
+
+Reach = Callable[[Sequence[SegmentInfo]], Awaitable[str]]
+"""Why the memory of a node cannot be reached, as ``Reacher.__call__``."""
+
+
+class Reacher:
+    """See the module. Use it in one event loop's thread."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def __call__(self, segments: Sequence[SegmentInfo]) -> str:
+        """The first reason; empty: each segment with an address is served there."""
+        async with self._places:
+            return await asyncio.to_thread(_why_not, segments)
+
+
+def _why_not(segments: Sequence[SegmentInfo]) -> str:
+    deadline = uptime() + REACH_S
+    for segment in segments:
+        if not segment.address:
+            continue
+        connection = ClientConnection(segment)
+        try:
+            connection.greet(deadline)
+        except SegmentGoneError:
+            pass  # fenced meanwhile: the node joins anew
+        except KVStoreError as error:
+            return error.message
+        finally:
+            connection.close()
+    return ""
