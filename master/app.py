@@ -467,6 +467,7 @@ def _node_advertised(config: MasterConfig) -> str:
         return ""
     host = address_towards(str(config.etcd_place)) if config.etcd_place else own_address()
     if is_loopback(host):
+        host = reached_at(config.host)  # this host may have one kind of loopback only
         log.warning(
             "memory_on_loopback: clients on other hosts cannot reach the memory of this master; "
             "give --host or --advertise an address of this host"
