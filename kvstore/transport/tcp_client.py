@@ -49,7 +49,11 @@ lost is sent again after one second."""
 LATE_S: Final = 0.01
 """A time-out so shortly before the deadline is the deadline's: the kernel's timers are coarse."""
 
-_ADVICE: Final = "Is its port open from this host, and the node running? kvstore doctor tests both."
+_NOT_ACCEPTED: Final = "Open its port to this host; kvstore doctor tests it."
+_NOT_MOVING: Final = (
+    "It had accepted the connection, so its port is open: the node is stopped or overloaded, or "
+    "the network loses packets (large ones, where the MTU of a link is too high)."
+)
 
 RECEIVE_BYTES: Final = PIECE_BYTES
 SEND_BYTES: Final = 1 << 20
@@ -316,8 +320,9 @@ class ClientConnection:
             return deadline_exceeded(segment, settled=settled)
         if not isinstance(error, _RefusedError):
             silent = isinstance(error, TimeoutError)
+            advice = _NOT_ACCEPTED if self._stream is None else _NOT_MOVING
             return NodeUnreachableError(
-                f"{where} {self._failed(error)}", advice=_ADVICE if silent else "",
+                f"{where} {self._failed(error)}", advice=advice if silent else "",
                 node=segment.node, address=segment.address, transport="tcp", settled=settled,
                 silent_ms=round(self._stall_s * 1000) if silent else 0,
             )  # fmt: skip
