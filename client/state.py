@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore import descriptors
 from kvstore.children import Child, start_node
 from kvstore.client import forks
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
@@ -61,6 +62,7 @@ class ClientState:
         Args:
             ask: makes the calls of the thread that renews leases.
         """
+        descriptors.keep_standard()
         self.config = config
         self.host = host_id()
         self.name = self._new_name()

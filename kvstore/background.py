@@ -15,8 +15,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 log = logging.getLogger("kvstore.background")
@@ -121,21 +120,16 @@ def end_signals() -> list[signal.Signals]:
     return ends
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """A process that is started in this block begins with SIGINT blocked, until it calls
-    ``hear_interrupts``. A Ctrl-C reaches all processes of a terminal, also one that is still
-    importing its modules, which would print a traceback; its parent ends it anyway."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def hear_signals() -> None:
+    """Called in the main thread of a server when the signals that end it have their handlers.
 
-
-def hear_interrupts() -> None:
-    """Called in the main thread when the signals that end this process have their handlers."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    A process inherits what its parent, or the one thread that started it, blocks and ignores: a
+    server would not hear SIGTERM, or not how its children end. A server in the background of a
+    terminal that stops such programs when they write (``stty tostop``) goes on.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop) -> None:

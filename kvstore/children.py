@@ -6,6 +6,10 @@ reports in one line of JSON that it serves, or why it cannot. After that the pai
 end, which comes however the parent dies, tells the child to stop cleanly and leave nothing behind.
 A parent that stops its child sends ``STOP`` before: without it the parent was killed, and a
 master's node leaves its memory to the node of the next master.
+
+A child imports what its parent would import, and nothing from the working folder
+(``kvstore.interpreter``). It has a process group of its own: a Ctrl-C in a terminal reaches the
+parent only, which may still need the child, and ends it. It begins with no signal blocked.
 """
 
 from __future__ import annotations
@@ -13,13 +17,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any, Final, Self
 
-from kvstore import background
+from kvstore import descriptors, interpreter
+from kvstore.clocks import uptime
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
 
 START_TIMEOUT_S: Final = 60.0
@@ -58,7 +65,7 @@ class Child:
         timeout_s: float = START_TIMEOUT_S,
         pass_fds: Sequence[int] = (),
     ) -> Self:
-        """Run ``python -m module`` and wait until it serves.
+        """Run ``python -P -m module`` and wait until it serves.
 
         It inherits the descriptors ``pass_fds``, by their numbers.
 
@@ -67,46 +74,61 @@ class Child:
         hold a password is in ``environ``, because every user of the host can read the flags.
 
         Raises:
-            KVStoreError: the child's own error; DeadlineExceededError: it did not report in time.
-            The child has ended then.
+            KVStoreError: the child's own error; StartupError: it could not be started, or ended
+            without a word; DeadlineExceededError: it did not report in time. The child has ended
+            then.
         """
+        descriptors.keep_standard()
         ours, theirs = socket.socketpair()
-        command = [
-            sys.executable, "-m", module, "--config", "", "--log-level", "warning",
+        command = interpreter.command(
+            "-m", module, "--config", "", "--log-level", "warning",
             "--parent-fd", str(theirs.fileno()), *flags,
-        ]  # fmt: skip
-        with theirs, background.interrupts_held():
-            process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno(), *pass_fds],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_inherited(os.environ) | dict(environ or {}),
-            )
+        )  # fmt: skip
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno(), *pass_fds],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=interpreter.environment(_inherited(os.environ) | dict(environ or {})),
+                    process_group=0,
+                )
+            except OSError as error:
+                ours.close()
+                raise StartupError(
+                    f"{module} could not be started: {error.strerror or error} ({command[0]})"
+                ) from error
         child = cls(process, ours, {})
+        deadline, step = uptime() + timeout_s, "starts"
         try:
-            ours.settimeout(timeout_s)
             with ours.makefile("rb") as lines:
-                line = lines.readline(LINE_BYTES_MAX)
-            child.said.update(json.loads(line) if line else {})
+                while True:
+                    ours.settimeout(max(deadline - uptime(), 0.001))
+                    said = json.loads(lines.readline(LINE_BYTES_MAX) or b"{}")
+                    if "step" not in said:
+                        break
+                    step = said["step"]
+            child.said.update(said)
         except TimeoutError:
             child.stop()
             raise DeadlineExceededError(
-                f"{module} was not ready within {timeout_s:.0f} s",
-                advice="Can it reach the master from here?",
+                f"{module} was not ready within {timeout_s:.0f} s: it still {step}"
             ) from None
         except BaseException:
             child.stop()
             raise
-        if "error" not in child.said and child.said:
+        if "error" not in said and said:
             return child
         child.stop()
-        if child.said:
-            kind = BY_CODE.get(child.said["error"], InternalError)
-            raise kind(child.said["message"], advice=child.said["advice"], **child.said["fields"])
+        if said:
+            kind = BY_CODE.get(said["error"], InternalError)
+            raise kind(said["message"], advice=said["advice"], **said["fields"])
         raise StartupError(
-            f"{module} ended with status {process.returncode} before it was ready",
-            advice="What it wrote to standard error says why.",
+            f"{module} {_ended(process.returncode)} before it was ready, and did not say why",
+            advice="What Python and the system said is on the standard error of this process; "
+            f"{shlex.join([*command[: command.index('--config')], '--help'])} shows whether it "
+            "starts at all.",
         )
 
     @property
@@ -188,6 +210,13 @@ def start_master(*, memory: int) -> Child:
     )  # fmt: skip
 
 
+def _ended(status: int) -> str:
+    """How a process ended: its return code in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was ended by signal {-status} ({signal.strsignal(-status)})"
+
+
 def _flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
@@ -212,6 +241,12 @@ class ParentLink:
     def tell(self, **what: str | int) -> None:
         self._send(what)
 
+    def tell_step(self, step: str) -> None:
+        """What takes so long: "waits for ...". For the parent's error if its patience ends."""
+        if self.waits:
+            self._send({"step": step})
+            self.waits = True
+
     def tell_error(self, error: KVStoreError) -> None:
         self._send(
             {
@@ -234,12 +269,33 @@ class ParentLink:
         except OSError:
             return True
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        """For all that a child does: a parent that still waits is told why the child ends."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Whether the error is told, and needs no word on standard error."""
+        told = False
+        if self.waits and isinstance(error, KVStoreError):
+            self.tell_error(error)
+            told = True
+        elif self.waits and isinstance(error, Exception):
+            self.tell_error(InternalError(f"unexpected {type(error).__name__}: {error}"))
         if self._socket is not None:
             self._socket.close()
+        return told
 
     def _send(self, what: dict[str, Any]) -> None:
         self.waits = False
         if self._socket is not None:
             with contextlib.suppress(OSError):  # the parent is gone; its end is noticed elsewhere
                 self._socket.sendall(json.dumps(what).encode() + b"\n")
+
+
+NO_PARENT: Final = ParentLink(None)
+"""Of a process that a user or a service manager has started."""

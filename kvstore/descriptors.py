@@ -9,6 +9,8 @@ from typing import Final
 RESERVE: Final = 256
 """Descriptors for everything but clients' connections: files, listeners, pipes, libraries."""
 
+STDERR: Final = 2
+
 
 def allow(wanted: int) -> int:
     """Raises this process's limit to ``wanted`` descriptors, as far as the hard limit lets. Returns
@@ -20,6 +22,14 @@ def allow(wanted: int) -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return soft
+
+
+def keep_standard() -> None:
+    """Opens ``/dev/null`` in the place of closed standard input, output and error. Without that
+    (cron, ``>&-``) the next socket takes the number, and what a library prints goes to a peer."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def open_now() -> int:

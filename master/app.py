@@ -19,7 +19,7 @@ from kvstore import background, descriptors
 from kvstore._version import __version__
 from kvstore.addresses import EtcdPlace, join_address, split_address
 from kvstore.background import EXIT_BROKEN, start_task
-from kvstore.children import Child, ParentLink, start_node
+from kvstore.children import NO_PARENT, Child, ParentLink, start_node
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
@@ -79,29 +79,19 @@ class Temporary(NamedTuple):
 
 
 def run(
-    config: MasterConfig, parent_fd: int | None = None, *, temporary: Temporary | None = None
+    config: MasterConfig, parent: ParentLink = NO_PARENT, *, temporary: Temporary | None = None
 ) -> int:
     """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
     exit status: ``EXIT_BROKEN`` if a background task died that the master needs.
 
-    ``parent_fd``: the child's end of a ``kvstore.children`` pair, by which the parent is told where
-    the master listens.
+    ``parent``: is told where the master listens.
 
     Raises:
         AddressInUseError, StartupError: the master could not start; nothing is left behind.
     """
-    parent = ParentLink(parent_fd)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
-    try:
-        with asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner:
-            return runner.run(_serve(config, parent, temporary))
-    except KVStoreError as error:
-        if not parent.waits:
-            raise
-        parent.tell_error(error)
-        return 1
-    finally:
-        parent.close()
+    with asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner:
+        return runner.run(_serve(config, parent, temporary))
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -126,7 +116,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
     log.addFilter(add_trace)
     for number in background.end_signals():
         loop.add_signal_handler(number, stopped.set)
-    background.hear_interrupts()
+    background.hear_signals()
     if parent.fd is not None:
         loop.add_reader(parent.fd, stopped.set)
     if config.events_at and not all(map(importlib.util.find_spec, ("zmq", "msgpack"))):
@@ -193,7 +183,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
                     _start_node, config, endpoints, is_own=is_own, prefix=prefix
                 )
             except KVStoreError:
-                if not stopped.is_set():  # Ctrl-C reaches the node, too
+                if not stopped.is_set():  # a service manager ends the node at the same time
                     raise
                 return 0
             if is_own:

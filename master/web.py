@@ -71,7 +71,7 @@ async def keep_serving(
                 events.close()
             try:
                 status = await asyncio.to_thread(child.wait)
-                level = logging.WARNING if status else logging.INFO  # 0: Ctrl-C reaches it, too
+                level = logging.WARNING if status else logging.INFO  # 0: a signal to all of us
                 log.log(level, "http_child_ended status=%d: it is started again", status)
             finally:
                 answering.cancel()

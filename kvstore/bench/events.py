@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Final
 
 import click
 
+from kvstore import interpreter
 from kvstore.children import Child
 from kvstore.client.sync import Client
 from kvstore.demo.processes import free_port
@@ -101,7 +101,8 @@ def main(rounds: int) -> None:
         off.put_s = on.put_s = off.removed_s = on.removed_s = 0.0
         on.events = 0
         reader = subprocess.Popen(
-            [sys.executable, "-c", _READER, f"127.0.0.1:{on.http}", str(rounds * 2 * OBJECTS)],
+            interpreter.command("-c", _READER, f"127.0.0.1:{on.http}", str(rounds * 2 * OBJECTS)),
+            env=interpreter.environment(),
             stdout=subprocess.PIPE,
         )
         assert reader.stdout is not None

@@ -13,12 +13,12 @@ import ctypes
 import importlib
 import importlib.util
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvstore import interpreter
 from kvstore.bench.driver import EXIST, GET, PUT, Work
 from kvstore.bench.session import PUT_AT_ONCE, fill_randomly, memory, require
 from kvstore.demo.processes import Child, Children, connects, free_port
@@ -46,8 +46,9 @@ def missing() -> str | None:
     if importlib.util.find_spec("mooncake") is None:
         return f"Mooncake is not installed: pip install {PACKAGE}"
     # In a separate process: the import starts threads, and may fail for lack of a system library.
-    asked = [sys.executable, "-c", "import mooncake.store"]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    asked = interpreter.command("-c", "import mooncake.store")
+    environ = interpreter.environment()
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False, env=environ)
     if answer.returncode == 0:
         return None
     reason = (answer.stderr.strip().splitlines() or ["it cannot be imported"])[-1]

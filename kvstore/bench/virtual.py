@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore import calls
+from kvstore import calls, interpreter
 from kvstore.bench.session import percentile
 from kvstore.clocks import uptime
 from kvstore.errors import StartupError
@@ -166,8 +166,9 @@ def evict(address: str, first: int, blocks: int) -> None:
 @contextlib.contextmanager
 def load(address: str, kind: str, *numbers: int) -> Iterator[subprocess.Popen[str]]:
     """Runs a load (``MIX`` or ``EVICT``) in a separate process, which ends with the block."""
-    command = [sys.executable, "-m", "kvstore.bench.virtual", kind, address, *map(str, numbers)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = interpreter.command("-m", "kvstore.bench.virtual", kind, address, *map(str, numbers))
+    environ = interpreter.environment()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:
             yield process
             if process.poll():

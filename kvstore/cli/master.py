@@ -7,8 +7,10 @@ from typing import NoReturn
 import click
 
 from kvstore import logs
+from kvstore.children import ParentLink
 from kvstore.cli.options import (
     CONTEXT,
+    FAILED,
     SOURCES,
     config_options,
     debug_option,
@@ -33,11 +35,15 @@ Examples:
 @version_option
 def command(config_path: str | None, parent_fd: int | None, **flags: object) -> int:
     """Run the master, which knows all objects and where they are."""
-    config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
-    logs.configure(config.log_level)
-    from kvstore.master.app import run as serve  # after the settings: a typo is reported at once
+    with ParentLink(parent_fd) as parent:
+        config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
+        logs.configure(config.log_level)
+        from kvstore.master.app import (
+            run as serve,
+        )  # after the settings: a typo is reported at once
 
-    return serve(config, parent_fd=parent_fd)
+        return serve(config, parent)
+    return FAILED  # the parent was told why
 
 
 def main() -> NoReturn:

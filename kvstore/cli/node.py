@@ -7,8 +7,10 @@ from typing import NoReturn
 import click
 
 from kvstore import logs
+from kvstore.children import ParentLink
 from kvstore.cli.options import (
     CONTEXT,
+    FAILED,
     SOURCES,
     config_options,
     debug_option,
@@ -36,12 +38,14 @@ def command(
     config_path: str | None, parent_fd: int | None, keep_orphaned: bool, **flags: object
 ) -> int:
     """Run a node, which adds memory of this host to the pool and serves it."""
-    config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
-    logs.configure(config.log_level)
-    from kvstore.node.app import run as serve  # after the settings: a typo is reported at once
-    from kvstore.repairer import Repairer
+    with ParentLink(parent_fd) as parent:
+        config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
+        logs.configure(config.log_level)
+        from kvstore.node.app import run as serve  # after the settings: a typo is reported at once
+        from kvstore.repairer import Repairer
 
-    return serve(config, parent_fd=parent_fd, keep_orphaned=keep_orphaned, repairs=Repairer.of_node)
+        return serve(config, parent, keep_orphaned=keep_orphaned, repairs=Repairer.of_node)
+    return FAILED  # the parent was told why
 
 
 def main() -> NoReturn:

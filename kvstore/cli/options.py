@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
+from kvstore import descriptors
 from kvstore._version import __version__
 from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
@@ -149,11 +150,13 @@ def orphan_option(command: Command) -> Command:
 
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and ends the process. Each error is reported in one line."""
+    descriptors.keep_standard()
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given
     code = _run(command, name, given, as_json="--json" in options, debug="--debug" in options)
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it was closed when Python started
+            sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
     sys.exit(code)

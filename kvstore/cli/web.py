@@ -12,7 +12,6 @@ import click
 from kvstore import logs
 from kvstore.children import ParentLink
 from kvstore.config import HTTP_TOKEN_VARIABLE
-from kvstore.errors import KVStoreError
 
 
 @click.command()
@@ -49,8 +48,7 @@ def command(
     from kvstore.web.access import Secured
     from kvstore.web.of_master import Served, serve
 
-    parent = ParentLink(parent_fd)
-    try:
+    with ParentLink(parent_fd) as parent:
         asyncio.run(
             serve(
                 Served(
@@ -67,11 +65,8 @@ def command(
                 )
             )
         )
-    except KVStoreError as error:
-        parent.tell_error(error)
-        sys.exit(1)
-    finally:
-        parent.close()
+        sys.exit(0)
+    sys.exit(1)  # the parent was told why
 
 
 if __name__ == "__main__":

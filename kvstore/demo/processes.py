@@ -14,7 +14,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,8 @@ from pathlib import Path
 from random import SystemRandom
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
+
+from kvstore import interpreter
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
@@ -90,7 +91,9 @@ class Children:
     ) -> Child:
         """Run ``python -m module arguments``; ``environment`` is added to that of all children."""
         return self.start_command(
-            name, sys.executable, "-m", module, *arguments, environment=environment
+            name,
+            *interpreter.command("-m", module, *arguments),
+            environment={**(environment or {}), "PYTHONPATH": interpreter.path()},
         )
 
     def start_command(

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from kvstore import distribution, native
+from kvstore import distribution, interpreter, native
 from kvstore._version import __version__
 from kvstore.doctor.findings import Finding, ok, problem, warning
 from kvstore.mooncake import is_ours
@@ -148,7 +148,7 @@ def _probed(installed: str, timeout_s: float) -> list[Finding]:
     """What the transport reports of the engine: protocols, kinds of metadata servers, cards."""
     subject = "transfer engine"
     try:
-        done = _run([sys.executable, "-c", _PROBE], timeout_s)
+        done = _run(["-c", _PROBE], timeout_s)
         rows = json.loads(done.stdout.strip().rpartition("\n")[2])
     except (subprocess.TimeoutExpired, ValueError):
         what = f"{installed}: the probe of its transport failed or took over {timeout_s:.0f} s"
@@ -167,7 +167,7 @@ def graphics(timeout_s: float) -> list[Finding]:
     """Whether the memory of GPUs can be copied, and how."""
     subject = "GPU"
     try:
-        done = _run([sys.executable, "-c", _PROBE_GPU], timeout_s)
+        done = _run(["-c", _PROBE_GPU], timeout_s)
         rows = json.loads(done.stdout.strip().rpartition("\n")[2])
     except (subprocess.TimeoutExpired, ValueError):
         what = f"the probe of NVIDIA's driver failed or took over {timeout_s:.0f} s"
@@ -195,12 +195,12 @@ def loop_back(timeout_s: float) -> Finding:
     protocol = os.environ.get("KVSTORE_CLIENT_PROTOCOL") or "tcp"
     if "KVSTORE_CLIENT_PROTOCOL" not in os.environ and any(Path("/sys/class/infiniband").glob("*")):
         protocol = "rdma"
-    command = [sys.executable, "-m", "kvstore.cli.main", "bench", "--transport", "mooncake",
-               "--seconds", "0.05", "--json"]  # fmt: skip
+    arguments = ["-m", "kvstore.cli.main", "bench", "--transport", "mooncake",
+                 "--seconds", "0.05", "--json"]  # fmt: skip
     again = f"KVSTORE_CLIENT_PROTOCOL={protocol} kvstore bench --transport mooncake"
     try:
         environ = os.environ | {"KVSTORE_CLIENT_PROTOCOL": protocol}
-        done = _run(command, timeout_s, environ)
+        done = _run(arguments, timeout_s, environ)
     except subprocess.TimeoutExpired:
         what = f"no bytes arrived by {protocol} within {timeout_s:.0f} s"
         return problem(subject, what, f"{again} shows where it stops")
@@ -232,7 +232,7 @@ def import_failure(code: str, timeout_s: float) -> str | None:
         "    print(json.dumps(f'{type(error).__name__}: {error}'))\n"
     )
     try:
-        done = _run([sys.executable, "-c", script], timeout_s)
+        done = _run(["-c", script], timeout_s)
     except subprocess.TimeoutExpired:
         return f"the import took over {timeout_s:.0f} s"
     if done.returncode != 0:
@@ -242,8 +242,10 @@ def import_failure(code: str, timeout_s: float) -> str | None:
 
 
 def _run(
-    command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
+    arguments: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
+    """Runs Python."""
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environ
-    )
+        interpreter.command(*arguments), env=interpreter.environment(environ),
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip

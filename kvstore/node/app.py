@@ -27,7 +27,7 @@ from kvstore import background, descriptors
 from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, shown_place, split_address
 from kvstore.background import EXIT_BROKEN
 from kvstore.calls import MasterAccepted
-from kvstore.children import ParentLink
+from kvstore.children import NO_PARENT, ParentLink
 from kvstore.clocks import uptime
 from kvstore.config import DATA_PORTS, NodeConfig
 from kvstore.errors import (
@@ -74,7 +74,7 @@ class Repairs(Protocol):
 
 def run(
     config: NodeConfig,
-    parent_fd: int | None = None,
+    parent: ParentLink = NO_PARENT,
     *,
     keep_orphaned: bool = False,
     repairs: Callable[[NodeConfig, str], Repairs] | None = None,
@@ -84,33 +84,34 @@ def run(
 
     Args:
         config: the node's settings.
-        parent_fd: the child's end of a ``kvstore.children`` pair; told once the node has joined.
+        parent: told once the node has joined.
         keep_orphaned: leave the memory to the next node of this name if the parent is killed.
         repairs: makes the ``Repairs`` for a node of this name; None: this process makes no copies.
 
     Raises:
         KVStoreError: the node could not start; nothing is left behind.
     """
-    parent = ParentLink(parent_fd)
+    is_child = parent.fd is not None
     # From here on a signal means a clean end, also while gigabytes are being reserved.
     for number in background.end_signals():
         signal.signal(number, _interrupt)
-    background.hear_interrupts()
+    background.hear_signals()
     try:
         with ExitStack() as stack:
             secured = secured_by(config)
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
-            kind = _Kind(parent_fd is not None, keep_orphaned)
+            kind = _Kind(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
+            parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
             segment = _mount(config, kind)
             drained = broken = False
             served: list[MasterAccepted] = []
 
             def close() -> None:
                 # A failed start leaves the memory that it found.
-                wanted = config.keeps if parent_fd is None or keep_orphaned else bool(config.keep)
+                wanted = config.keeps if not is_child or keep_orphaned else bool(config.keep)
                 keep = wanted if served else segment.attached
                 keep = keep or broken or (keep_orphaned and parent.killed)
                 segment.close(unlink=drained or not keep)
@@ -120,7 +121,7 @@ def run(
             server = _start_server(config, segment)
             stack.callback(server.stop)
             listener = None
-            if config.http_port and parent_fd is None:
+            if config.http_port and not is_child:
                 is_given = "http_port" in config.model_fields_set
                 listener = bind(config.host, config.http_port, is_given=is_given)
                 stack.callback(listener.close)
@@ -148,13 +149,6 @@ def run(
         return 0
     except KeyboardInterrupt:
         return 0
-    except KVStoreError as error:
-        if not parent.waits:
-            raise
-        parent.tell_error(error)
-        return 1
-    finally:
-        parent.close()
 
 
 async def _serve(
@@ -184,6 +178,7 @@ async def _serve(
 
     def waiting(error: KVStoreError) -> None:
         log.warning("waiting_for_master address=%s reason=%s", shown_place(config.master), error)
+        parent.tell_step(f"waits for its master: {error.message}")
 
     agent = NodeAgent(
         name=segment.node,

@@ -141,7 +141,7 @@ async def serve(served: Served) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    background.hear_interrupts()
+    background.hear_signals()
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
     master = Master(served)

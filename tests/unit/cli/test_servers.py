@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.children import ParentLink
 from kvstore.cli import master, node
 from kvstore.cli.options import run
 from kvstore.config import Config, MasterConfig, NodeConfig, settings
@@ -23,7 +26,8 @@ class Served:
         self.error: BaseException | None = None
         self.code = 0
 
-    def __call__(self, config: Config, **options: Any) -> int:
+    def __call__(self, config: Config, parent: ParentLink, **options: Any) -> int:
+        del parent
         self.calls.append((config, options))
         if self.error is not None:
             raise self.error
@@ -85,10 +89,31 @@ def test_options_become_settings(served: Served) -> None:
 def test_a_parent_may_hand_down_a_socket(
     served: Served, command: Any, name: str, kind: type[Config]
 ) -> None:
-    code_of(lambda: run(command, name, ["--parent-fd", "7"]))
+    ours, theirs = socket.socketpair()
+    with ours:
+        code_of(lambda: run(command, name, ["--parent-fd", str(theirs.detach())]))
+        assert ours.recv(1) == b"", "the child has closed its end"
     (call,) = served.calls
     assert call[0] == kind()
-    assert call[1]["parent_fd"] == 7
+
+
+@pytest.mark.parametrize(("command", "name", "kind"), COMMANDS)
+def test_a_parent_is_told_of_a_wrong_setting(
+    served: Served,
+    command: Any,
+    name: str,
+    kind: type[Config],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    del served, kind
+    ours, theirs = socket.socketpair()
+    with ours:
+        flags = ["--parent-fd", str(theirs.detach()), "--memory", "2G"]
+        assert code_of(lambda: run(command, name, flags)) == 1
+        said = json.loads(ours.recv(10_000))
+    assert said["error"] == "config"
+    assert "--memory" in said["message"]
+    assert capsys.readouterr().err == ""
 
 
 def test_the_exit_code_is_what_serving_returned(served: Served) -> None:
