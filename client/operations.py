@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, cast
@@ -40,8 +41,10 @@ from kvstore.client.values import (
     decode,
     decode_tensor,
     described_as,
+    described_if_readable,
     encode_all,
     fillable,
+    import_torch,
     read_descriptor,
     writable,
 )
@@ -49,12 +52,14 @@ from kvstore.config import ClientConfig
 from kvstore.device.streams import computing_on, handle_of
 from kvstore.errors import (
     BufferMismatchError,
+    CorruptObjectError,
     InvalidArgumentError,
     InvalidRangeError,
     NodeUnreachableError,
     ReservationLostError,
     SegmentGoneError,
     UnavailableError,
+    UnsupportedValueError,
 )
 from kvstore.keys import packed_keys
 from kvstore.limits import (
@@ -74,11 +79,14 @@ from kvstore.limits import (
 )
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.kinds import CORRUPT, STALE, ReadRow
+from kvstore.texts import key_text
 
 if TYPE_CHECKING:
     import torch
 
     from kvstore.device.device import Device
+
+log = logging.getLogger("kvstore.client")
 
 AnyKey = str | bytes
 Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
@@ -92,6 +100,11 @@ View = Value | memoryview
 """What ``copy=False`` returns: bytes come as a read-only memoryview."""
 Range = tuple[int, Buffer]
 """Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
+UNREADABLE = (CorruptObjectError, UnsupportedValueError)
+"""Why no value can be made of an object's bytes here."""
+Unreadable = CorruptObjectError | UnsupportedValueError
+Found = View | None | Unreadable
+"""A value, a miss, or why there is no value."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
 
 
@@ -101,6 +114,7 @@ class Raw(NamedTuple):
     data: memoryview
     """Its payload."""
     described: Described
+    """What was put; bytes, if its descriptor cannot be read."""
     version: Version
 
 
@@ -353,6 +367,20 @@ class Operations:
 
     # --- getting ------------------------------------------------------------------------------
 
+    def get(
+        self,
+        key: AnyKey,
+        namespace: str | None,
+        copy: bool,
+        kind: Kind | None,
+        timeout_ms: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> Flow[View | None]:
+        (found,) = yield from self._get([key], namespace, copy, kind, timeout_ms, device)
+        if isinstance(found, UNREADABLE):
+            raise found
+        return found
+
     def get_many(
         self,
         keys: Sequence[AnyKey],
@@ -362,6 +390,28 @@ class Operations:
         timeout_ms: int | None = None,
         device: str | torch.device | None = None,
     ) -> Flow[list[View | None]]:
+        found = yield from self._get(keys, namespace, copy, kind, timeout_ms, device)
+        values = [None if isinstance(each, UNREADABLE) else each for each in found]
+        unreadable = [each for each in found if isinstance(each, UNREADABLE)]
+        if unreadable:
+            self.context.count("unreadable_objects", len(unreadable))
+            log.warning(
+                "unreadable_objects namespace=%s objects=%d first=%s",
+                self._namespace(namespace), len(unreadable), unreadable[0],
+            )  # fmt: skip
+        return values
+
+    def _get(
+        self,
+        keys: Sequence[AnyKey],
+        namespace: str | None,
+        copy: bool,
+        kind: Kind | None,
+        timeout_ms: int | None,
+        device: str | torch.device | None,
+    ) -> Flow[list[Found]]:
+        if kind == "torch":
+            import_torch()
         checked = check_keys(keys, distinct=False)
         space = self._namespace(namespace)
         if device is not None and (name := str(device)) != "cpu":
@@ -374,31 +424,28 @@ class Operations:
             return (yield from self._view_many(checked, space, kind, timeout_ms))
         targets = [Target(key) for key in checked]
         yield from getting.get(self.context, space, targets, timeout_ms)
-        return [
-            None
-            if target.descriptor is None or target.data is None
-            else decode(target.descriptor, target.data, kind)
-            for target in targets
-        ]
+        return [_decoded(target, kind) for target in targets]
 
     def _get_on_device(
         self, keys: Sequence[Key], namespace: Namespace, name: str, timeout_ms: int | None
-    ) -> Flow[list[View | None]]:
+    ) -> Flow[list[Found]]:
         device = self.devices.of(name)
         targets = [_OnDevice(key, device) for key in keys]
         yield from getting.get(self.context, namespace, targets, timeout_ms, DeviceReads)
         return [
-            None if target.descriptor is None else decode_tensor(target.descriptor, target.tensor)
+            None
+            if target.descriptor is None
+            else _tensor(target.key, target.descriptor, target.tensor)
             for target in targets
         ]
 
     def _view_on_device(
         self, keys: Sequence[Key], namespace: Namespace, name: str, timeout_ms: int | None
-    ) -> Flow[list[View | None]]:
+    ) -> Flow[list[Found]]:
         """Tensors over the pool's own memory, leased, of objects that are in the memory of this
         device; copies of all others, and of those that are not found there after all."""
         context, device = self.context, self.devices.of(name)
-        views: list[View | None] = [None] * len(keys)
+        views: list[Found] = [None] * len(keys)
         here: dict[int, tuple[DeviceLooks, list[tuple[int, Placed, int]]]] = {}
         placed = yield from getting.locate(context, namespace, keys)
         for index, known in enumerate(placed):
@@ -431,7 +478,7 @@ class Operations:
         keys: Sequence[Key],
         looks: DeviceLooks,
         of: Sequence[tuple[int, Placed, int]],
-        views: list[View | None],
+        views: list[Found],
     ) -> None:
         """Puts tensors over the objects that were found into ``views``, and watches them."""
         held: list[Watched] = []
@@ -440,7 +487,9 @@ class Operations:
         for (index, placed, offset), descriptor, lent in rows:
             if lent is None or not isinstance(descriptor, bytes) or now >= placed.until:
                 continue
-            views[index] = tensor = decode_tensor(descriptor, lent.tensor)
+            views[index] = tensor = _tensor(keys[index], descriptor, lent.tensor)
+            if isinstance(tensor, UNREADABLE):
+                continue
             named = Named(namespace, keys[index], placed.epoch, placed.counter)
             place = Place(looks.segment.uuid, offset, ends_with_owner=True)
             held.append((lent.owner, lent.address, named, placed.until, place, tensor))
@@ -459,7 +508,7 @@ class Operations:
             return None
         data = memoryview(target.data)  # type: ignore[arg-type]
         version = Version(target.placed.epoch, target.placed.counter)
-        return Raw(data, read_descriptor(target.descriptor), version)
+        return Raw(data, described_if_readable(target.descriptor), version)
 
     def get_into(
         self,
@@ -519,9 +568,9 @@ class Operations:
         namespace: Namespace,
         kind: Kind | None,
         timeout_ms: int | None,
-    ) -> Flow[list[View | None]]:
+    ) -> Flow[list[Found]]:
         """Values over the pool's own memory, leased; copies of objects that are not mapped here."""
-        views: list[View | None] = [None] * len(keys)
+        views: list[Found] = [None] * len(keys)
         todo = list(range(len(keys)))
         copied: list[int] = []
         bad: dict[int, list[Bad]] = {}
@@ -564,8 +613,8 @@ class Operations:
             ]
             yield from getting.report_corrupt(self.context, namespace, known_bad)
         if copied:
-            values = yield from self.get_many(
-                [keys[index] for index in copied], namespace, True, kind, timeout_ms
+            values = yield from self._get(
+                [keys[index] for index in copied], namespace, True, kind, timeout_ms, None
             )
             for index, value in zip(copied, values, strict=True):
                 views[index] = value
@@ -575,7 +624,7 @@ class Operations:
         self,
         namespace: Namespace,
         looks: _Looks,
-        views: list[View | None],
+        views: list[Found],
         kind: Kind | None,
         bad: dict[int, list[Bad]],
     ) -> list[int]:
@@ -612,18 +661,22 @@ class Operations:
                 stale.append(index)
                 continue
             at = offset + HEADER_BYTES
-            wanted = kind or read_descriptor(descriptor).kind
-            # torch does not accept read-only arrays
-            array = array_over(
-                descriptor, kind, memory if wanted == "torch" else read_only, at, size
-            )
             tensor: Value | None = None
-            if wanted == "numpy":
-                views[index] = array
-            elif wanted == "bytes":
-                views[index] = memoryview(array)  # type: ignore[arg-type]
-            else:
-                views[index] = tensor = decode(descriptor, cast("Bytes1D", array), kind)
+            try:
+                wanted = kind or read_descriptor(descriptor).kind
+                # torch does not accept read-only arrays
+                array = array_over(
+                    descriptor, kind, memory if wanted == "torch" else read_only, at, size
+                )
+                if wanted == "numpy":
+                    views[index] = array
+                elif wanted == "bytes":
+                    views[index] = memoryview(array)  # type: ignore[arg-type]
+                else:
+                    views[index] = tensor = decode(descriptor, cast("Bytes1D", array), kind)
+            except UNREADABLE as error:
+                views[index] = _naming(error, Key(key))
+                continue
             if size:
                 named = Named(namespace, Key(key), epoch, counter)
                 place = Place(segment.uuid, offset)
@@ -760,6 +813,31 @@ class Operations:
             partial=partial,
             ttl_ms=0 if ttl is None else _duration_ms("ttl", ttl, TTL_MS_MAX),
         )
+
+
+def _decoded(target: Target, kind: Kind | None) -> Found:
+    if target.descriptor is None or target.data is None:
+        return None
+    try:
+        return decode(target.descriptor, target.data, kind)
+    except UNREADABLE as error:
+        return _naming(error, target.key)
+
+
+def _tensor(key: Key, descriptor: bytes, flat: torch.Tensor) -> torch.Tensor | Unreadable:
+    try:
+        return decode_tensor(descriptor, flat)
+    except UNREADABLE as error:
+        return _naming(error, key)
+
+
+def _naming(error: Unreadable, key: Key) -> Unreadable:
+    """The same error, about this object."""
+    named = type(error)(
+        f"no value can be made of {key_text(key)}: {error.message}", advice=error.advice
+    )
+    named.fields = {**error.fields, "key": key.hex()}
+    return named
 
 
 def _ready(device: Device | None, payloads: Sequence[Payload], stream: Stream | None) -> Ready:

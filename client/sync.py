@@ -345,11 +345,13 @@ class Client:
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
+            CorruptObjectError: what its writer says of the bytes is nonsense;
+                ``fields["key"]``. ``kind="bytes"`` returns them.
             DeviceError: the device cannot be used, or has failed.
         """
         return self._run(
-            self._operations.get_many([key], namespace, copy, kind, timeout_ms, device), timeout_ms
-        )[0]
+            self._operations.get(key, namespace, copy, kind, timeout_ms, device), timeout_ms
+        )
 
     def get_many(
         self,
@@ -361,7 +363,12 @@ class Client:
         device: str | torch.device | None = None,
         timeout_ms: int | None = None,
     ) -> list[View | None]:
-        """``get`` of several, in one exchange with the master and one with each node."""
+        """``get`` of several, in one exchange with the master and one with each node.
+
+        An object of which no value can be made here (torch, or its dtype, is missing; or its
+        descriptor is nonsense) is None, as a miss is: it does not spoil the others. The log says
+        so, and ``stats().counters["unreadable_objects"]`` counts it; ``get`` raises why.
+        """
         return self._run(
             self._operations.get_many(keys, namespace, copy, kind, timeout_ms, device), timeout_ms
         )
@@ -374,8 +381,9 @@ class Client:
         namespace: str | None = None,
         timeout_ms: int | None = None,
     ) -> Raw | None:
-        """The bytes of a value, and what was put; None on a miss. Needs neither torch nor the
-        dtype. The bytes are a copy, verified as those of ``get``.
+        """The bytes of a value, and what was put; None on a miss. Needs neither torch, nor
+        the dtype, nor a descriptor that can be read. The bytes are a copy, verified as those of
+        ``get``.
 
         Args:
             size_max: the largest payload to read, in bytes; None: any.

@@ -3,21 +3,34 @@
 A descriptor travels in the header of each object and says what its bytes are: JSON of at most
 ``DESCRIPTOR_BYTES_MAX`` bytes, ``{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}``, so that
 other languages can read it. torch is optional and imported only when a tensor is met.
+
+Any client may write any descriptor, so readers believe nothing that it says: the dtype must be on
+a list (``kvstore.client.dtypes``), and the shape must fit the bytes. An object of which no value
+can be made is still its bytes, for those who ask for bytes.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.dtypes import (
+    is_plain,
+    numpy_dtype,
+    numpy_dtype_given,
+    numpy_name,
+    torch_dtype,
+    torch_name,
+)
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
     BufferMismatchError,
@@ -100,6 +113,8 @@ class Columns(NamedTuple):
 
 # --- values to bytes ---------------------------------------------------------------------------
 
+_DIMENSIONS_MAX: Final = 64
+"""numpy's bound."""
 _UINT8 = np.dtype(np.uint8)
 _NOTHING = memoryview(b"")
 
@@ -152,10 +167,16 @@ def encode(value: Storable, on_devices: OnDevices | None = None) -> Encoded:
     if torch is not None:
         return _encode_tensor(torch, value, on_devices)  # type: ignore[arg-type]
     if isinstance(value, np.ndarray | np.generic):
+        _check_subclass(value)
         array = np.asarray(value)
-        return Encoded(_describe("numpy", _numpy_name(array.dtype), array.shape), _bytes_of(array))
+        return Encoded(_describe("numpy", numpy_name(array.dtype), array.shape), _bytes_of(array))
     if isinstance(value, bytes | bytearray | memoryview):
         data = memoryview(value)
+        if not is_plain(data):
+            raise UnsupportedValueError(
+                f"a memoryview of format {data.format!r} holds pointers",
+                advice="Put plain numbers: one array per field, no objects.",
+            )
         if not data.c_contiguous:
             data = memoryview(bytes(data))
         return Encoded(_describe("bytes", "", ()), _flat(data))
@@ -235,7 +256,11 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
         elif isinstance(buffer, np.ndarray):
             if not buffer.flags.c_contiguous or not buffer.flags.writeable:
                 raise BufferMismatchError("a buffer must be contiguous and writable")
-            view, dtype = _bytes_of(buffer), _numpy_name(buffer.dtype)
+            try:
+                _check_subclass(buffer)
+                view, dtype = _bytes_of(buffer), numpy_name(buffer.dtype)
+            except UnsupportedValueError as error:
+                raise BufferMismatchError(error.message, advice=error.advice) from None
         else:
             try:
                 raw = memoryview(buffer)  # type: ignore[arg-type]
@@ -246,6 +271,8 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
                 ) from None
             if raw.readonly or not raw.c_contiguous:
                 raise BufferMismatchError("a buffer must be contiguous and writable")
+            if not is_plain(raw):
+                raise BufferMismatchError(f"a memoryview of format {raw.format!r} holds pointers")
             view, dtype = _flat(raw), ""
         views.append(view)
         dtypes.add("" if dtype in ("uint8", "") else dtype)
@@ -257,13 +284,14 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
 def _encode_tensor(
     torch: ModuleType, tensor: torch.Tensor, on_devices: OnDevices | None
 ) -> Encoded:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    why = _why_not_plain(torch, tensor)
+    if why:
         raise UnsupportedValueError(
-            f"a tensor of layout {tensor.layout} (quantized: {tensor.is_quantized}, device: "
-            f"{tensor.device}) has no plain bytes",
-            advice="Put the dense tensors that it is made of.",
+            f"a tensor cannot be stored: {why}",
+            advice="Put the dense tensors that it is made of, or value.as_subclass(torch.Tensor).",
+            type=type(tensor).__name__,
         )
-    descriptor = _describe("torch", _torch_name(tensor.dtype), tuple(tensor.shape))
+    descriptor = _describe("torch", torch_name(tensor.dtype), tuple(tensor.shape))
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_contiguous():
@@ -287,19 +315,46 @@ def _writable_tensor(torch: ModuleType, tensor: torch.Tensor) -> tuple[memoryvie
 
 def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
     """Raises BufferMismatchError: the tensor's memory is not its plain values in their order."""
-    if (
-        tensor.layout != torch.strided
-        or tensor.is_quantized
-        or tensor.is_meta
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
+    why = _why_not_plain(torch, tensor)
+    if why or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise BufferMismatchError(
-            "a tensor to fill must be dense and contiguous",
+            f"a tensor to fill must be dense and contiguous{why and f': {why}'}",
             advice="Pass tensor.contiguous(), or get into another tensor and copy.",
         )
-    return _torch_name(tensor.dtype)
+    return torch_name(tensor.dtype)
+
+
+def _why_not_plain(torch: ModuleType, tensor: torch.Tensor) -> str:
+    """Why the tensor is not just the numbers in its memory; empty: it is."""
+    of = type(tensor)
+    if of is not torch.Tensor and of is not torch.nn.Parameter:
+        # An engine's own classes of parameters say where weights come from, and no more.
+        is_wrapper = of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if is_wrapper or not isinstance(tensor, torch.nn.Parameter):
+            return f"a {of.__name__} is more than its bytes"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"its layout is {tensor.layout}, quantized: {tensor.is_quantized}"
+    if tensor.is_meta:
+        return "a tensor of the device meta has no bytes"
+    try:
+        count = tensor.numel()
+        reach = sum((size - 1) * by for size, by in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (tensor.storage_offset() + reach + 1) * tensor.element_size()
+        if count and not (tensor.data_ptr() and end <= tensor.untyped_storage().nbytes()):
+            return "it has no memory of its own, or less than its shape needs"
+    except (RuntimeError, ValueError):  # within torch.func, or a lazy parameter
+        return "it has no memory of its own"
+    return ""
+
+
+def _check_subclass(value: NDArray[np.generic] | np.generic) -> None:
+    """Raises UnsupportedValueError: a mask, a unit or another meaning would be lost."""
+    if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+        raise UnsupportedValueError(
+            f"a {type(value).__name__} is more than its bytes, which are all that would be stored",
+            advice="Put what it is made of, or np.asarray(value) if its plain numbers are meant.",
+            type=type(value).__name__,
+        )
 
 
 def _bytes_of_tensor(torch: ModuleType, tensor: torch.Tensor) -> memoryview:
@@ -330,7 +385,7 @@ def _describe(kind: Kind, dtype: str, shape: tuple[int, ...]) -> bytes:
     if kind != "bytes":
         described["shape"] = list(shape)  # type: ignore[assignment]
     descriptor = json.dumps(described, separators=(",", ":")).encode()
-    if len(descriptor) > DESCRIPTOR_BYTES_MAX:
+    if len(descriptor) > DESCRIPTOR_BYTES_MAX or len(shape) > _DIMENSIONS_MAX:
         raise UnsupportedValueError(
             f"a shape of {len(shape)} dimensions does not fit into a header",
             advice="Reshape the tensor to fewer dimensions.",
@@ -343,68 +398,93 @@ def _flat_array(size: int) -> bytes:
     return _describe("numpy", "uint8", (size,))
 
 
-@lru_cache(maxsize=256)
-def _numpy_name(dtype: np.dtype[np.generic]) -> str:
-    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
-        raise UnsupportedValueError(
-            f"arrays of {dtype} cannot be stored",
-            advice="Put plain numbers: one array per field, no objects.",
-        )
-    # The name where it is unambiguous; the type string for byte orders, strings and times.
-    if dtype.isnative and dtype.kind in "biufcV":
-        return dtype.name if dtype.kind != "V" or dtype.isbuiltin == 2 else dtype.str
-    return dtype.str
-
-
-@lru_cache(maxsize=256)
-def _torch_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # --- bytes to values ---------------------------------------------------------------------------
+
+_BYTES: Final = Described("bytes", "", ())
+_AS_BYTES: Final = 'Ask for kind="bytes", or remove the object and put it again.'
 
 
 @lru_cache(maxsize=4096)
 def read_descriptor(descriptor: bytes) -> Described:
-    """Raises CorruptObjectError: not a descriptor of this format."""
+    """What a descriptor says; its dtype need not exist.
+
+    Raises:
+        CorruptObjectError: not a descriptor of this format.
+    """
     try:
         read = json.loads(descriptor)
         kind = read["kind"]
         if kind == "bytes":
-            return Described("bytes", "", ())
-        shape = tuple(int(size) for size in read["shape"])
-        if kind not in ("torch", "numpy") or min(shape, default=0) < 0:
+            return _BYTES
+        dtype, shape = read["dtype"], read["shape"]
+        if (
+            kind not in ("torch", "numpy")
+            or not (isinstance(dtype, str) and dtype.isprintable())
+            or not (isinstance(shape, list) and len(shape) <= _DIMENSIONS_MAX)
+            or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
+        ):
             raise ValueError(kind)
-        return Described(kind, str(read["dtype"]), shape)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptObjectError(f"not a descriptor: {descriptor[:64]!r}") from error
+        return Described(kind, dtype, tuple(shape))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptObjectError(
+            f"not a descriptor: {descriptor[:64]!r}", advice=_AS_BYTES
+        ) from error
+
+
+def described_if_readable(descriptor: bytes) -> Described:
+    """As ``read_descriptor``; bytes, if it cannot be read."""
+    try:
+        return read_descriptor(descriptor)
+    except CorruptObjectError:
+        return _BYTES
 
 
 def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
     """The value whose bytes are ``data``, which it aliases (``bytes`` are a copy).
 
     Args:
-        kind: what to return; None: the kind that was put.
+        kind: what to return; None: the kind that was put. ``"bytes"`` needs no descriptor.
 
     Raises:
         UnsupportedValueError: torch, or the dtype, is not available here.
-        CorruptObjectError: descriptor and bytes disagree.
+        CorruptObjectError: there is no descriptor, or it and the bytes disagree.
     """
+    if kind == "bytes":
+        return data.tobytes()
     described = read_descriptor(descriptor)
     wanted = kind or described.kind
     if wanted == "bytes":
         return data.tobytes()
     if described.kind == "bytes":
         described = Described("numpy", "uint8", (data.size,))
+    if wanted == "torch":
+        return _decode_tensor(described, data)
+    dtype = numpy_dtype(described.dtype)
+    _check_size(described, dtype.itemsize, data.size)
     try:
-        if wanted == "torch":
-            return _decode_tensor(described, data)
-        dtype = _numpy_dtype(described.dtype)
-        return data.view(dtype).reshape(described.shape)
-    except (ValueError, RuntimeError) as error:
-        raise CorruptObjectError(
-            f"{data.size} bytes do not make a {described.dtype} of shape {described.shape}: {error}"
-        ) from error
+        return _readable(data.view(dtype).reshape(described.shape))
+    except (ValueError, OverflowError) as error:
+        raise _disagree(described, data.size) from error
+
+
+def _check_size(described: Described, item: int, size: int) -> None:
+    if math.prod(described.shape) * item != size:
+        raise _disagree(described, size)
+
+
+def _disagree(described: Described, size: int) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"{size} bytes do not make a {described.dtype} of shape {described.shape}", advice=_AS_BYTES
+    )
+
+
+def _readable(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Raises CorruptObjectError: numpy can make no text of it, at whatever later moment."""
+    if array.dtype.kind == "U" and array.size:
+        points = np.dtype(np.uint32).newbyteorder(array.dtype.byteorder)
+        if int(array.reshape(-1).view(points).max()) > sys.maxunicode:
+            raise CorruptObjectError("an array of text holds no text", advice=_AS_BYTES)
+    return array
 
 
 def array_over(
@@ -417,26 +497,31 @@ def array_over(
         UnsupportedValueError: the dtype is not available here.
         CorruptObjectError: descriptor and bytes disagree.
     """
-    dtype, shape, expected = _as_array(descriptor, kind)
+    dtype, described, expected = _as_array(descriptor, kind)
     if dtype is None:
         if not size:
             return np.empty(0, np.uint8)
         return np.frombuffer(memory, np.uint8, size, offset)
     if expected != size:
-        raise CorruptObjectError(f"{size} bytes do not make a {dtype} of shape {shape}")
-    return np.ndarray(shape, dtype, memory, offset) if size else np.empty(shape, dtype)
+        raise _disagree(described, size)
+    try:
+        if not size:
+            return np.empty(described.shape, dtype)
+        return _readable(np.ndarray(described.shape, dtype, memory, offset))
+    except (ValueError, OverflowError) as error:
+        raise _disagree(described, size) from error
 
 
 @lru_cache(maxsize=4096)
 def _as_array(
     descriptor: bytes, kind: Kind | None
-) -> tuple[np.dtype[np.generic] | None, tuple[int, ...], int]:
-    """dtype, shape and size in bytes of a value to return as numpy array; None: as another kind."""
-    described = read_descriptor(descriptor)
+) -> tuple[np.dtype[np.generic] | None, Described, int]:
+    """dtype and size in bytes of a value to return as numpy array; None: as another kind."""
+    described = _BYTES if kind == "bytes" else read_descriptor(descriptor)
     if (kind or described.kind) != "numpy" or described.kind == "bytes":
-        return None, (), 0
-    dtype = _numpy_dtype(described.dtype)
-    return dtype, described.shape, math.prod(described.shape) * dtype.itemsize
+        return None, described, 0
+    dtype = numpy_dtype(described.dtype)
+    return dtype, described, math.prod(described.shape) * dtype.itemsize
 
 
 def described_as(
@@ -450,24 +535,27 @@ def described_as(
     Raises:
         UnsupportedValueError: no such dtype here.
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+    try:
+        sizes = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        raise InvalidArgumentError(f"a shape is made of whole numbers, not {shape!r}") from None
     if min(sizes, default=0) < 0:
         raise InvalidArgumentError(f"the sizes of a shape must not be negative: {sizes}")
     if kind == "torch":
-        module = _import_torch()
-        found = dtype if isinstance(dtype, module.dtype) else getattr(module, str(dtype), None)
-        if not isinstance(found, module.dtype):
-            raise UnsupportedValueError(f"torch has no dtype {dtype}")
-        item = int(getattr(found, "itemsize"))  # noqa: B009 - to a checker it is an object
-        return _describe("torch", _torch_name(found), sizes), math.prod(sizes) * item
-    numpy_dtype = _numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)  # type: ignore[call-overload]
-    size = math.prod(sizes) * int(numpy_dtype.itemsize)
-    return _describe("numpy", _numpy_name(numpy_dtype), sizes), size
+        module = import_torch()
+        found = dtype if isinstance(dtype, module.dtype) else torch_dtype(module, dtype)
+        return _describe("torch", torch_name(found), sizes), math.prod(sizes) * found.itemsize
+    given = numpy_dtype_given(dtype)
+    return _describe("numpy", numpy_name(given), sizes), math.prod(sizes) * given.itemsize
 
 
 def check_dtype(descriptor: bytes, expected: str) -> None:
-    """Raises BufferMismatchError: the object holds another dtype than the buffer."""
-    stored = read_descriptor(descriptor).dtype
+    """Raises BufferMismatchError: the object holds another dtype than the buffer, or one that
+    cannot be read."""
+    try:
+        stored = read_descriptor(descriptor).dtype
+    except CorruptObjectError:
+        stored = "no dtype that can be read"
     if expected and stored and expected != stored:
         raise BufferMismatchError(
             f"the object holds {stored}, the buffer {expected}",
@@ -491,47 +579,29 @@ def decode_tensor(descriptor: bytes, flat: torch.Tensor) -> torch.Tensor:
     described = read_descriptor(descriptor)
     if described.kind == "bytes":
         return flat
-    try:
-        return _shaped(_import_torch(), described, flat)
-    except (ValueError, RuntimeError) as error:
-        raise CorruptObjectError(
-            f"{flat.numel()} bytes do not make a {described.dtype} of shape {described.shape}: "
-            f"{error}"
-        ) from error
+    return _shaped(import_torch(), described, flat)
 
 
 def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
-    module = _import_torch()
-    flat = module.from_numpy(data) if data.size else module.empty(0, dtype=module.uint8)
-    return _shaped(module, described, flat)
+    module = import_torch()
+    return _shaped(
+        module, described, module.from_numpy(data if data.size else np.empty(0, np.uint8))
+    )
 
 
 def _shaped(module: ModuleType, described: Described, flat: torch.Tensor) -> torch.Tensor:
-    dtype: Any = getattr(module, described.dtype, None)
-    if not isinstance(dtype, module.dtype):
-        raise UnsupportedValueError(f"this torch has no dtype {described.dtype}")
-    tensor: torch.Tensor = flat.view(dtype).reshape(described.shape)
-    return tensor
-
-
-def _numpy_dtype(name: str) -> np.dtype[np.generic]:
+    dtype = torch_dtype(module, described.dtype)
+    _check_size(described, dtype.itemsize, flat.numel())
     try:
-        return np.dtype(name)
-    except TypeError:
-        pass
-    try:
-        import ml_dtypes
-
-        dtype: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, name))
-        return dtype
-    except (ImportError, AttributeError):
-        raise UnsupportedValueError(
-            f"numpy has no dtype {name} here",
-            advice='Install ml_dtypes, or get(key, kind="torch") or kind="bytes".',
-        ) from None
+        if not flat.numel():
+            flat = flat.new_empty(0)  # numpy's strides of nothing are not those of torch
+        return flat.view(dtype).reshape(described.shape)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise _disagree(described, flat.numel()) from error
 
 
-def _import_torch() -> ModuleType:
+def import_torch() -> ModuleType:
+    """Raises UnsupportedValueError: it is not installed."""
     try:
         import torch
     except ImportError:

@@ -26,7 +26,7 @@
     ├── MemoryQuarantinedError      registered memory that a transfer may still write to: keep off
     ├── ReservationLostError        memory from allocate() is no longer ours: stop writing to it
     ├── StaleReadError              another object stands there now; refreshed and retried inside
-    ├── CorruptObjectError          bytes and checksum disagree
+    ├── CorruptObjectError          the bytes are not what the object's header says
     ├── ProtocolError               the peer sent what the protocol does not allow
     ├── PermissionDeniedError       no token, or the wrong one
     ├── StartupError                a process cannot start

@@ -41,12 +41,12 @@ def encoded(tensor: Any) -> Storable | Code:
     """Header and payload; the payload aliases a tensor that is contiguous and on the CPU."""
     if not _is_tensor(tensor):
         return Code.INVALID_PARAMS
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in _DTYPES or tensor.ndim > _DIMENSIONS_MAX:
-        return Code.INVALID_PARAMS
     try:
         parts = encode(tensor).parts
     except KVStoreError:  # a sparse one, say
+        return Code.INVALID_PARAMS
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES or tensor.ndim > _DIMENSIONS_MAX:
         return Code.INVALID_PARAMS
     shape = [*tensor.shape, *[-1] * (_DIMENSIONS_MAX - tensor.ndim)]
     header = _HEADER.pack(
@@ -71,7 +71,10 @@ def decoded(data: memoryview) -> torch.Tensor | None:
     if dtype is None or min(shape, default=0) < 0 or size != math.prod(shape) * dtype.itemsize:
         return None
     if not size:
-        return torch.empty(shape, dtype=dtype)
+        try:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        except RuntimeError:  # 0 times more than there can be
+            return None
     return torch.frombuffer(data, dtype=dtype, offset=start).reshape(shape)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, NOT_THERE, print_json_error
 from kvstore.cli.progress import byte_progress, count_progress
 from kvstore.cli.show import plain, print_json
+from kvstore.errors import CorruptObjectError
 from kvstore.limits import BATCH_KEYS_MAX, Key
 from kvstore.texts import duration_text, key_from_text, key_text, name_text, size_text
 
@@ -74,7 +74,7 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
         "children": detail.children,
         "version": f"{detail.version.epoch}.{detail.version.counter}",
         "idle_ms": detail.idle_ms,
-        "content": json.loads(header.descriptor or b"{}") if header is not None else None,
+        "content": content_of(header.descriptor) if header is not None else None,
         "places": [
             {"node": nodes.get(segment, ""), "segment": segment, "offset": offset}
             for segment, offset in zip(places.segments, places.offsets, strict=True)
@@ -87,6 +87,17 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
 
     print_fields(fields)
     return 0
+
+
+def content_of(descriptor: bytes) -> dict[str, Any]:
+    """What a header says of its payload."""
+    from kvstore.client.values import read_descriptor
+
+    try:
+        kind, dtype, shape = read_descriptor(descriptor)
+    except CorruptObjectError:
+        return {"kind": "unreadable"}
+    return {"kind": kind} if kind == "bytes" else {"kind": kind, "dtype": dtype, "shape": shape}
 
 
 @click.command(

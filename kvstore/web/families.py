@@ -99,7 +99,7 @@ NODE: Final = (
 )  # fmt: skip
 
 CLIENT: Final = (
-    Family("kvstore_client_events_total", "counter", ("client", "event"), "Events that a client counted: stale_reads, late_reads, avoided_reads, checksum_mismatches, corrupt_objects, failed_transfers, put_deadlines_passed, changed_epochs. The first one makes the row."),
+    Family("kvstore_client_events_total", "counter", ("client", "event"), "Events that a client counted: stale_reads, late_reads, avoided_reads, checksum_mismatches, corrupt_objects, unreadable_objects, failed_transfers, put_deadlines_passed, changed_epochs. The first one makes the row."),
     Family("kvstore_client_transfers_total", "counter", ("client", "transport"), "Transfers of a batch of objects, from or to one segment: shm, tcp, mooncake."),
     Family("kvstore_client_placements", "gauge", ("client",), "Leased objects whose place is remembered."),
     Family("kvstore_client_views", "gauge", ("client",), "Views and allocations alive."),

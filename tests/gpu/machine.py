@@ -162,6 +162,8 @@ class FakeGPU:
 class FakeTensor(torch.Tensor):
     """A tensor of the host that says it is on the fake, and whose memory the fake knows."""
 
+    _is_param = True  # other subclasses are refused
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device(NAME)

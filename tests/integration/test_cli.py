@@ -18,7 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from kvstore import Client
 from kvstore.children import start_master
+from kvstore.client import values
 
 GIB = 1 << 30
 MEMORY = 64 << 20
@@ -98,6 +100,19 @@ def test_arrays(kv: KV, tmp_path: Path) -> None:
     assert kv("get", "array").out == array.tobytes()
     found = json.loads(kv("stat", "array", "--json").out)
     assert found["content"] == {"kind": "numpy", "dtype": "float16", "shape": [3, 4]}
+
+
+def test_an_object_that_says_nothing_true_of_itself(
+    kv: KV, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "_describe", lambda *_: b"\xff[")
+    with Client(address) as client:
+        client.put("lie", b"content")
+    assert kv("get", "lie") == (0, b"content", "")
+    assert json.loads(kv("stat", "lie", "--json").out)["content"] == {"kind": "unreadable"}
+    refused = kv("get", "lie", "--npy")
+    assert "no value can be made of lie" in refused.err
+    assert "Traceback" not in refused.err
 
 
 def test_a_life_in_a_namespace(kv: KV) -> None:

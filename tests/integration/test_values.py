@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.errors import BufferMismatchError, InvalidArgumentError, UnsupportedValueError
+from kvstore.client import values as client_values
+from kvstore.errors import (
+    BufferMismatchError,
+    CorruptObjectError,
+    InvalidArgumentError,
+    UnsupportedValueError,
+)
+from kvstore.texts import key_text
 
 torch = pytest.importorskip("torch")
 
@@ -238,6 +245,66 @@ def test_one_kind_as_another(verbs: Any) -> None:
     assert verbs.get("bytes", kind="torch").tolist() == [97, 98, 99, 100]
     with pytest.raises(UnsupportedValueError, match="torch has no dtype"):
         verbs.get("dates", kind="torch")
+
+
+# --- values of strangers -----------------------------------------------------------------------
+
+LIES = {
+    "pointers": '{"kind":"numpy","dtype":"O","shape":[8]}',
+    "an unknown dtype": '{"kind":"torch","dtype":"load","shape":[64]}',
+    "infinity": '{"kind":"numpy","dtype":"u1","shape":[Infinity]}',
+    "another size": '{"kind":"numpy","dtype":"int64","shape":[9]}',
+    "no JSON": '{"kind":',
+}
+
+
+@pytest.fixture
+def lies(verbs: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Objects of 64 bytes whose writer says of them what is not true."""
+    for name, descriptor in LIES.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(client_values, "_describe", lambda *_, said=descriptor: said.encode())
+            assert verbs.put(name, bytes(range(64))) is STORED
+    return list(LIES)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_value_that_cannot_be_made_spoils_no_other(
+    verbs: Any, lies: list[str], copy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    verbs.put("honest", np.arange(3))
+    *none, honest = verbs.get_many([*lies, "honest"], copy=copy)
+    assert none == [None] * len(lies)
+    assert honest.tolist() == [0, 1, 2]
+    assert verbs.stats().counters["unreadable_objects"] == len(lies)
+    assert sum("unreadable_objects" in each.message for each in caplog.records) == 1
+    for name in lies:
+        with pytest.raises((CorruptObjectError, UnsupportedValueError)) as caught:
+            verbs.get(name, copy=copy)
+        assert caught.value.fields["key"] == name.encode().hex()
+        assert key_text(name.encode()) in str(caught.value)
+    assert verbs.stats().views <= 1, "only the honest one is leased"
+
+
+def test_what_cannot_be_made_is_still_its_bytes(verbs: Any, lies: list[str]) -> None:
+    content = bytes(range(64))
+    for name in lies:
+        assert bytes(verbs.get(name, kind="bytes")) == content
+        assert bytes(verbs.get(name, kind="bytes", copy=False)) == content
+        assert bytes(verbs.get_raw(name).data) == content
+        buffer = bytearray(64)
+        assert verbs.get_into(name, buffer) == [64]
+        assert bytes(buffer) == content
+        with pytest.raises(BufferMismatchError):
+            verbs.get_into(name, np.zeros(16, np.int32))
+        assert verbs.exists(name), "nothing was reported as corrupt"
+
+
+def test_a_mask_is_not_lost(verbs: Any) -> None:
+    masked: Any = np.ma.masked_array
+    with pytest.raises(UnsupportedValueError, match="MaskedArray"):
+        verbs.put("masked", masked([1.0, 2.0], mask=[True, False]))
+    assert not verbs.exists("masked")
 
 
 # --- the other verbs ---------------------------------------------------------------------------

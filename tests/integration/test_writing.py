@@ -17,6 +17,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from kvstore.client import values
 from kvstore.demo.processes import free_port
 from kvstore.web.api import EXISTS_PATH, MATCH_PATH, STAT_PATH
 from kvstore.web.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
@@ -115,6 +116,24 @@ def test_what_other_clients_put_is_described(store: Store) -> None:
     assert found is not None
     version = found.detail.version
     assert got.headers["Kvstore-Version"] == f"{version.epoch}.{version.counter}"
+
+
+def test_what_says_nothing_true_of_itself_is_bytes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lies = [
+        '{"kind":"numpy","dtype":"O","shape":[1]}', '{"kind":"numpy","dtype":"u1","shape":[1e999]}',
+        "[" * 300, '{"kind":"torch","dtype":"\\r\\nX-A: b","shape":[1]}',
+    ]  # fmt: skip
+    with store.cluster.client() as client:
+        for at, lie in enumerate(lies):
+            monkeypatch.setattr(values, "_describe", lambda *_, said=lie: said.encode())
+            client.put(f"lie-{at}", b"content")
+    for at, _ in enumerate(lies):
+        got = store.get(f"lie-{at}".encode())
+        assert (got.status, got.body) == (200, b"content")
+        assert json.loads(got.headers["Kvstore-Descriptor"])["kind"] in ("numpy", "bytes")
+        assert "X-A" not in got.headers
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class Elsewhere(torch.Tensor):
     """Says that it is on a GPU; ``cpu()`` gives its values."""
 
     name = "cuda:0"
+    _is_param = True  # other subclasses are refused
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
