@@ -771,10 +771,12 @@ class Operations:
         step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
         return ask(calls.Drain(node, step), calls.Drained)
 
-    def move_some(self, node: str, cursor: int, repair: bool) -> Flow[Moved]:
+    def move_some(
+        self, node: str, cursor: int, repair: bool, evict_up_to: calls.Version = moving.EVICT_NONE
+    ) -> Flow[Moved]:
         if repair:
             return moving.repair_some(self.context, node)
-        return moving.move_some(self.context, node, cursor)
+        return moving.move_some(self.context, node, cursor, evict_up_to)
 
     def list_page(self, namespace: str, prefix: bytes, cursor: int) -> Flow[calls.Listed]:
         request = calls.ListObjects(namespace, prefix, cursor, LIST_PAGE)

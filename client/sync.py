@@ -15,7 +15,7 @@ from kvstore.children import start_master
 from kvstore.client import forks
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.asking import Match, ObjectStat
-from kvstore.client.flows.moving import Moved
+from kvstore.client.flows.moving import EVICT_NONE, Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import AnyKey, DType, Pairs, Range, Raw, Stream, View, seconds
@@ -779,6 +779,7 @@ class Client:
         cursor: int = 0,
         *,
         repair: bool = False,
+        evict_up_to: calls.Version = EVICT_NONE,
         timeout_ms: int | None = None,
     ) -> Moved:
         """Copy some of what a draining node holds to others, through this process.
@@ -788,11 +789,15 @@ class Client:
                 that is 0 again.
             repair: instead, for any node: give objects with fewer replicas than they were put with
                 one more, if the master finds room. Nodes do this by themselves.
+            evict_up_to: evict objects elsewhere of this version or an earlier one that were used
+                longer ago than what moves; as it is, none. With the version that ``drain`` returns,
+                nothing is evicted that was moved off this node.
 
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
         """
-        return self._run(self._operations.move_some(node, cursor, repair), timeout_ms)
+        flow = self._operations.move_some(node, cursor, repair, evict_up_to)
+        return self._run(flow, timeout_ms)
 
     # --- life ---------------------------------------------------------------------------------
 

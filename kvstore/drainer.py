@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvstore.errors import UnavailableError
+from kvstore.calls import ClusterStatus, NodeStatus, Version
+from kvstore.errors import NoSpaceError, UnavailableError
+from kvstore.texts import size_text
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -43,25 +45,62 @@ class Outcome:
         return asdict(self)
 
 
+def check_room(found: ClusterStatus, node: str) -> None:
+    """For a drain that is to lose nothing: compares what the node holds with the free memory of the
+    others, before anything is moved. A node that is not there is not for this function to report.
+
+    Raises:
+        NoSpaceError: the others have less.
+    """
+    holds = sum(_held(each) for each in found.nodes if each.name == node)
+    others = [each for each in found.nodes if each.name != node and each.state == "alive"]
+    free = sum(segment.size - segment.used for each in others for segment in each.segments)
+    if holds <= free:
+        return
+    raise NoSpaceError(
+        f"node {node} holds {size_text(holds)}, and other nodes have {size_text(free)} free: "
+        f"nothing was moved, and {node} goes on as before",
+        advice="Start another node. Or say which objects to lose: with --evict those on other "
+        "nodes that were used longer ago, with --discard those that find no space.",
+        node=node,
+        missing_bytes=holds - free,
+    )
+
+
+def _held(node: NodeStatus) -> int:
+    """Bytes of its objects, and of puts under way."""
+    return sum(each.used - each.quarantined - each.reclaim for each in node.segments)
+
+
 def drain_node(
-    client: Client, node: str, *, discard: bool, wait_s: float, told: Callable[[int, int], None]
+    client: Client,
+    node: str,
+    *,
+    evict: bool,
+    discard: bool,
+    wait_s: float,
+    told: Callable[[int, int], None],
 ) -> Outcome:
     """Moves all objects that can be moved; then lets the node leave, if no object would be lost.
 
     Args:
+        evict: objects on other nodes that were used longer ago make room, except those that this
+            drain has moved.
         discard: let the node leave even if objects have no space elsewhere or could not be moved.
         wait_s: how long to keep trying when nothing moves: for puts under way on the node, or
             while the master or a node is unreachable.
         told: called with the bytes moved so far, and the bytes to move.
     """
     outcome = Outcome(node)
-    used = client.drain(node).used
+    begun = client.drain(node)
+    used = begun.used
+    evict_up_to = begun.began if evict else Version(0, 0)
     give_up = time.monotonic() + wait_s
     while True:
         moved = outcome.moved
         try:
             pending = client.drain(node).pending  # again each time: the leader may have changed
-            failed = _pass(client, outcome, lambda: told(outcome.moved_bytes, used))
+            failed = _pass(client, outcome, evict_up_to, lambda: told(outcome.moved_bytes, used))
         except UnavailableError:
             if time.monotonic() >= give_up:
                 raise
@@ -80,12 +119,12 @@ def drain_node(
     return outcome
 
 
-def _pass(client: Client, outcome: Outcome, told: Callable[[], None]) -> int:
+def _pass(client: Client, outcome: Outcome, evict_up_to: Version, told: Callable[[], None]) -> int:
     """Tries all objects once; returns how many could not be moved now."""
     failed = cursor = 0
     outcome.left = outcome.left_bytes = outcome.corrupt = 0
     while True:
-        step = client.move_some(outcome.node, cursor)
+        step = client.move_some(outcome.node, cursor, evict_up_to=evict_up_to)
         outcome.moved += step.objects
         outcome.moved_bytes += step.size
         outcome.left += step.left

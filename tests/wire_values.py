@@ -264,6 +264,7 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
         AVOID,
         U64,
         st.booleans(),
+        VERSION,
     ),
 }
 
@@ -317,7 +318,7 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         calls.ChainsFound, U64, U64, st.lists(BRANCH, max_size=3), st.booleans()
     ),
     calls.BlocksFound: st.builds(calls.BlocksFound, st.lists(BLOCK, max_size=3)),
-    calls.Drained: st.builds(calls.Drained, U64, U64, U64),
+    calls.Drained: st.builds(calls.Drained, U64, U64, U64, VERSION),
     calls.MovesStarted: moves_started(),
     calls.Listed: st.builds(calls.Listed, st.lists(OBJECT_ROW, max_size=5), U64),
     calls.ObjectDetail: st.builds(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from kvstore import calls
-from kvstore.calls import PutOutcome, SegmentInfo
+from kvstore.calls import PutOutcome, SegmentInfo, Version
 from kvstore.client.flows.objects import ObjectWrites
 from kvstore.client.flows.putting import revoke
 from kvstore.client.flows.steps import Context, Flow, Transfer, ask, carry_out, describe
@@ -35,6 +35,9 @@ OBJECTS_MAX = 128
 
 BYTES_MAX = 64 << 20
 """Bytes moved by one call, unless one object is larger: the client holds them in memory."""
+
+EVICT_NONE = Version(0, 0)
+"""Before all others: no object may be evicted."""
 
 REPAIRED_BYTES_MAX = 16 << 20
 """The same for one call of ``repair_some``: the memory of a node's process may be limited to little
@@ -52,7 +55,7 @@ class Moved(NamedTuple):
     failed: int
     """Objects that could not be moved now: being replaced, removed, or a node did not answer."""
     left: int
-    """Objects for which other nodes have no space, except that of more recently used objects."""
+    """Objects for which other nodes have no space, or that of objects that may not be evicted."""
     left_size: int
     evicted: int
     """Less recently used objects on other nodes that were evicted to make room."""
@@ -82,16 +85,19 @@ class _Copy:
     """The header, once it has been read and verified."""
 
 
-def move_some(context: Context, node: str, cursor: int) -> Flow[Moved]:
-    """Moves some objects of a draining node.
+def move_some(
+    context: Context, node: str, cursor: int, evict_up_to: Version = EVICT_NONE
+) -> Flow[Moved]:
+    """Moves some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
 
     Raises:
         InvalidArgumentError: there is no such node, or it is not being drained.
         BusyError, MasterUnreachableError, DeadlineExceededError
     """
     request = calls.StartMoves(
-        node, cursor, OBJECTS_MAX, BYTES_MAX, context.segments.avoid(), context.client_number
-    )
+        node, cursor, OBJECTS_MAX, BYTES_MAX, context.segments.avoid(), context.client_number,
+        evict_up_to=evict_up_to,
+    )  # fmt: skip
     return (yield from _copy(context, request))
 
 

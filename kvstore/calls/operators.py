@@ -169,6 +169,9 @@ class Drained(NamedTuple):
     """Bytes of the node's segments that are not free."""
     pending: int
     """Puts and allocations under way that were to be written there."""
+    began: Version = Version(0, 0)
+    """The newest version when the draining began; 0 from older masters. What is moved off the node
+    gets a later one."""
 
 
 class StartMoves(NamedTuple):
@@ -190,16 +193,21 @@ class StartMoves(NamedTuple):
     repair: bool = False
     """Instead of moves off a draining node, grant one more replica for objects that have too few.
     Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
+    evict_up_to: Version = Version(0, 0)
+    """Moves may evict objects elsewhere of this version or an earlier one, if they were used longer
+    ago than the moved object; as it is, none. With ``Drained.began`` a drain evicts nothing that
+    was moved off the node."""
 
 
 class MovesStarted(NamedTuple):
     next_cursor: int
     """0: the pass is over."""
     skipped: int
-    """Objects that are being replaced at this moment."""
+    """Objects that are being replaced at this moment, or for which there will be room elsewhere
+    in a moment."""
     left: int
-    """Objects for which there is no room elsewhere: the objects there were used later, are leased
-    or are being written."""
+    """Objects for which there is no room elsewhere: the objects there may not be evicted, or are
+    leased or being written."""
     left_bytes: int
     evicted: int
     """Objects elsewhere that were used longer ago, and had to make room."""

@@ -43,12 +43,23 @@ def status(invocation: Invocation, counters: bool) -> None:
 @connects()
 @click.argument("node")
 @click.option("--undo", is_flag=True, help="Stop draining: the node gets new objects again.")
+@click.option(
+    "--evict",
+    is_flag=True,
+    help="Lose objects on other nodes that were used longer ago, to make space.",
+)
 @click.option("--discard", is_flag=True, help="Lose objects for which other nodes have no space.")
 @click.option("--wait-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
               help="How long to wait for puts on the node when nothing moves.")  # fmt: skip
-def drain(invocation: Invocation, node: str, undo: bool, discard: bool, wait_s: float) -> int:
-    """Empty a node: it gets no new objects, its objects move to other nodes, then it leaves."""
-    from kvstore.drainer import drain_node
+def drain(
+    invocation: Invocation, node: str, undo: bool, evict: bool, discard: bool, wait_s: float
+) -> int:
+    """Empty a node: it gets no new objects, its objects move to other nodes, then it leaves.
+
+    Loses nothing: if other nodes have too little free memory, nothing is moved. --evict and
+    --discard say what may be lost.
+    """
+    from kvstore.drainer import check_room, drain_node
 
     with invocation.client() as client, byte_progress(wanted=not invocation.as_json) as progress:
         if undo:
@@ -57,8 +68,12 @@ def drain(invocation: Invocation, node: str, undo: bool, discard: bool, wait_s: 
             said = {"node": node, "draining": False}
             print_json(said) if invocation.as_json else click.echo(f"{node} gets new objects again")
             return 0
+        if not evict and not discard:
+            check_room(client.status(), node)
         progress.step(f"emptying {node}", None)
-        done = drain_node(client, node, discard=discard, wait_s=wait_s, told=progress.reach)
+        done = drain_node(
+            client, node, evict=evict, discard=discard, wait_s=wait_s, told=progress.reach
+        )
     if invocation.as_json:
         print_json(done.as_json())
         return 0 if done.has_left else FAILED
@@ -75,7 +90,10 @@ def drain(invocation: Invocation, node: str, undo: bool, discard: bool, wait_s: 
     click.echo(f"{node} has not left, and gets no new objects: {counted}")
     if done.unfinished:
         click.echo(f"{done.unfinished} puts, allocations or moves under way did not end in time")
-    advice = f"To lose the rest: kvstore drain {node} --discard. To stop draining: --undo."
+    advice = (
+        f"To lose less recently used objects elsewhere: kvstore drain {node} --evict. To lose the "
+        "rest: --discard. To stop draining: --undo."
+    )
     click.echo(advice, err=True)
     return FAILED
 

@@ -916,21 +916,29 @@ class DrainReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     USED_FIELD_NUMBER: _builtins.int
     PENDING_FIELD_NUMBER: _builtins.int
+    BEGAN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     used: _builtins.int
     """Bytes of the node's segments that are not free."""
     pending: _builtins.int
     """Puts and allocations under way that were to be written there."""
+    @_builtins.property
+    def began(self) -> _common_pb2.Version:
+        """The newest version when the draining began: what is moved off the node gets a later one. Absent:
+        an older master.
+        """
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         used: _builtins.int = ...,
         pending: _builtins.int = ...,
+        began: _common_pb2.Version | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["began", b"began"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pending", b"pending", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began", b"began", "epoch", b"epoch", "pending", b"pending", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -947,6 +955,7 @@ class StartMovesRequest(_message.Message):
     AVOID_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     REPAIR_FIELD_NUMBER: _builtins.int
+    EVICT_UP_TO_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     cursor: _builtins.int
     """0 begins a pass over all objects; then what the last reply said."""
@@ -964,6 +973,12 @@ class StartMovesRequest(_message.Message):
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """As in PutStartRequest: where nothing is to go."""
 
+    @_builtins.property
+    def evict_up_to(self) -> _common_pb2.Version:
+        """Of a draining node: evict objects elsewhere of this version or an earlier one that were used
+        longer ago. Absent: evict none. An older master evicts any that was used longer ago.
+        """
+
     def __init__(
         self,
         *,
@@ -974,10 +989,11 @@ class StartMovesRequest(_message.Message):
         avoid: _abc.Iterable[_builtins.bytes] | None = ...,
         client_number: _builtins.int = ...,
         repair: _builtins.bool = ...,
+        evict_up_to: _common_pb2.Version | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evict_up_to", b"evict_up_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "bytes_max", b"bytes_max", "client_number", b"client_number", "cursor", b"cursor", "limit", b"limit", "node", b"node", "repair", b"repair"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "bytes_max", b"bytes_max", "client_number", b"client_number", "cursor", b"cursor", "evict_up_to", b"evict_up_to", "limit", b"limit", "node", b"node", "repair", b"repair"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1000,7 +1016,7 @@ class StartMovesReply(_message.Message):
     next_cursor: _builtins.int
     """0: the pass is over."""
     skipped: _builtins.int
-    """Objects that are being replaced at this moment."""
+    """Objects that are being replaced at this moment, or for which there will be room in a moment."""
     left: _builtins.int
     """Objects for which there is no room elsewhere."""
     left_bytes: _builtins.int

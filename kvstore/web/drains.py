@@ -20,7 +20,7 @@ from kvstore.background import start_task
 from kvstore.calls import ClusterStatus, NodeStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
-from kvstore.drainer import Outcome, drain_node
+from kvstore.drainer import Outcome, check_room, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.web.access import HEADERS
 from kvstore.web.openapi import (
@@ -57,8 +57,13 @@ class NodeQuestion(Question):
 
 
 class DrainQuestion(NodeQuestion):
-    """Which node to empty."""
+    """Which node to empty. Without ``evict`` and ``discard`` nothing is lost: if other nodes have
+    less free memory than it holds, the drain does not begin."""
 
+    evict: bool = Field(
+        default=False,
+        description="Objects on other nodes that were used longer ago make room: they are lost.",
+    )
     discard: bool = Field(
         default=False,
         description="Let it leave even if objects have no space elsewhere: they are lost.",
@@ -80,7 +85,7 @@ class DrainAnswer(BaseModel):
     kept_bytes: int
     unfinished: int = Field(description="Puts under way, and objects that could not be moved.")
     corrupt: int = Field(description="Objects whose bytes do not match their checksum.")
-    evicted: int = Field(description="Older objects on other nodes that made room.")
+    evicted: int = Field(description="Older objects on other nodes that made room: are lost.")
     error: str = Field(description="Why it failed; else empty.")
 
 
@@ -110,7 +115,7 @@ class _StoppedError(Exception):
 @dataclass(slots=True)
 class _Drain:
     outcome: Outcome
-    discard: bool
+    asked: DrainQuestion
     state: str = "moving"
     size: int = 0
     error: str = ""
@@ -129,8 +134,9 @@ class _Drain:
             with connect() as client:
                 self.client = client
                 self.outcome = drain_node(
-                    client, self.outcome.node, discard=self.discard, wait_s=WAIT_S, told=self.told
-                )
+                    client, self.outcome.node, evict=self.asked.evict, discard=self.asked.discard,
+                    wait_s=WAIT_S, told=self.told,
+                )  # fmt: skip
             self.state = "left" if self.outcome.has_left else "kept"
         except _StoppedError:
             self.state = "stopped"
@@ -170,6 +176,8 @@ class Nodes:
         self._connect = connect
         self._drains: dict[str, _Drain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._beginning = asyncio.Lock()
+        """Held while a drain begins, so that no more begin than may be under way."""
 
     def routes(self) -> list[tuple[Described, Route]]:
         answers: list[tuple[Described, Answer]] = [
@@ -198,15 +206,22 @@ class Nodes:
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         asked = await body_of(request, DrainQuestion)
+        async with self._beginning:
+            if asked.node not in self._tasks:
+                await self._begin(asked)
+            return as_json(self._drains[asked.node].answer(), status=202)
+
+    async def _begin(self, asked: DrainQuestion) -> None:
+        """Raises KVStoreError: the node is as before."""
+        if len(self._tasks) >= DRAINS_MAX:
+            raise BusyError(f"{DRAINS_MAX} nodes are being drained")
+        if not asked.evict and not asked.discard:
+            check_room(await self._client.status(), asked.node)
         await self._client.drain(asked.node)  # from now on it gets nothing new
-        if asked.node not in self._tasks:
-            if len(self._tasks) >= DRAINS_MAX:
-                raise BusyError(f"{DRAINS_MAX} nodes are being drained")
-            drain = _Drain(Outcome(asked.node), asked.discard)
-            self._remember(asked.node, drain)
-            work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)
-            self._tasks[asked.node] = work
-        return as_json(self._drains[asked.node].answer(), status=202)
+        drain = _Drain(Outcome(asked.node), asked)
+        self._remember(asked.node, drain)
+        work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)
+        self._tasks[asked.node] = work
 
     async def _undrain(self, request: web.Request) -> web.StreamResponse:
         node = (await body_of(request, NodeQuestion)).node
@@ -250,7 +265,8 @@ DRAIN: Final = Described(
     "POST", DRAIN_PATH,
     "Move the objects of a node to others, and let the node leave when it is empty. Asked again, "
     "it says how far that is.",
-    {202: ("It gets nothing new; its objects are being moved.", DrainAnswer)},
+    {202: ("It gets nothing new; its objects are being moved.", DrainAnswer),
+     507: ("Other nodes have too little free memory. Nothing has begun.", "text/plain")},
     body=DrainQuestion, is_trusted=True,
 )  # fmt: skip
 UNDRAIN: Final = Described(

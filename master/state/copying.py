@@ -7,8 +7,6 @@ same version. ``draining`` and ``repairing`` say which objects are next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvstore import calls
 from kvstore.calls import Placements, PutOutcome
 from kvstore.errors import InvalidArgumentError
@@ -18,7 +16,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.liveness import Node
-from kvstore.master.state.pool import Shortage
+from kvstore.master.state.pool import Shortage, Victims
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.records import NEVER_MS, Extent, ObjectRecord, Segment
 from kvstore.master.state.repairing import SPARE_SHIFT, Repairs
@@ -84,15 +82,20 @@ class Copying:
         common.changing = True
         puts: list[PendingPut] = []
         goes_to: dict[ObjectRecord, Segment] = {}
-        left = left_bytes = 0
+        left = left_bytes = waits = 0
+        alive = common.membership.alive_segments(now_ms)
+        room_comes = not all(segment.usable(now_ms) for segment in alive)  # after a restart
         evicted = common.counters["evicted_objects"]
         for record, was_found in page.records.items():
             if not record.complete:
                 continue  # evicted on another node, to make room for one before
-            room = self._room_to_move(now_ms, record, goes_to, request.avoid)
+            room = self._room_to_move(now_ms, record, goes_to, request)
             if isinstance(room, Shortage):
-                left += was_found
-                left_bytes += record.size * was_found
+                if room.goes_on or room_comes:
+                    waits += was_found
+                else:
+                    left += was_found
+                    left_bytes += record.size * was_found
                 continue
             client, missing = request.client_number, repairing.missing(record)
             puts.append(self._granting.copy(now_ms, record, room, client, missing=missing))
@@ -102,13 +105,16 @@ class Copying:
         next_cursor = page.next_cursor
         if not puts and next_cursor == request.cursor:
             next_cursor += 1  # there is no room for the beginning of a long chain
-            left += 1  # its tip
+            if room_comes:
+                waits += 1  # its tip
+            else:
+                left += 1
         return self._started(
             now_ms,
             puts,
             common.placements([put.record for put in puts if put.record is not None], now_ms),
             next_cursor=next_cursor,
-            skipped=page.skipped,
+            skipped=page.skipped + waits,
             left=left,
             left_bytes=left_bytes,
             evicted=common.counters["evicted_objects"] - evicted,
@@ -119,17 +125,18 @@ class Copying:
         now_ms: int,
         record: ObjectRecord,
         goes_to: dict[ObjectRecord, Segment],
-        avoid: Sequence[bytes],
+        request: calls.StartMoves,
     ) -> list[Extent] | Shortage:
         """Extents to move the object to, beside its parent if possible. Evicts only objects that
-        were used less recently."""
+        were used less recently, and only as the request says."""
         parent = record.parent
         near = None
         if parent is not None and parent.complete:
             near = goes_to.get(parent) or next(s for s, _ in parent.extents() if s.alive)
         replicas = sum(segment.alive for segment, _ in record.extents())
+        victims = Victims(record.last_used_ms, request.evict_up_to)
         taken = self._granting.take(
-            now_ms, [record.size], replicas, near, "", record.last_used_ms, avoid
+            now_ms, [record.size], replicas, near, "", victims, request.avoid
         )
         return taken if isinstance(taken, Shortage) else taken[0]
 

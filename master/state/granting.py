@@ -14,7 +14,7 @@ from kvstore.errors import BusyError
 from kvstore.master.state import liveness
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Notice
-from kvstore.master.state.pool import Shortage
+from kvstore.master.state.pool import Shortage, Victims
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.records import Extent, Name, ObjectRecord, Segment
 from kvstore.master.state.repairing import Repairs
@@ -49,7 +49,7 @@ class Granting:
         replicas: int,
         near: Segment | None,
         host: str,
-        used_before_ms: int | None = None,
+        victims: Victims | None = None,
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
     ) -> list[list[Extent]] | Shortage:
@@ -84,7 +84,7 @@ class Granting:
             near=near,
             host=host,
             now_ms=now_ms,
-            used_before_ms=used_before_ms,
+            victims=victims,
         )
         if pool.evicted:
             for remains in pool.evicted:
@@ -92,8 +92,9 @@ class Granting:
                     segment.pressed = True
             common.effects += common.reclaim.clean(pool.evicted)
             pool.evicted.clear()
-        for segment in usable:
-            self._sweeping.taken_from(segment)
+        if victims is None:  # else the drain would evict more than it needs, and what it has moved
+            for segment in usable:
+                self._sweeping.taken_from(segment)
         if host and not isinstance(taken, Shortage):
             for segment, _ in taken[0]:  # most often all are on one segment
                 liveness.used(segment.node, host, now_ms)

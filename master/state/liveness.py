@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvstore.calls import NO_MARK, Version
+
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
 
 AGREEING_MIN = 2
@@ -58,6 +60,8 @@ class Node:
     """Hosts whose clients last got grants on the node, and when."""
     draining: bool = False
     """Whether the node is about to leave, and gets no new objects."""
+    drained_from: Version = NO_MARK
+    """The newest version when its draining began: those moved off the node are later."""
     version: str = ""
     """Of its program; empty: not known."""
     unreachable: str = ""

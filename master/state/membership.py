@@ -162,7 +162,8 @@ class Membership:
             heard_ms=now_ms,
             version=join.version,
         )
-        node.draining = known is not None and known.draining
+        if known is not None and known.draining:
+            node.draining, node.drained_from = True, known.drained_from
         gone = dict(self._gone_of(known, uuids))
         segments = [self._made(now_ms, node, offer, gone) for offer in join.segments]
         changes()

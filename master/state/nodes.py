@@ -141,13 +141,15 @@ class Nodes:
                 raise not_draining(node)
             members.dismiss(node)
         else:
+            if not node.draining:
+                node.drained_from = common.present
             members.drain(node, draining=request.step is DrainStep.BEGIN)
             self._waiting.room_made()  # after an undo, puts may use it again
         segments = set(members.segments.get(node.name, ()))
         self._follow(now_ms)
         used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
         pending = sum(any(s in segments for s, _ in put.extents) for put in common.pending)
-        return calls.Drained(common.epoch, used, pending)
+        return calls.Drained(common.epoch, used, pending, node.drained_from)
 
     # --- time ---------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
+from kvstore.calls import Version
 from kvstore.histograms import Histogram
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repairing
@@ -36,11 +38,24 @@ _REMARKS_PER_LOOK = 64
 """Candidates that one search for a victim checks because they are marked as detached: their chain
 may have become whole since."""
 
+SPARED_MS = 1_000
+"""For how long an object that a drain must not evict is passed over, by puts as well: they wait, or
+take another one. The search of a drain finds it again only after that."""
+
 _ANCESTORS_PER_LOOK = 256
 """Blocks of a chain that are checked for bytes where room is needed, from the leaf upward."""
 
 _SIZES_MAX = 4_096
 """Sizes whose integer objects are shared among records: most objects have one of few sizes."""
+
+
+class Victims(NamedTuple):
+    """What an allocation may evict."""
+
+    used_before_ms: int
+    """Objects that were last used before; and those that no root leads to."""
+    up_to: Version
+    """Only of this version or an earlier one; none at all if it is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +427,7 @@ class Pool:
         near: Segment | None,
         host: str,
         now_ms: int,
-        used_before_ms: int | None = None,
+        victims: Victims | None = None,
     ) -> list[list[Extent]] | Shortage:
         """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts objects that are
         not leased if it must.
@@ -425,7 +440,7 @@ class Pool:
             near: the first choice, if it is one of them.
             host: whose segments are the second choice.
             now_ms: leases that end later protect their objects.
-            used_before_ms: evict only objects that were last used before, and detached ones.
+            victims: what may be evicted; None: anything.
         """
         lengths = [extent_bytes(size) for size in sizes]
         longest, total = max(lengths), sum(lengths)
@@ -446,7 +461,7 @@ class Pool:
             return Shortage(total * replicas - room)
         order = list(preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
-        eviction = _Eviction(self, usable, now_ms, used_before_ms)
+        eviction = _Eviction(self, usable, now_ms, victims)
         while missing > 0:
             freed = eviction.next(order)
             if freed is None:
@@ -552,13 +567,15 @@ class _Eviction:
     one step."""
 
     def __init__(
-        self, pool: Pool, segments: list[Segment], now_ms: int, used_before_ms: int | None = None
+        self, pool: Pool, segments: list[Segment], now_ms: int, victims: Victims | None = None
     ) -> None:
         self._pool = pool
         self._now_ms = now_ms
-        self._used_before_ms = used_before_ms
+        self._victims = victims
         self._moves = MOVES_PER_STEP
         """Records that ``EvictionPolicy.peek`` may still move to their place in the order."""
+        if victims is not None and not victims.up_to.epoch:
+            segments = []
         self._heads = {segment: self._head(segment) for segment in segments}
         """The next victim of each segment; None: to be looked up again."""
         self._budget = EVICTIONS_PER_STEP
@@ -582,9 +599,9 @@ class _Eviction:
         """Evicts the oldest candidate of these segments, or one of another segment that protects
         bytes on these. Returns the freed lengths by segment, or None if every candidate is leased
         or the budget is spent."""
-        if not self._budget:
-            return None
         heads = self._heads
+        if not self._budget or not heads:
+            return None
         victims = [head for segment in order if (head := heads[segment]) is not None]
         if not victims:
             wanted = set(order)
@@ -608,8 +625,8 @@ class _Eviction:
         return freed
 
     def _head(self, segment: Segment) -> ObjectRecord | None:
-        head, before_ms = self._first(segment), self._used_before_ms
-        if head is None or before_ms is None or head.last_used_ms < before_ms:
+        head, victims = self._first(segment), self._victims
+        if head is None or victims is None or head.last_used_ms < victims.used_before_ms:
             return head
         return head if segment.candidates.detached(head) else None
 
@@ -625,19 +642,22 @@ class _Eviction:
 
     def _peek(self, candidates: EvictionPolicy) -> ObjectRecord | None:
         ends = self._pool.pins.ends
+        spared = None if self._victims is None else self._victims.up_to
         while True:
             head = candidates.peek(self._now_ms, self._moves)
             self._moves -= candidates.moved
             if head is None:
                 return None
-            pinned_until_ms = ends.of(head)
-            if pinned_until_ms <= self._now_ms:
+            held_until_ms = ends.of(head)
+            if spared is not None and (head.epoch, head.counter) > spared:
+                held_until_ms = max(held_until_ms, self._now_ms + SPARED_MS)
+            if held_until_ms <= self._now_ms:
                 return head
             if self._moves <= 0:
                 candidates.unfinished = True
                 return None
             self._moves -= 1
-            candidates.hold(head, pinned_until_ms)
+            candidates.hold(head, held_until_ms)
 
 
 def _keeps_bytes_on(segments: set[Segment], leaf: ObjectRecord) -> bool:

@@ -72,6 +72,15 @@ def drain(store: Cluster, node: Node, *options: str) -> Result:
     return result_of(launch(store, node, *options))
 
 
+def refused(store: Cluster, node: Node) -> dict[str, Any]:
+    """The error of a drain that does not begin."""
+    process = launch(store, node)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (1, "")
+    error: dict[str, Any] = json.loads(err)["error"]
+    return error
+
+
 def has_left(node: Node) -> None:
     """By itself and cleanly."""
     assert node.wait() == 0, node.errors
@@ -249,7 +258,9 @@ def test_a_view_keeps_its_bytes_and_is_told(store: Cluster) -> None:
 def test_taken_back_it_is_used_again(store: Cluster) -> None:
     node = store.node(memory="64MiB")
     keys = fill(store)
-    done = drain(store, node)  # nowhere to go
+    assert refused(store, node)["code"] == "no_space"
+    assert store.state_of(node) == "alive"
+    done = drain(store, node, "--evict")  # nowhere to go
     assert done.code == 1
     assert done.told["left"] == len(keys)
     assert not done.told["has_left"]
@@ -272,7 +283,7 @@ def test_with_what_finds_no_room_it_stays_until_it_is_told_to_go(store: Cluster)
     newer = [f"newer-{number}" for number in range(20)]  # 4 MiB, and put after all others
     for key in newer:
         assert client.put(key, value_of(key)) is PutOutcome.STORED
-    done = drain(store, old)
+    done = drain(store, old, "--evict")
     assert done.code == 1
     assert done.told["moved"] > 0
     assert done.told["left"] > 0
@@ -283,6 +294,33 @@ def test_with_what_finds_no_room_it_stays_until_it_is_told_to_go(store: Cluster)
     has_left(old)
     assert all(client.get(key) == value_of(key) for key in newer)
     assert not all(client.get(key) for key in keys)
+
+
+def test_more_than_fits_is_not_begun(store: Cluster) -> None:
+    """Otherwise objects that have just moved make room for the next ones, and are lost."""
+    old = store.node(memory="64MiB")
+    client = store.client()
+    keys = [f"key-{number}" for number in range(50)]
+    for key in keys:
+        client.put(key, value_of(key, MIB))
+    store.node(memory="16MiB")
+    until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
+    error = refused(store, old)
+    assert error["code"] == "no_space"
+    assert error["fields"]["missing_bytes"] > 30 * MIB
+    assert "nothing was moved" in error["message"]
+    assert "--evict" in error["advice"]
+    assert store.state_of(old) == "alive"
+    for options in (["--evict"], ["--evict"]):  # a second drain spares what the first one moved
+        done = drain(store, old, *options)
+        assert (done.code, done.told["evicted"], done.told["has_left"]) == (1, 0, False)
+        assert all(client.exists(key) for key in keys)
+        until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
+    done = drain(store, old, "--discard")
+    assert done.code == 0
+    assert done.told["left"] >= 34
+    has_left(old)
+    assert sum(client.get(key) == value_of(key, MIB) for key in keys) == 50 - done.told["left"]
 
 
 def test_what_nobody_used_for_longer_makes_room(store: Cluster) -> None:
@@ -298,7 +336,7 @@ def test_what_nobody_used_for_longer_makes_room(store: Cluster) -> None:
     client.put_chain(keys, [value_of(key) for key in keys])
     client.drain(small.name, undo=True)
     until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
-    done = drain(store, old)
+    done = drain(store, old, "--evict")
     assert (done.code, done.told["moved"], done.told["left"]) == (0, 30, 0)
     assert 0 < done.told["evicted"] < 35
     has_left(old)

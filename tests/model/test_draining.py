@@ -37,6 +37,9 @@ class DrainMachine(RuleBasedStateMachine):
         self.moves: dict[int, tuple[str, Version]] = {}
         """By token: what was to be moved."""
         self.overwrites: dict[int, tuple[str, int]] = {}
+        self.evicts = False
+        """Whether the next drain may evict."""
+        self.evict_up_to = calls.NO_MARK
 
     # --- what others do ----------------------------------------------------------------------
 
@@ -102,8 +105,13 @@ class DrainMachine(RuleBasedStateMachine):
 
     @rule(node=nodes, step=st.sampled_from([DrainStep.BEGIN, DrainStep.BEGIN, DrainStep.UNDO]))
     def drain(self, node: str, step: DrainStep) -> None:
-        self.cluster.state.nodes.drain(self.cluster.now_ms, calls.Drain(node, step))
+        drained = self.cluster.state.nodes.drain(self.cluster.now_ms, calls.Drain(node, step))
+        self.evict_up_to = drained.began if self.evicts else calls.NO_MARK
         self.cluster._settle()
+
+    @rule(evicts=st.booleans())
+    def choose(self, evicts: bool) -> None:
+        self.evicts = evicts
 
     @rule(node=nodes, limit=st.integers(1, 5), again=st.booleans(), end=st.booleans())
     def move(self, node: str, limit: int, again: bool, end: bool) -> None:
@@ -141,8 +149,11 @@ class DrainMachine(RuleBasedStateMachine):
 
     def _start_moves(self, node: str, cursor: int, limit: int) -> int:
         cluster = self.cluster
-        request = calls.StartMoves(node, cursor, limit, 1 << 30)
+        request = calls.StartMoves(node, cursor, limit, 1 << 30, evict_up_to=self.evict_up_to)
+        before = {name: version for name in NAMES if (version := self._version(name))}
         result = cluster.state.copying.start_moves(cluster.now_ms, request)
+        evicted = [before[name] for name in before if self._version(name) is None]
+        assert all(version <= self.evict_up_to for version in evicted), (evicted, request)
         cluster._settle()
         started = cluster.reply(result)
         assert isinstance(started, calls.MovesStarted)

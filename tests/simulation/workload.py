@@ -247,11 +247,13 @@ class Worker:
             return
         node = self.random.choice(status.nodes).name
         self._note(f"drain {node}")
-        await self.client.run(operations.drain(node, False, False))
+        begun = await self.client.run(operations.drain(node, False, False))
         cursor, failed = 0, None
         for _ in range(self.random.choice((1, 3, 10))):
             try:
-                moved = await self.client.run(operations.move_some(node, cursor, False))
+                moved = await self.client.run(
+                    operations.move_some(node, cursor, False, begun.began)
+                )
             except KVStoreError as error:
                 failed = error
                 break

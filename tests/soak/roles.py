@@ -18,7 +18,7 @@ import time
 from collections import deque
 from typing import Any, Final
 
-from kvstore import AsyncClient, Client
+from kvstore import AsyncClient, Client, calls
 from kvstore.errors import InvalidArgumentError, KVStoreError, ReservationLostError
 from tests.soak import values
 from tests.soak.hands import Clock, Hands, Settings, closing_sockets
@@ -579,11 +579,12 @@ class Operator(Role):
         nodes = [node.name for node in status.value.nodes] if status.ok else []
         if len(nodes) > 2:
             node = hands.rng.choice(nodes)
-            await hands.call("drain", node, expected=unknown)
+            begun = await hands.call("drain", node, expected=unknown)
+            up_to = begun.value.began if begun.ok else calls.NO_MARK
             cursor = 0
             for _ in range(hands.rng.randint(1, 6)):
                 moved = await hands.call(
-                    "move_some", node, cursor, expected=(InvalidArgumentError,)
+                    "move_some", node, cursor, evict_up_to=up_to, expected=unknown
                 )
                 cursor = moved.value.next_cursor if moved.ok else 0
             await self._undo(hands, node)

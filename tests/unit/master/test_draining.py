@@ -28,9 +28,15 @@ def drain(cluster: Cluster, node: str, step: DrainStep = DrainStep.BEGIN) -> cal
 
 
 def start(
-    cluster: Cluster, node: str, cursor: int = 0, *, limit: int = 100, bytes_max: int = 1 << 30
+    cluster: Cluster,
+    node: str,
+    cursor: int = 0,
+    *,
+    limit: int = 100,
+    bytes_max: int = 1 << 30,
+    evict_up_to: calls.Version = calls.NO_MARK,
 ) -> calls.MovesStarted:
-    request = calls.StartMoves(node, cursor, limit, bytes_max)
+    request = calls.StartMoves(node, cursor, limit, bytes_max, evict_up_to=evict_up_to)
     result = cluster.state.copying.start_moves(cluster.now_ms, request)
     cluster._settle()
     reply = cluster.reply(result)
@@ -38,12 +44,14 @@ def start(
     return reply
 
 
-def move(cluster: Cluster, node: str) -> list[PutOutcome]:
+def move(
+    cluster: Cluster, node: str, evict_up_to: calls.Version = calls.NO_MARK, limit: int = 100
+) -> list[PutOutcome]:
     """A whole pass, in which every copy succeeds."""
     outcomes: list[PutOutcome] = []
     cursor = 0
     while True:
-        started = start(cluster, node, cursor)
+        started = start(cluster, node, cursor, limit=limit, evict_up_to=evict_up_to)
         outcomes += cluster.end(started.grants)
         cursor = started.next_cursor
         if not cursor:
@@ -237,8 +245,8 @@ def test_what_was_used_later_makes_room_for_itself(new_cluster: NewCluster) -> N
     cluster.after(20_000)
     cluster.put("n", host="host-a")  # newer
     cluster.after(20_000)
-    drain(cluster, "a")
-    started = start(cluster, "a")
+    began = drain(cluster, "a").began
+    started = start(cluster, "a", evict_up_to=began)
     assert (list(started.keys), started.left, started.left_bytes) == (keys_of("n"), 1, BLOCK)
     assert cluster.end(started.grants) == [STORED]
     assert len(cluster.present("pq")) == 1
@@ -270,10 +278,70 @@ def test_a_chain_is_as_recent_as_its_tip(new_cluster: NewCluster) -> None:
     cluster.after(20_000)
     assert cluster.match("pqr") == 3
     cluster.after(20_000)
-    drain(cluster, "a")
-    assert move(cluster, "a") == [STORED] * 3
+    began = drain(cluster, "a").began
+    assert move(cluster, "a", began) == [STORED] * 3
     assert cluster.match("pqr") == 3
     assert len(cluster.present("wxyz")) == 1
+
+
+def test_nothing_makes_room_unless_the_drain_says_so(new_cluster: NewCluster) -> None:
+    """Not even an object that no root leads to."""
+    cluster = new_cluster(a=2, b=2)
+    cluster.put("pq", host="host-b")
+    cluster.remove("p")
+    cluster.after(60_000)
+    cluster.put("mn", chain=False, host="host-a")
+    cluster.after(20_000)
+    drain(cluster, "a")
+    started = start(cluster, "a")
+    assert (len(started.keys), started.left, started.evicted) == (1, 1, 0)
+    cluster.end(started.grants)
+    assert cluster.present("qmn") == "qmn"
+
+
+@pytest.mark.parametrize("limit", [1, 100])
+def test_a_drain_evicts_nothing_that_it_has_moved(new_cluster: NewCluster, limit: int) -> None:
+    """Later ones of a pass were used more recently than those before them. The node stays with
+    what finds no room then."""
+    cluster = new_cluster(a=8, b=3)
+    cluster.put("x", host="host-b")
+    cluster.after(20_000)
+    for name in "abcdefg":
+        cluster.put(name, host="host-a")
+        cluster.after(20_000)
+    began = drain(cluster, "a").began
+    assert move(cluster, "a", began, limit) == [STORED] * 3
+    cluster.after(20_000)
+    assert drain(cluster, "a").began == began, "the drain is begun again"
+    assert move(cluster, "a", began, limit) == []
+    assert cluster.present("abcdefg") == "abcdefg"
+    assert (len(holds(cluster, "b")), len(holds(cluster, "a"))) == (3, 4)
+    assert cluster.present("x") == "", "it was used before all of them"
+
+
+def test_what_was_moved_gives_way_to_puts_as_any_object(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(a=4, b=4)
+    cluster.put("x", host="host-b")
+    cluster.after(20_000)
+    cluster.put("mnop", chain=False, host="host-a")
+    cluster.after(20_000)
+    began = drain(cluster, "a").began
+    assert move(cluster, "a", began) == [STORED] * 4
+    cluster.after(20_000)
+    cluster.put("stuv", chain=False)
+    assert cluster.present("stuv") == "stuv"
+
+
+def test_memory_that_is_not_given_out_yet_is_waited_for(new_cluster: NewCluster) -> None:
+    """A node that has come back, and every node after a restart of the master."""
+    cluster = new_cluster(a=4, b=4)
+    cluster.put("a", host="host-a")
+    cluster.join("b", again=True)
+    drain(cluster, "a")
+    started = start(cluster, "a")
+    assert (list(started.keys), started.left, started.skipped) == ([], 0, 1)
+    cluster.after(cluster.rules.lease_ms + 1_000)
+    assert move(cluster, "a") == [STORED]
 
 
 def test_replicas_stay_as_many_as_they_were(new_cluster: NewCluster) -> None:

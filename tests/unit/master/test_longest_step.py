@@ -387,8 +387,9 @@ def drain(world: World) -> calls.Request:
 
 
 def start_moves(world: World) -> calls.Request:
-    world.state.nodes.drain(world.now_ms, calls.Drain("node1", calls.DrainStep.BEGIN))
-    return calls.StartMoves("node1", 0, PUT_KEYS_MAX, 1 << 40)
+    drain = calls.Drain("node1", calls.DrainStep.BEGIN)
+    began = world.state.nodes.drain(world.now_ms, drain).began
+    return calls.StartMoves("node1", 0, PUT_KEYS_MAX, 1 << 40, evict_up_to=began)
 
 
 def start_repairs(world: World) -> calls.Request:
