@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import http.client
 import sys
-import urllib.request
 from typing import Final
 
 PORTS: Final = (50080, 50100)
-"""Of a master and of a node. Start them with --host ::, so that they listen on loopback."""
+"""Of a master and of a node. Start them with --host 0.0.0.0, so that they listen on loopback."""
+
+TIMEOUT_S: Final = 2.0
 
 
 def main() -> int:
-    for port in PORTS:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=2.0):
-                return 0
-        except OSError:  # refused, too late, or no answer of 200
-            continue
-    return 1
+    return 0 if any(map(is_healthy, PORTS)) else 1
+
+
+def is_healthy(port: int) -> bool:
+    """Asks this container itself, whatever web proxy its environment names."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):  # refused, too late, or no HTTP
+        return False
+    finally:
+        connection.close()
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def virtual_node(address: str, objects: int, *, name: str = "bench") -> Iterator
         fresh=True,
     )
     outbox.put(calls.NodeJoin(name, HOST, PROTOCOL_VERSION, 0, [offer]))
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         session = channel.stream_stream(
             SESSION_PATH,
             request_serializer=encode_node_message,

@@ -111,6 +111,13 @@ def test_a_child_hears_its_end_whatever_its_parent_blocks() -> None:
     assert out == "gone\n", err
 
 
+def test_a_web_proxy_in_the_environment_is_not_asked() -> None:
+    """Masters and nodes are on the local network, which a proxy may not reach."""
+    proxied = [f"{name}_proxy=http://127.0.0.1:9" for name in ("http", "https", "grpc", "all")]
+    out, err = run(text=program(), prefix=("env", *proxied))
+    assert out == "fine\n", err
+
+
 CLOSED = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "-")
 
 
