@@ -6,7 +6,6 @@ unshare --mount --net --uts python -m tests.integration.names_apart silent|own_n
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,8 @@ from pathlib import Path
 
 from kvstore import Client
 from kvstore.errors import KVStoreError
+from tests.name_server import ADDRESS, HERE, NameServer
 
-HERE = "127.0.0.1"
 MASTER, NODE = 26011, 26013
 TIMEOUT_MS = 2_000
 LATE_S = 0.6
@@ -35,29 +34,6 @@ def replace(folder: Path, path: str, text: str) -> None:
     file = folder / Path(path).name
     file.write_text(text)
     run("mount", "--bind", str(file), path)
-
-
-class NameServer:
-    """Says that every name is this host; silent once it is muted."""
-
-    def __init__(self) -> None:
-        self.muted = threading.Event()
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("127.0.0.53", 53))
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            question, asker = self._socket.recvfrom(2_048)
-            if self.muted.is_set():
-                continue
-            end = 12
-            while question[end]:
-                end += 1 + question[end]
-            asked, is_a = question[12 : end + 5], question[end + 2] == 1
-            head = question[:2] + b"\x81\x80\0\1" + (b"\0\1" if is_a else b"\0\0") + bytes(4)
-            row = b"\xc0\x0c\0\1\0\1" + bytes(4) + b"\0\4" + socket.inet_aton(HERE)
-            self._socket.sendto(head + asked + (row if is_a else b""), asker)
 
 
 @contextmanager
@@ -94,8 +70,9 @@ def client(address: str) -> Client:
 
 def silent(folder: Path) -> None:
     """The name server stops answering, and the master is started again."""
-    replace(folder, "/etc/resolv.conf", "nameserver 127.0.0.53\n")
+    replace(folder, "/etc/resolv.conf", f"nameserver {ADDRESS}\n")
     names = NameServer()
+    threading.Thread(target=names.serve, daemon=True).start()
     with ExitStack() as stack:
         running, _ = stack.enter_context(master())
         stack.enter_context(

@@ -62,6 +62,7 @@ KINDS: Final[dict[str, tuple[float, float, float]]] = {
     "truncate a segment": (0.25, 0.1, 1),
     "fill /dev/shm": (1, 1, 6),
     "step the clock": (1.5, 0.1, 6),
+    "silence the name server": (1.5, 2, 20),
 }
 
 
@@ -208,6 +209,9 @@ class Nemesis:
                 node.end(signal.SIGTERM, down_s=length_s / 2)
             case "step the clock":
                 self._step(fault)
+            case "silence the name server":
+                assert self._cluster.names is not None
+                self._cluster.names.stop_for(length_s)
 
     def _kill_leader(self) -> None:
         if leader := self._leader():

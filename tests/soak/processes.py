@@ -173,10 +173,20 @@ class Node(Process):
 class Cluster:
     """All servers. Nothing waits for them: who cannot reach what, tries again."""
 
-    def __init__(self, directory: Path, *, masters: int, nodes: int, memory: str, clock: Path | None
-                 ) -> None:  # fmt: skip
-        """``clock``: a file that says how wrong the servers' wall clock is; None: it is right."""
+    def __init__(self, directory: Path, *, masters: int, nodes: int, memory: str,
+                 clock: Path | None, has_names: bool) -> None:  # fmt: skip
+        """
+        Args:
+            clock: a file that says how wrong the servers' wall clock is; None: it is right.
+            has_names: whether names of ``tests/name_server.py`` are resolved here.
+        """
         self.directory = directory
+        self.names: Process | None = None
+        host = "127.0.0.1"
+        if has_names:
+            host = "kv.test"
+            command = [sys.executable, "tests/name_server.py"]
+            self.names = Process("names", command, directory / "names.log", environ={})
         environ = {"KVSTORE_CONFIG": ""}
         if clock is not None:
             environ |= faked(clock)
@@ -208,6 +218,9 @@ class Cluster:
             places.append(f"127.0.0.1:{port}")
         self.master = "etcd://" + flags[1] if flags else places[0]
         self.places = places
+        """The masters, as they announce themselves."""
+        self.named = [f"{host}:{place.rpartition(':')[2]}" for place in places]
+        """The masters, for those that find them by name."""
         self.nodes: list[Node] = []
         for number in range(nodes):
             name = f"soak-{os.getpid()}-{number}"
@@ -215,6 +228,7 @@ class Cluster:
             command = [
                 sys.executable, "-m", "kvstore.cli.node", "--master", self.master, "--name", name,
                 "--port", str(port), "--memory", memory, "--keep" if number % 2 else "--no-keep",
+                *(["--advertise", f"kv-{number}.test"] if has_names and number % 2 else []),
             ]  # fmt: skip
             node = Node(name, command, directory / f"node-{number}.log", environ=environ)
             node.port, node.number = port, number
@@ -222,7 +236,8 @@ class Cluster:
 
     @property
     def servers(self) -> list[Process]:
-        return [*([self.etcd] if self.etcd else []), *self.masters, *self.nodes]
+        others = [each for each in (self.names, self.etcd) if each]
+        return [*others, *self.masters, *self.nodes]
 
     def start(self) -> None:
         for server in self.servers:
@@ -262,7 +277,8 @@ class Cluster:
         stuck: list[str] = []
         for server in reversed(self.servers):
             server.resume()
-        for group in (self.nodes, self.masters, [self.etcd] if self.etcd else []):
+        others = [each for each in (self.etcd, self.names) if each]
+        for group in (self.nodes, self.masters, others):
             for server in group:
                 server.end(signal.SIGTERM)
             stuck += [f"{server.name} does not end" for server in group if not server.wait(20)]

@@ -31,6 +31,7 @@ from typing import Final
 
 from kvstore import Client
 from kvstore.errors import KVStoreError
+from tests.name_server import ADDRESS
 from tests.soak.checker import Checker, Violation
 from tests.soak.hands import Settings
 from tests.soak.journal import Reader
@@ -91,7 +92,10 @@ def outside(options: argparse.Namespace) -> int:
                    "--mount-proc", "--kill-child=SIGKILL"]  # fmt: skip
         inner = (
             f"mount -t tmpfs -o size={SHM_SIZE} none /dev/shm && chmod 1777 /dev/shm && "
-            'mount -t tmpfs none /run && ip link set lo up && exec "$@"'
+            "mount -t tmpfs none /run && ip link set lo up && "
+            f"{{ printf 'nameserver {ADDRESS}\\noptions timeout:20\\n' > /run/names && "
+            "mount --bind /run/names /etc/resolv.conf && export SOAK_NAMES=1; : ; } && "
+            'exec "$@"'
         )
         command = [*unshare, "sh", "-c", inner, "soak"]
         try:
@@ -116,8 +120,9 @@ class Soak:
             self.clock = self.directory / "clock"
             set_clock(self.clock, 0)
         self.cluster = Cluster(
-            self.directory, masters=options.masters, nodes=NODES, memory=MEMORY, clock=self.clock
-        )
+            self.directory, masters=options.masters, nodes=NODES, memory=MEMORY, clock=self.clock,
+            has_names="SOAK_NAMES" in os.environ,
+        )  # fmt: skip
         self.workers: list[Process] = []
         self.reader = Reader(self.directory)
         self.numbers = 0
@@ -226,7 +231,7 @@ class Soak:
     def _worker(self, role: str) -> Process:
         self.numbers += 1
         number = self.numbers * 10_000
-        master = self.cluster.master if number % 3 else ",".join(self.cluster.places)
+        master = self.cluster.master if number % 3 else ",".join(self.cluster.named)
         settings = Settings(role, master, number, self.options.seed, self.directory, TIMEOUT_MS)
         log = self.directory / f"worker-{role}.log"
         worker: Process = Forked(role, lambda: work(settings), log)
@@ -298,6 +303,10 @@ class Soak:
                 found[kind] = why
         if not inside:
             found["fill /dev/shm"] = "the host's own /dev/shm"
+        if "SOAK_NAMES" not in os.environ:
+            found["silence the name server"] = (
+                "no namespaces, or /etc/resolv.conf cannot be replaced"
+            )
         if reason := clock_reason():
             found["step the clock"] = reason
         if self.options.masters > 1 and not need("etcd"):
