@@ -318,10 +318,8 @@ class Operations:
         if named is None:
             return None, self.context.clock() + lease.seconds_left
         asked = self.context.clock()
-        renew = calls.Renew(
-            named.namespace, [named.key], [named.epoch], [named.counter],
-            named.epoch, [named.counter],
-        )  # fmt: skip
+        assert isinstance(lease.what, Granted)
+        renew = _renewal(named, lease.what.place, [named.counter])
         renewed = yield from ask(renew, calls.Renewed)
         until = asked + renewed.lease_ms / 1000 - self.context.lease_margin_s
         if renewed.keys_held[0] and lease.held:
@@ -357,10 +355,7 @@ class Operations:
             lease.unneeded()
             return outcome
         asked = self.context.clock()
-        renew = calls.Renew(
-            named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, ()
-        )
-        renewed = yield from ask(renew, calls.Renewed)
+        renewed = yield from ask(_renewal(named, granted.place), calls.Renewed)
         held_s = renewed.lease_ms / 1000 if renewed.keys_held[0] else 0.0
         lease.become(named, asked + held_s - self.context.lease_margin_s)
         return outcome
@@ -903,6 +898,14 @@ class _Looks(NamedTuple):
     segment: SegmentInfo
     rows: list[ReadRow]
     of: list[tuple[int, Placed, Replica]]
+
+
+def _renewal(named: Named, place: Place, tokens: Sequence[int] = ()) -> calls.Renew:
+    """Asks whether an allocation has become this object."""
+    return calls.Renew(
+        named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,
+        [place.uuid], [place.offset],
+    )  # fmt: skip
 
 
 def _lost() -> ReservationLostError:

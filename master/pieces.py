@@ -78,8 +78,10 @@ def _found(replies: list[calls.Found]) -> calls.Found:
 
 
 def _renew_pieces(request: calls.Renew) -> list[Request]:
-    rows = _by("keys", "epochs", "counters")(request._replace(tokens=()))
-    tokens = _by("tokens")(request._replace(keys=(), epochs=(), counters=()))
+    by_key = _by("keys", "epochs", "counters", "uuids", "offsets")
+    rows = by_key(request._replace(tokens=()))
+    no_keys = request._replace(keys=(), epochs=(), counters=(), uuids=(), offsets=())
+    tokens = _by("tokens")(no_keys)
     return rows + tokens
 
 

@@ -117,6 +117,7 @@ def grants(draw: st.DrawFn) -> calls.Grants:
 @st.composite
 def renews(draw: st.DrawFn) -> calls.Renew:
     batch = draw(keys())
+    placed = len(batch) if draw(st.booleans()) else 0
     return calls.Renew(
         draw(NAMESPACE),
         batch,
@@ -124,6 +125,8 @@ def renews(draw: st.DrawFn) -> calls.Renew:
         draw(column(len(batch))),
         draw(U64),
         draw(st.lists(U64, max_size=40)),
+        tuple(draw(st.lists(SIXTEEN, min_size=placed, max_size=placed))),
+        draw(column(placed)),
     )
 
 

@@ -5,8 +5,10 @@
       └──────────────────────────────────────────────────┘
     otherwise the lease ends, and ``held`` turns false for good
 
-Why the segment must be mounted as it was: the master knows an object by its version, and renews its
-lease while one replica is left. The leased memory may be of a replica whose node counts as dead. A
+A renewal names the place of the leased memory as well as the version: the version may have ended
+there, and have come back with the memory of another node.
+
+Why the segment must be mounted as it was: the master may not yet know that the node has ended. A
 node that comes back *fences* (its generation grows) before it joins, and gets no writers for one
 lease after it has joined. So a renewal is valid if it is counted from the request and the client
 still sees the old generation when the reply arrives: the lease ends before any writer gets the
@@ -77,6 +79,10 @@ class Granted(NamedTuple):
     size: int
     """Payload bytes."""
 
+    @property
+    def place(self) -> Place:
+        return Place(self.segment.uuid, self.offset)
+
 
 class Unneeded(NamedTuple):
     """The subject of a lease: an allocation whose put found its key stored already. Its memory is
@@ -117,6 +123,7 @@ class Lease:
         place: Place | None = None,
     ) -> None:
         self.place = place
+        """Of an object; None: of an allocation, which cannot be found again."""
         self.what: What = held
         self.size = size
         """Length of the memory in bytes."""
@@ -199,6 +206,8 @@ class Lease:
     def become(self, named: Named, until: float) -> None:
         """Called when the allocation was put: it is an object now."""
         self._kept = self.held  # a lease that has ended stays ended
+        if isinstance(self.what, Granted):
+            self.place = self.what.place
         self.what = named
         self.unanswered = None
         self._until = until
@@ -370,12 +379,13 @@ class Renewal:
 
 
 def _renewals(due: Iterable[Lease]) -> Iterator[Renewal]:
-    named: dict[Namespace, list[tuple[Lease, Named]]] = {}
+    named: dict[Namespace, list[tuple[Lease, Named, Place]]] = {}
     granted: dict[int, list[tuple[Lease, Granted]]] = {}
     for lease in due:
         what = lease.what
         if isinstance(what, Named):
-            named.setdefault(what.namespace, []).append((lease, what))
+            assert lease.place is not None
+            named.setdefault(what.namespace, []).append((lease, what, lease.place))
         elif isinstance(what, Granted):
             granted.setdefault(what.epoch, []).append((lease, what))
     for namespace, all_objects in named.items():
@@ -383,13 +393,15 @@ def _renewals(due: Iterable[Lease]) -> Iterator[Renewal]:
             objects = all_objects[start : start + RENEW_KEYS_MAX]
             request = calls.Renew(
                 namespace,
-                [what.key for _, what in objects],
-                [what.epoch for _, what in objects],
-                [what.counter for _, what in objects],
+                [what.key for _, what, _ in objects],
+                [what.epoch for _, what, _ in objects],
+                [what.counter for _, what, _ in objects],
                 0,
                 (),
+                [place.uuid for _, _, place in objects],
+                [place.offset for _, _, place in objects],
             )
-            yield Renewal(request, [lease for lease, _ in objects])
+            yield Renewal(request, [lease for lease, _, _ in objects])
     for epoch, all_granted in granted.items():
         for start in range(0, len(all_granted), RENEW_KEYS_MAX):
             allocations = all_granted[start : start + RENEW_KEYS_MAX]

@@ -21,6 +21,7 @@ from kvstore.fields import (
     Port,
     Replicas,
     Rows,
+    Sixteen,
     Size,
     TtlMs,
     WaitMs,
@@ -250,7 +251,8 @@ class Committed(NamedTuple):
 
 
 class Renew(NamedTuple):
-    """Extend leases of objects, by key and version, and deadlines of allocations, by token."""
+    """Extend leases of objects, by key, version and place, and deadlines of allocations, by
+    token."""
 
     namespace: Namespace
     keys: Sequence[Key]
@@ -259,13 +261,18 @@ class Renew(NamedTuple):
     epoch: int
     """The epoch of the tokens."""
     tokens: Numbers
+    uuids: Annotated[Sequence[bytes], Rows(), Sixteen()] = ()
+    """The segments of the leased memory, by uuid; and so are the offsets of its extents. One row
+    per key, or none: then a version is promised only while all of its replicas are mounted."""
+    offsets: Numbers = ()
 
 
 class Renewed(NamedTuple):
     lease_ms: int
     deadline_ms: int
     keys_held: Sequence[int]
-    """1 or 0 per key: whether that version is still promised."""
+    """1 or 0 per key: whether that version is still promised at its place. A version alone does not
+    name the leased memory: it may have ended there, and have come back elsewhere."""
     tokens_held: Sequence[int]
 
 

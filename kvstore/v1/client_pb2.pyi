@@ -651,6 +651,8 @@ class RenewRequest(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    UUIDS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     epoch: _builtins.int
     """Epoch of the tokens."""
@@ -666,6 +668,14 @@ class RenewRequest(_message.Message):
     def tokens(self) -> _common_pb2.Column:
         """Allocations."""
 
+    @_builtins.property
+    def uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Where the leased memory is, one row per key: the uuid of its segment, 16 bytes, and the offset of
+        its extent. Without these rows a version is promised only while all of its replicas are mounted.
+        """
+
+    @_builtins.property
+    def offsets(self) -> _common_pb2.Column: ...
     def __init__(
         self,
         *,
@@ -675,10 +685,12 @@ class RenewRequest(_message.Message):
         counters: _common_pb2.Column | None = ...,
         epoch: _builtins.int = ...,
         tokens: _common_pb2.Column | None = ...,
+        uuids: _abc.Iterable[_builtins.bytes] | None = ...,
+        offsets: _common_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "keys", b"keys", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epochs", b"epochs", "keys", b"keys", "offsets", b"offsets", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epoch", b"epoch", "epochs", b"epochs", "keys", b"keys", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "epoch", b"epoch", "epochs", b"epochs", "keys", b"keys", "namespace", b"namespace", "offsets", b"offsets", "tokens", b"tokens", "uuids", b"uuids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,7 +707,7 @@ class RenewReply(_message.Message):
     lease_ms: _builtins.int
     deadline_ms: _builtins.int
     keys_held: _builtins.bytes
-    """One byte per key, 1 or 0: whether that version is still promised."""
+    """One byte per key, 1 or 0: whether that version is still promised at its place."""
     tokens_held: _builtins.bytes
     """One byte per token, 1 or 0."""
     def __init__(

@@ -316,6 +316,12 @@ def _check_match(match: calls.PrefixMatch) -> calls.PrefixMatch:
     return match
 
 
+def _check_renew(renew: calls.Renew) -> calls.Renew:
+    if {len(renew.uuids), len(renew.offsets)} not in ({0}, {len(renew.keys)}):
+        raise ProtocolError("columns of different length")
+    return renew
+
+
 def _check_moves(moves: calls.MovesStarted) -> calls.MovesStarted:
     columns = (moves.keys, moves.namespaces, moves.sources.sizes, moves.grants.tokens)
     if len(set(map(len, columns))) > 1:
@@ -326,6 +332,7 @@ def _check_moves(moves: calls.MovesStarted) -> calls.MovesStarted:
 CHECKS: Final[dict[type, Callable[[Any], Any]]] = {
     calls.PrefixMatch: _check_match,
     calls.MovesStarted: _check_moves,
+    calls.Renew: _check_renew,
 }
 """Checks across the fields of a value, by class; each returns its argument."""
 

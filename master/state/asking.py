@@ -224,7 +224,8 @@ class Asking:
             self._traffic.asked(now_ms, namespace, keys, count, found, first, tip)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
-        """Extends leases of objects whose version has not changed, and deadlines of grants."""
+        """Extends leases of objects whose version has not changed, in memory that still holds it,
+        and deadlines of grants."""
         common, rules = self._common, self._common.rules
         keys_held = bytearray(len(request.keys))
         some_ended = now_ms >= self._lifetimes.next_ms
@@ -233,10 +234,14 @@ class Asking:
             record = self._forest.get(request.namespace, key)
             if (
                 record is not None
-                and all(s.alive or not s.segment_id for s, _ in record.extents())
                 and record.segment is not None
-                and not (some_ended and self._lifetimes.ended(record, now_ms))
                 and (record.epoch, record.counter) == (epoch, counter)
+                and (
+                    _is_at(record, request.uuids[index], request.offsets[index])
+                    if request.uuids
+                    else all(s.alive or not s.segment_id for s, _ in record.extents())
+                )
+                and not (some_ended and self._lifetimes.ended(record, now_ms))
             ):
                 record.last_used_ms = now_ms
                 record.lease_until_ms = now_ms + rules.lease_ms
@@ -303,6 +308,14 @@ class Asking:
             return
         self._walking.popleft()
         self._common.effect(Answer(ticket, reply))
+
+
+def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:
+    """Whether a living replica is at this place."""
+    for segment, at in record.extents():
+        if at == offset and segment.alive and segment.offer.uuid == uuid:
+            return True
+    return False
 
 
 def _misses(request: Question, reply: Found) -> bool:

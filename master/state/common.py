@@ -64,8 +64,8 @@ class Common:
             cluster=cluster,
         )
         self.pending = Pending()
-        self.reclaim = Reclaim()
         self.tombstones = Tombstones()
+        self.reclaim = Reclaim(self.tombstones)
         self._next_ticket = 0
 
     # --- what is done outside -----------------------------------------------------------------
@@ -94,14 +94,9 @@ class Common:
         return Later(ticket) if waits else reply
 
     def wipe(self, given_up: Sequence[Remains]) -> None:
-        """Called for versions that will never be stored: wipes what their writers may have left.
-        Adds a tombstone for each version with an extent on memory that is away."""
+        """Called for versions that will never be stored: wipes what their writers may have
+        left."""
         self.effects += self.reclaim.clean(given_up)
-        for remains in given_up:
-            if remains.of_replica:
-                continue
-            if not all(segment.alive for segment, _ in remains.extents):
-                self.tombstones.add_version(Version(remains.epoch, remains.counter))
 
     def unwiped(self, segment_ids: Iterable[int]) -> list[Wiping]:
         """The orders that must be done before writers may get grants on these segments."""

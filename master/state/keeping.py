@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore import calls
-from kvstore.calls import Version
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key
 from kvstore.master.state.common import Common
@@ -177,9 +176,7 @@ class Keeping:
             if not record.complete:
                 continue
             self._granting.end_copies(now_ms, (record.namespace, record.key))
-            remains = Remains.of(record)
-            if not all(segment.alive for segment, _ in remains.extents):
-                common.tombstones.add_version(Version(remains.epoch, remains.counter))
+            remains = Remains.of(record, forbid=True)
             is_read = record.children or record.lease_until_ms > now_ms
             pool.hide(record, steps_max)
             if is_read:

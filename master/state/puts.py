@@ -83,7 +83,7 @@ class PendingPut:
         version = epoch, self.token
         if self.repairs and self.moves is not None:
             version = self.moves.epoch, self.moves.counter
-        return Remains(name, self.size, *version, self.extents, of_replica=self.repairs)
+        return Remains(name, self.size, *version, self.extents, forbid=not self.repairs)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
         """Connections whose bytes may still land; by default all of the put's client."""

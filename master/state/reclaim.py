@@ -6,9 +6,9 @@ valid header in memory always belongs to an object, and implies its payload afte
 The master does not count the readers of a removed object. Its extents are free when (a) the longest
 possible lease on it has ended, and (b) its node has reported that the header is wiped, so that no
 restart finds the object again. A removal is acknowledged at (b), because readers refuse a wiped
-header. A segment that dies counts as wiped at (a): the master accepts none of its objects when it
-joins anew, but until then a client with a lease may read there, if only the master cannot reach
-the node.
+header. A segment that dies counts as wiped at (a): the master accepts none of these objects when it
+joins anew (removals and tombstones forbid them), but until then a client with a lease may read
+there, if only the master cannot reach the node.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvstore import calls
 from kvstore.calls import NO_MARK, MasterWipe, Version
 from kvstore.errors import KVStoreError
 from kvstore.master.state.effects import Answer, Effect, Send
+from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, Writer
 from kvstore.memory.header import extent_bytes
 
@@ -44,6 +45,8 @@ class Wiping:
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     counters: list[int] = field(default_factory=list)
+    forbidden: list[Version] = field(default_factory=list)
+    """The versions among them that get a tombstone if the segment dies before they are wiped."""
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
@@ -100,7 +103,8 @@ class Removal:
 class Reclaim:
     """The extents of all removed objects, until they are free."""
 
-    def __init__(self) -> None:
+    def __init__(self, tombstones: Tombstones) -> None:
+        self._tombstones = tombstones
         self._by_end: deque[Wiping] = deque()
         self._unwiped: dict[int, Wiping] = {}
         self._unwiped_of: dict[Name, list[Wiping]] = {}
@@ -227,8 +231,11 @@ class Reclaim:
         open_wipings: dict[Segment, Wiping] = {}
         for remains in gone:
             length = extent_bytes(remains.size)
+            version = Version(remains.epoch, remains.counter)
             for segment, offset in remains.extents:
                 if not segment.alive:
+                    if remains.forbid:
+                        self._tombstones.add_version(version)
                     continue
                 wiping = open_wipings.get(segment)
                 if wiping is None or len(wiping.offsets) == WIPES_PER_ORDER:
@@ -246,6 +253,8 @@ class Reclaim:
                 wiping.lengths.append(length)
                 wiping.epochs.append(remains.epoch)
                 wiping.counters.append(remains.counter)
+                if remains.forbid:
+                    wiping.forbidden.append(version)
                 wiping.writers.update(dict.fromkeys(remains.writers))
         return wipings
 
@@ -333,7 +342,11 @@ class Reclaim:
         return [effect for wiping in self._on(segment) for effect in _send(wiping)]
 
     def segment_died(self, segment: Segment) -> list[Effect]:
-        ended = [wiping for wiping in self._on(segment) if wiping.ended]
+        unwiped = self._on(segment)
+        for wiping in unwiped:
+            for version in wiping.forbidden:
+                self._tombstones.add_version(version)
+        ended = [wiping for wiping in unwiped if wiping.ended]
         return [effect for wiping in ended for effect in self.wiped(wiping.order)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:

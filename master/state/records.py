@@ -216,14 +216,16 @@ class Remains(NamedTuple):
     lease_until_ms: int = 0
     writers: Sequence[Writer] = ()
     """Data connections that may still carry bytes of it."""
-    of_replica: bool = False
-    """Whether the same version may be complete elsewhere."""
+    forbid: bool = False
+    """Whether this version has ended, and only it: then memory that goes away before its header is
+    wiped must not bring it back. A removal forbids all earlier versions of the key instead."""
 
     @classmethod
-    def of(cls, record: ObjectRecord) -> Remains:
+    def of(cls, record: ObjectRecord, *, forbid: bool = False) -> Remains:
         name = record.namespace, record.key
         version = record.epoch, record.counter
-        return cls(name, record.size, *version, record.extents(), record.lease_until_ms)
+        until_ms = record.lease_until_ms
+        return cls(name, record.size, *version, record.extents(), until_ms, forbid=forbid)
 
 
 class NamespaceTable:

@@ -121,7 +121,7 @@ class Removing:
             counters["corrupt_replicas"] += len(segments)
             self._common.effect(_notice(record, segments))
             if all(segment in segments for segment, _ in record.extents() if segment.alive):
-                gone.append(Remains.of(record))
+                gone.append(Remains.of(record, forbid=True))
                 self._pool.hide(record, steps_max)
             else:
                 self._pool.demote(record, segments)

@@ -178,7 +178,7 @@ class Returning:
             if not self._copying.claim_replica(now_ms, record, extent):
                 return None
         elif record is not None and known is not None:
-            replaced = [Remains.of(record)]
+            replaced = [Remains.of(record, forbid=True)]
             self._pool.strip(record, replaced=True)
             self._pool.lifetimes.drop(record)
             self._pool.store(record, [extent], size, version, used_ms)

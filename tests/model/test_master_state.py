@@ -8,7 +8,7 @@ reader, a writer or a wipe may need it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -944,8 +944,16 @@ class MasterMachine(RuleBasedStateMachine):
             states = [self._node_of(segment).state(self.now_ms) for segment, _ in places]
             assert states == sorted(states, key=lambda state: state != "alive")
 
-    @rule(namespace=namespaces, batch=st.lists(keys, max_size=4), old=st.booleans(), data=st.data())
-    def renew(self, namespace: Namespace, batch: list[Key], old: bool, data: st.DataObject) -> None:
+    @rule(
+        namespace=namespaces,
+        batch=st.lists(keys, max_size=4),
+        old=st.booleans(),
+        where=st.sampled_from(["unnamed", "there", "beside", "in other memory"]),
+        data=st.data(),
+    )
+    def renew(
+        self, namespace: Namespace, batch: list[Key], old: bool, where: str, data: st.DataObject
+    ) -> None:
         names = [(namespace, key) for key in batch]
         stored = [self.objects[name] if self._present(name) else None for name in names]
         versions = [s.version if s is not None and not old else Version(EPOCH, 0) for s in stored]
@@ -960,10 +968,12 @@ class MasterMachine(RuleBasedStateMachine):
                 [version.counter for version in versions],
                 epoch,
                 tokens,
+                *self._leased_places(stored, where),
             ),
         )
+        lost = where in ("beside", "in other memory")
         for its, held in zip(stored, reply.keys_held, strict=True):
-            if its is None or old or its.lost_some:
+            if its is None or old or lost or (where == "unnamed" and its.lost_some):
                 assert not held
             else:
                 assert held
@@ -975,6 +985,16 @@ class MasterMachine(RuleBasedStateMachine):
             if alive and granted is not None:
                 granted.deadline_ms = self.now_ms + RULES.put_deadline_ms
         self._see()
+
+    def _leased_places(
+        self, stored: Sequence[Stored | None], where: str
+    ) -> tuple[list[bytes], list[int]]:
+        if where == "unnamed":
+            return [], []
+        places = [(0, 0) if its is None else its.places[-1] for its in stored]
+        others = where == "in other memory"
+        uuids = [bytes(16) if others else self.uuids.get(at, bytes(16)) for at, _ in places]
+        return uuids, [offset + (where == "beside") for _, offset in places]
 
     # --- keeping -----------------------------------------------------------------------------
 

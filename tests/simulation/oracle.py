@@ -8,7 +8,8 @@ clock. Its rules, each with the place where it is checked:
   removed, replaced, evicted (and counted) or on a dead segment (``master_stepped``).
 * Nothing is evicted while a lease on it lives, or while it is pinned (``master_stepped``).
 * An object whose time to live is over is in no answer of a master that knows that time
-  (``_promises``), and a get that begins one lease later does not return it (``read``).
+  (``_promises``), a get that begins one lease later does not return it (``read``), and it does not
+  come back (``_compare``).
 * No extent is granted over bytes that some client still believes to be leased (``_granted``).
 * A write lands only in what its own put was granted, or in quarantine (``write``).
 * Bytes under a view that is held do not change (``check_views``).
@@ -148,6 +149,8 @@ class Oracle:
         self._must_end: dict[Version, tuple[int, int]] = {}
         """The same, and by when no get returns the version (true us). Not of versions that were
         lost with a node and came back: those may stay."""
+        self._over: set[Version] = set()
+        """Versions that this master has taken back after their time to live."""
         self._expired = 0
         self._evicted = 0
         self._claimed = 0
@@ -186,6 +189,7 @@ class Oracle:
         self._now_complete = {}
         self._promised = {}
         self._pinned, self._ttls, self._may_end, self._must_end = {}, {}, {}, {}
+        self._over = set()
         self._expired = 0
         self._evicted = self._claimed = self._repaired = self._last_token = 0
         self._calls = {}
@@ -363,11 +367,19 @@ class Oracle:
                 f"{counted} evictions, and {over} are over; but there vanished {evicted}, and of "
                 f"those that may be over {expired}",
             )
+        if counted == len(evicted):
+            self._over.update(version for _, version in expired)
         self.count("evicted", len(evicted))
         self.count("expired", len(expired))
         self._ended.update(version for _, version in (*evicted, *expired))
         for name, version in complete.items():
             if self._now_complete.get(name) != version:
+                if version in self._over:
+                    self.broken(
+                        "over_again",
+                        f"{_show(name)} {_v(version)} was over, and is complete again",
+                        name[1].decode(), _v(version),
+                    )  # fmt: skip
                 if version in self._stored:  # it was lost, and is back without its end
                     self._must_end.pop(version, None)
                 else:

@@ -23,6 +23,7 @@ from kvstore.master.state import common
 from kvstore.master.state.effects import Later
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import Pending, PendingPut
 from kvstore.master.state.records import ObjectRecord
@@ -317,6 +318,43 @@ def test_finds_headers_that_are_not_wiped() -> None:
     )
     options = Options(seed=0, new_node=Careless, faults=(), mix=mix)
     found(options, "removed_read", within_steps=SOON, each=5_000)
+
+
+LENT = Mix(
+    weights={"put": 3.0, "get": 1.0, "view": 4.0}, size_bytes_max=3_000, think_s=0.02,
+    overwrite=0.0, replicas=1.0, hold_s=5.0, ttl=0.5,
+)  # fmt: skip
+"""Views of objects with two replicas, whose time is soon over."""
+
+
+def test_finds_what_comes_back_after_its_time_to_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master does not remember what its nodes had yet to wipe when they ended."""
+    monkeypatch.setattr(Tombstones, "add_version", lambda self, version: None)
+    options = Options(seed=0, mix=LENT, masters=1, faults=("kill_node",))
+    found(options, "over_again", within_steps=10**6, each=15_000)
+
+
+class Placeless(MasterState):
+    """Renews a lease by key and version, wherever the leased memory is."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.steps[calls.Renew] = self._renew
+
+    def _renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
+        return self.asking.renew(now_ms, request._replace(uuids=(), offsets=()))
+
+
+def test_finds_a_lease_that_is_renewed_where_the_object_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The object has come back elsewhere, so its version counts as held."""
+    monkeypatch.setattr(Tombstones, "add_version", lambda self, version: None)
+    options = Options(
+        seed=0, new_state=Placeless, mix=LENT, masters=1, faults=("kill_node",),
+        waived=frozenset({"over_again"}),
+    )  # fmt: skip
+    found(options, "granted_view", "view_changed", within_steps=10**6, each=15_000)
 
 
 class Unfenced(Node):

@@ -181,6 +181,7 @@ class Worker:
     async def _keep_lost(self, value: memoryview) -> None:
         """As a program that has not asked yet, and takes newer views: some of the same memory."""
         newer: list[tuple[View, Lease]] = []
+        failed: KVStoreError | None = None
         until = self.client.clock() + self.random.expovariate(1 / self.mix.hold_s)
         try:
             while True:
@@ -191,10 +192,13 @@ class Worker:
                 if self.client.clock() >= until or self.paused():
                     break
                 await self.client.sleep(0.05)
-        finally:
-            self.client.oracle.count("lost_kept")
-            for view, lease in newer:
-                await self.client.views.let_go(view, lease)
+        except KVStoreError as error:
+            failed = error
+        self.client.oracle.count("lost_kept")
+        for view, lease in newer:
+            await self.client.views.let_go(view, lease)
+        if failed is not None:
+            raise failed
 
     async def _some_views(self) -> list[tuple[View, Lease]]:
         keys = [self._a_key() for _ in range(4)]

@@ -15,7 +15,7 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
 from kvstore.client.lent import leases as module
-from kvstore.client.lent.leases import Granted, Lease, LeaseTable, Mounted, Named
+from kvstore.client.lent.leases import Granted, Lease, LeaseTable, Mounted, Named, Place
 from kvstore.client.lent.views import Views
 from kvstore.client.values import Bytes1D
 from kvstore.clocks import uptime
@@ -24,6 +24,7 @@ from kvstore.limits import Key
 from tests.unit.client.world import N, segment
 
 GRANTED = Granted(7, 9, segment(1), 4096, 64)
+PLACE = Place(bytes(16), 8192)
 
 
 def always() -> bool:
@@ -33,7 +34,7 @@ def always() -> bool:
 def add(
     views: Views, array: Bytes1D, held: Named | Granted, until: float, mounted: Mounted = always
 ) -> Lease:
-    return views.add(array, held, until, mounted)
+    return views.add(array, held, until, mounted, PLACE if isinstance(held, Named) else None)
 
 
 def named(number: int) -> Named:
@@ -104,7 +105,8 @@ def test_a_lease_is_renewed_while_its_memory_lives(views: Views, master: Master)
     lease = add(views, array, named(1), soon())
     master.wait(lambda asked: len(asked) >= 2)
     assert lease.held
-    assert master.asked[0] == Renew(N, [Key(b"key-1")], [7], [1], 0, ())
+    place = [PLACE.uuid], [PLACE.offset]
+    assert master.asked[0] == Renew(N, [Key(b"key-1")], [7], [1], 0, (), *place)
     del array
     gc.collect()
     assert len(views) == 0
@@ -217,7 +219,7 @@ def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: Views
     arrays, tensors = list(twice()), []
     for number, until in enumerate((uptime() - 1, later())):
         tensors.append(torch.from_numpy(arrays[number]))
-        views.add(arrays[number], named(number), until, always, value=tensors[-1])
+        views.add(arrays[number], named(number), until, always, PLACE, value=tensors[-1])
     arrays.clear()
     old, new = tensors
     for made in (
@@ -469,7 +471,7 @@ def test_a_lease_of_a_second_outlives_a_master_that_stalls_for_a_third_of_one() 
     for begin in (number / 50 for number in range(100)):
         now = 0.0
         table = LeaseTable(lambda: now)  # noqa: B023 - called before the next round
-        lease = table.add(4096, 64, named(1), 0.8, always)
+        lease = table.add(4096, 64, named(1), 0.8, always, PLACE)
         broken = False
         while now < begin + 2 and is_held(lease):
             now = table.wake_at()
@@ -515,6 +517,6 @@ def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: Views) -> N
 def test_a_renewal_that_promises_no_more_than_before_is_not_repeated_at_once() -> None:
     """Such as a master's with a shorter lease."""
     table = LeaseTable(lambda: 10.0)
-    lease = table.add(4096, 64, named(1), 100.0, always)
+    lease = table.add(4096, 64, named(1), 100.0, always, PLACE)
     lease.renewed(11.0)
     assert lease.renew_at == 40.0

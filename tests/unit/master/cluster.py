@@ -349,10 +349,20 @@ class Cluster:
         request = calls.StatObject(NAMESPACE, Key(name.encode()))
         return self.state.report.stat_object(self.now_ms, request)
 
-    def renew(self, name: str, version: calls.Version) -> bool:
+    def renew(self, name: str, version: calls.Version, at: tuple[bytes, int] | None = None) -> bool:
+        """``at``: the place of the leased memory (``place``); None: a client that names none."""
         key = Key(name.encode())
         request = calls.Renew(NAMESPACE, [key], [version.epoch], [version.counter], EPOCH, [])
+        if at is not None:
+            request = request._replace(uuids=[at[0]], offsets=[at[1]])
         return bool(self.state.asking.renew(self.now_ms, request).keys_held[0])
+
+    def place(self, name: str, node: str) -> tuple[bytes, int]:
+        """uuid and offset of the object's replica on this node, where it is not leased."""
+        placements = self.stat(name).placements
+        rows = zip(placements.segments, placements.offsets, strict=True)
+        (offset,) = [offset for segment, offset in rows if self.segments[segment] == node]
+        return self.offers[node][0].uuid, offset
 
     def renew_token(self, token: int, epoch: int = EPOCH) -> bool:
         request = calls.Renew(NAMESPACE, [], [], [], epoch, [token])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
+from kvstore.limits import Key
+from kvstore.master.state.inventory import Claim
+from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
 
@@ -132,3 +134,24 @@ def test_a_block_of_a_chain_leaves_the_others_detached_until_it_is_back(
     assert cluster.match("abc") == 1
     cluster.put("b", parent="a")
     assert cluster.match("abc") == 3
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_a_bad_object_does_not_come_back_with_a_node(new_cluster: NewCluster, dies: str) -> None:
+    cluster = new_cluster(one=4, two=4)
+    counter = stored(cluster, "a", replicas=2)
+    version, (_, offset) = cluster.stat("a").version, cluster.place("a", "one")
+    cluster.wipes_at_once = False
+    if dies == "before":
+        cluster.kill("one")
+
+    assert report(cluster, "a", counter, *(["two"] if dies == "before" else ["one", "two"])) == 1
+
+    if dies == "after":
+        cluster.break_stream("one")
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, offset))
+    assert cluster.present("a") == ""
+    assert not cluster.renew("a", version)
+    cluster.wipes_at_once = True
+    cluster.wipe()

@@ -7,8 +7,9 @@ import pytest
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, PutOutcome
 from kvstore.errors import NoSpaceError
-from kvstore.limits import Namespace
-from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, keys_of
+from kvstore.limits import Key, Namespace
+from kvstore.master.state.inventory import Claim
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, keys_of
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -226,6 +227,42 @@ def test_the_lease_of_an_object_that_lost_a_replica_is_not_renewed(new_cluster: 
     assert cluster.lookup("b") == [["two"]]
     cluster.work()
     assert not cluster.renew("b", version)
+
+
+def test_a_lease_is_renewed_in_the_memory_that_it_is_on(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("ab", replicas=2)
+    version = cluster.stat("b").version
+    on_one, on_two = cluster.place("b", "one"), cluster.place("b", "two")
+    assert cluster.renew("b", version, on_one)
+    assert cluster.renew("b", version, on_two)
+    assert not cluster.renew("b", version, (on_two[0], on_two[1] + EXTENT))
+    assert not cluster.renew("b", version, (bytes(16), on_two[1]))
+    assert not cluster.renew("b", version._replace(counter=version.counter + 1), on_two)
+
+    cluster.kill("one")
+
+    assert not cluster.renew("b", version, on_one)
+    assert cluster.renew("b", version, on_two), "it has lost nothing"
+
+
+def test_a_lease_is_not_renewed_where_the_object_has_ended(new_cluster: NewCluster) -> None:
+    """Both nodes have died for this master. One comes back with the object; the other one's memory
+    was not told to be the object's, and is free for others one lease later."""
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("a", replicas=2)
+    version = cluster.stat("a").version
+    on_one, on_two = cluster.place("a", "one"), cluster.place("a", "two")
+    cluster.kill("one")
+    cluster.kill("two")
+    cluster.work()
+
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, on_one[1]))
+
+    assert cluster.present("a") == "a"
+    assert cluster.renew("a", version, on_one)
+    assert not cluster.renew("a", version, on_two)
 
 
 def test_one_replica_is_enough(new_cluster: NewCluster) -> None:

@@ -10,6 +10,7 @@ from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import keeping
 from kvstore.master.state.effects import Later
+from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -29,10 +30,13 @@ def unpin(cluster: Cluster, names: str) -> list[int]:
     return list(cluster.state.keeping.unpin(cluster.now_ms, request).unpinned)
 
 
-def put(cluster: Cluster, names: str | list[str], ttl_ms: int, *, overwrite: bool = False) -> None:
+def put(
+    cluster: Cluster, names: str | list[str], ttl_ms: int, *, overwrite: bool = False,
+    replicas: int = 1,
+) -> None:  # fmt: skip
     sizes = [BLOCK] * len(names)
     request = calls.PutStart(
-        NAMESPACE, keys_of(names), sizes, None, True, 1, overwrite, 0, "", ttl_ms=ttl_ms
+        NAMESPACE, keys_of(names), sizes, None, True, replicas, overwrite, 0, "", ttl_ms=ttl_ms
     )
     grants = cluster.state.putting.put_start(cluster.now_ms, request)
     cluster._settle()
@@ -420,6 +424,40 @@ def test_a_reader_keeps_its_lease(new_cluster: NewCluster) -> None:
     assert cluster.free_blocks() == 0
     cluster.after(LEASE_MS)
     assert cluster.free_blocks() == 2
+
+
+@pytest.mark.parametrize("leased", [True, False])
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_what_is_over_does_not_come_back_with_a_node(
+    new_cluster: NewCluster, dies: str, leased: bool
+) -> None:
+    """The node ends before the object does, or before it has wiped it. It does not yet count as
+    dead when the object ends."""
+    cluster = new_cluster(one=4, two=4)
+    put(cluster, "a", 20_480, replicas=2)
+    version, at = cluster.stat("a").version, cluster.place("a", "two")
+    _, offset = cluster.place("a", "one")
+    cluster.wipes_at_once = False
+    cluster.after(20_000)
+    if leased:
+        cluster.lookup("a")
+    if dies == "before":
+        cluster.break_stream("one")
+    cluster.after(500)
+    assert cluster.present("a") == ""
+    if dies == "after":
+        cluster.break_stream("one")
+
+    cluster.join("one", again=True, tells=False)
+    cluster.tell("one", Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, offset))
+
+    assert cluster.present("a") == ""
+    assert not cluster.renew("a", version, at)
+    assert not cluster.renew("a", version)
+    cluster.wipes_at_once = True
+    cluster.wipe()
+    cluster.after(LEASE_MS)
+    assert cluster.free_blocks() == 8
 
 
 def test_descendants_of_what_is_over_are_not_matched(new_cluster: NewCluster) -> None:

@@ -277,6 +277,17 @@ REFUSED = {
         client_pb2.RenewRequest(namespace="n", keys=Keys(data=b"k", size=1)),
         InvalidArgumentError,
     ),
+    "places of other keys": (
+        calls.Renew,
+        client_pb2.RenewRequest(
+            namespace="n",
+            keys=Keys(data=b"k", size=1),
+            epochs=Column(repeats=1),
+            counters=Column(repeats=1),
+            uuids=[bytes(16)],
+        ),
+        ProtocolError,
+    ),
     "clearing nothing": (calls.Clear, client_pb2.ClearRequest(), InvalidArgumentError),
     "a page too long": (
         calls.ListObjects,
