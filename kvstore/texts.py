@@ -14,6 +14,13 @@ def name_text(name: str) -> str:
     return name if name.isprintable() else ascii(name)
 
 
+def field_text(value: object) -> str:
+    """The value in a ``key=value`` of the log: quoted unless it is printable and one word, so that
+    a text of a peer neither ends there nor adds fields."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text and "'" not in text else repr(text)
+
+
 def key_text(key: bytes) -> str:
     """A key as text where that is unambiguous, else ``hex:`` and its hexadecimal form."""
     try:

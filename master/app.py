@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from kvstore import background, descriptors
+from kvstore import background, descriptors, logs
 from kvstore._version import __version__
 from kvstore.addresses import EtcdPlace, join_address, split_address
 from kvstore.background import EXIT_BROKEN, start_task
@@ -405,13 +405,14 @@ class _Master:
                 "connections_stalled": carriers.lane_stats.stalled,
                 **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),
+                **logs.counters(),
             },
         }
 
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
         own = {"grpc_connections": self._grpc_connections}
-        return {**self.carriers.counters(), **own, **elections}
+        return {**self.carriers.counters(), **own, **elections, **logs.counters()}
 
 
 def wall_clock_ms() -> int:

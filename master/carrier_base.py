@@ -32,12 +32,8 @@ logger = logging.getLogger("kvstore.master")
 REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """Leaves room for a frame's head and gRPC's framing."""
 
-
 SLOW_S = 0.1
 """A call that is part of a trace and takes longer is logged."""
-
-TRACED_LINES_PER_S = 20
-"""About calls that are part of a trace; further ones of that second are not logged."""
 
 
 class Service(Protocol):
@@ -83,8 +79,6 @@ class Dispatcher:
         self.service = service
         """Answers the calls; may be replaced between two calls."""
         self.stats: dict[str, CallStats] = {call.name: CallStats() for call in CALLS.values()}
-        self._lines = 0
-        self._lines_since = 0.0
 
     def dispatch(
         self,
@@ -154,14 +148,8 @@ class Dispatcher:
     def _log_traced(
         self, call: Call[Any, Any], started: float, error: BaseException | None
     ) -> None:
-        now = time.perf_counter()
-        took_ms = (now - started) * 1000
+        took_ms = (time.perf_counter() - started) * 1000
         if error is None and took_ms < SLOW_S * 1000:
-            return
-        if now - self._lines_since >= 1:
-            self._lines, self._lines_since = 0, now
-        self._lines += 1
-        if self._lines > TRACED_LINES_PER_S:
             return
         if isinstance(error, KVStoreError):
             logger.info(

@@ -45,6 +45,7 @@ from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, 
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.nodes import outrun_by
 from kvstore.master.state.traffic import Caller
+from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.master")
 
@@ -407,8 +408,8 @@ class MasterService:
                     case Outrun(epoch):
                         self.outrun(epoch)
                     case Notice(event, fields):
-                        words = " ".join(f"{key}={value}" for key, value in fields.items())
-                        log.info("%s %s", event, words)
+                        words = " ".join(f"{key}=%s" for key in fields)
+                        log.info(f"{event} {words}", *map(field_text, fields.values()))  # noqa: G004
                         self.noticed(event, fields)
         if state.has_work and not self._working:
             self._working = True

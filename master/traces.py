@@ -22,7 +22,6 @@ def tracing(trace_id: str) -> Iterator[None]:
 
 
 def add_trace(record: logging.LogRecord) -> bool:
-    """A filter for loggers: adds ``trace=...`` to lines that belong to a trace."""
-    if trace := _PRESENT.get():
-        record.msg = f"{record.msg} trace={trace}"
+    """A filter for loggers: ``kvstore.logs`` ends lines that belong to a trace with it."""
+    record.trace = _PRESENT.get()
     return True

@@ -159,6 +159,10 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
             sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
+    except OSError as error:  # a full disk: what was printed is not there
+        _forget_stdout()
+        click.echo(f"{name}: standard output: {error.strerror}", err=True)
+        code = code or FAILED
     sys.exit(code)
 
 

@@ -20,6 +20,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
 from kvstore.memory.segment import Segment
+from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.node")
 
@@ -87,7 +88,7 @@ def verified(segment: Segment, found: list[Found]) -> list[Found]:
         log.warning(
             "corrupt_object_wiped node=%s namespace=%s key=%s offset=%d",
             segment.node,
-            header.namespace,
+            field_text(header.namespace),
             header.key.hex(),
             offset,
         )

@@ -21,6 +21,7 @@ from kvstore.proxy.asked import REQUEST_ID, error_response, request_id_of
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instance, Instances, Role
 from kvstore.proxy.metrics import clock_ms
+from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -55,7 +56,7 @@ class Admin:
             if not may(request.remote, request.headers, self._token):
                 log.warning(
                     "admin_refused id=%s peer=%s path=%s",
-                    request_id, request.remote, request.path,
+                    request_id, request.remote, field_text(request.path),
                 )  # fmt: skip
                 response = error_response(
                     403,

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Final
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from kvstore import background
 from kvstore._version import __version__
@@ -47,9 +46,6 @@ IDLE_CONNECTION_S: Final = 600.0
 keep theirs."""
 
 MODELS_TIMEOUT_MS: Final = 5_000
-
-SAID_MAX: Final = 200
-"""Characters of the reason of a malformed request that are logged."""
 
 
 def run(config: ProxyConfig) -> int:
@@ -92,7 +88,7 @@ async def _serve(config: ProxyConfig) -> int:
                 doors,
                 idle_s=IDLE_CONNECTION_S,
                 line_bytes_max=LINE_BYTES_MAX,
-                log=http_log,
+                log=logging.getLogger("kvstore.proxy.http"),
             )
         )
         server = await _listen(doors, config)
@@ -199,26 +195,6 @@ async def _end(parts: Parts, server: asyncio.Server) -> None:
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
-
-
-# --- what aiohttp says ---
-
-
-class _OneLine(logging.Filter):
-    """Logs a client's malformed request in one line, without a traceback."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            said = " ".join(error.message.split())[:SAID_MAX]
-            peer = record.args[0] if isinstance(record.args, tuple) and record.args else "?"
-            record.msg, record.args = "malformed_request peer=%s reason=%r", (peer, said)
-            record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
-        return True
-
-
-http_log = logging.getLogger("kvstore.proxy.http")
-http_log.addFilter(_OneLine())
 
 
 # --- small handlers ----------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvstore import logs
 from kvstore.proxy.instances import Instances
 
 # From a short prompt on an idle engine to a long one behind a queue.
@@ -97,10 +98,22 @@ class Metrics:
             registry=registry,
         )
         registry.register(_OfInstances(instances))
+        registry.register(_OfLog())
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _OfLog(Collector):
+    """Lines of the log that are missing there."""
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in logs.counters().items():
+            text = "Lines of the log that could not be written, or were too many of one kind."
+            counter = CounterMetricFamily(f"kvstore_proxy_{name}", text)
+            counter.add_metric([], value)
+            yield counter
 
 
 class _OfInstances(Collector):

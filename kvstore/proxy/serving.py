@@ -10,6 +10,7 @@ import logging
 from aiohttp import web
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.logs import EACH
 from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
 from kvstore.proxy.asked import (
@@ -132,5 +133,5 @@ def _log(route: Route, request_id: str, asked: Asked | None, status: int, total_
         "?" if asked.token_ids is None else len(asked.token_ids),
         asked.prefill or "-", asked.prefill_ms, "-" if asked.stored is None else asked.stored,
         asked.decode or "-", asked.retries,
-        "-" if asked.first_byte_ms is None else asked.first_byte_ms, total_ms,
+        "-" if asked.first_byte_ms is None else asked.first_byte_ms, total_ms, extra=EACH,
     )  # fmt: skip

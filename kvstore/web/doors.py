@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from kvstore import listening
 
@@ -47,6 +48,9 @@ BACKLOG: Final = 1_024
 FILES_PER_CONNECTION: Final = 3
 """The client's, an engine's, and a spare one: if no connection is idle, half as many more are
 accepted."""
+
+SAID_MAX: Final = 200
+"""Characters of the reason of a malformed request that are logged."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -84,6 +88,7 @@ async def answering(
         idle_s: a connection without a request is closed after this time.
         line_bytes_max: limit of the request line, and of each header.
     """
+    log.addFilter(_say_in_one_line)
     runner = web.AppRunner(
         application,
         access_log=None,
@@ -102,6 +107,17 @@ async def answering(
         yield
     finally:
         await runner.cleanup()
+
+
+def _say_in_one_line(record: logging.LogRecord) -> bool:
+    """Logs a client's malformed request in one line; aiohttp adds a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        said = " ".join(error.message.split())[:SAID_MAX]
+        peer = record.args[0] if isinstance(record.args, tuple) and record.args else "?"
+        record.msg, record.args = "malformed_request peer=%s reason=%r", (peer, said)
+        record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+    return True
 
 
 async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:

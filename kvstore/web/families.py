@@ -35,6 +35,8 @@ MASTER: Final = (
     Family("kvstore_master_elections_won_total", "counter", (), "Terms that this master began as one of several."),
     Family("kvstore_master_leads_lost_total", "counter", (), "Terms that ended because its lease in etcd was lost."),
     Family("kvstore_master_etcd_failures_total", "counter", (), "Calls to etcd that failed."),
+    Family("kvstore_master_log_lines_dropped_total", "counter", (), "Lines of the log that could not be written: a full disk, or a pipe that is closed or not read. Those of the child for HTTP included."),
+    Family("kvstore_master_log_lines_left_out_total", "counter", (), "Lines of the log that were left out because there were too many of one kind. Those of the child for HTTP included."),
 )  # fmt: skip
 
 STORE: Final = (
@@ -96,6 +98,8 @@ NODE: Final = (
     Family("kvstore_node_stalls_total", "counter", (), "Connections that were cut because the peer stalled within a request."),
     Family("kvstore_node_requests_total", "counter", ("direction",), "Requests over tcp: read, write. What clients of this host move through shared memory passes no process of the node."),
     Family("kvstore_node_moved_bytes_total", "counter", ("direction",), "Bytes of these requests."),
+    Family("kvstore_node_log_lines_dropped_total", "counter", (), "Lines of the log that could not be written: a full disk, or a pipe that is closed or not read."),
+    Family("kvstore_node_log_lines_left_out_total", "counter", (), "Lines of the log that were left out because there were too many of one kind."),
 )  # fmt: skip
 
 CLIENT: Final = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from kvstore import background
+from kvstore import background, logs
 from kvstore.background import start_task
 from kvstore.calls import ClusterStatus
 from kvstore.children import ParentLink
@@ -268,6 +268,10 @@ class Master:
     async def metrics(self) -> bytes:
         seen = await self.seen()
         measured, status = seen.measured, seen.status
+        of_both = measured["counters"] | {
+            name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
+        }
+        measured = measured | {"counters": of_both}
         return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
 
     async def nodes_by_segment(self) -> dict[int, str]:

@@ -1,0 +1,161 @@
+"""Servers whose output cannot be written, or is not read, and what strangers get into the log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvstore.demo.processes import free_port
+from kvstore.logs import BURST
+from tests.integration.cluster import Cluster, Server, until
+from tests.integration.http import get, http_port_of, metric
+from tests.integration.test_http import child_of
+
+STRANGERS = 3 * BURST
+
+
+@contextlib.contextmanager
+def unread_pipe(path: Path) -> Iterator[Path]:
+    """A pipe that is full, and that nobody reads."""
+    os.mkfifo(path)
+    fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(fd, bytes(4096))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(fd, b"\n")
+        yield path
+    finally:
+        os.close(fd)
+
+
+def writes_errors_to(cluster: Cluster, path: Path) -> None:
+    """From now on processes are started so."""
+    cluster.prefix = ["sh", "-c", f'exec "$@" 2> {path}', "sh"]
+
+
+def call_lane(cluster: Cluster) -> bytes:
+    """A stranger on the lane; what it is told."""
+    with socket.create_connection(("127.0.0.1", cluster.lane_port), 5) as stranger:
+        stranger.settimeout(5)
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            return stranger.recv(100)
+        return b""
+
+
+def restart_master(cluster: Cluster) -> Server:
+    assert cluster.master_server is not None
+    cluster.master_server.kill()
+    return cluster.master()
+
+
+@pytest.mark.parametrize("where", ["/dev/full", "a pipe"])
+def test_a_node_that_cannot_write_joins_another_master(
+    cluster: Cluster, tmp_path: Path, where: str
+) -> None:
+    cluster.master()
+    port = free_port()
+    with unread_pipe(tmp_path / "pipe") as pipe:
+        writes_errors_to(cluster, pipe if where == "a pipe" else Path(where))
+        node = cluster.node(http_port=port)
+        cluster.prefix = []
+        assert node.process.stdout is not None
+        node.process.stdout.close()  # as ``| head -1`` does
+        with cluster.client() as client:
+            client.put("key", b"kept")
+        for _ in range(2):
+            restart_master(cluster)
+            until(lambda: cluster.state_of(node) == "alive")
+        with cluster.client() as client:
+            assert until(lambda: client.get("key")) == b"kept"
+        # Its reader is gone. On standard error, the queue holds what a pipe does not take.
+        assert (metric(port, "kvstore_node_log_lines_dropped_total") or 0) >= 2
+        assert node.process.poll() is None
+
+
+def test_a_master_whose_output_is_not_read_serves(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.settings["http_port"] = port = free_port()
+    with unread_pipe(tmp_path / "pipe") as pipe:
+        writes_errors_to(cluster, pipe)
+        master = cluster.master()
+        cluster.prefix = []
+        cluster.node()
+        for _ in range(STRANGERS):
+            call_lane(cluster)
+        with cluster.client() as client:
+            client.put("key", b"value")
+            assert client.get("key") == b"value"
+        until(lambda: metric(port, "kvstore_master_log_lines_left_out_total"))
+        os.kill(child_of(master), signal.SIGKILL)  # said in the log, too
+        until(lambda: _answers(port))
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        return get(port, "/healthz") == (200, "ok\n")
+    return False
+
+
+def test_lines_about_strangers_are_limited_in_rate(cluster: Cluster) -> None:
+    master = cluster.master()
+    began = time.monotonic()
+    for _ in range(STRANGERS):
+        call_lane(cluster)
+    took_s = time.monotonic() - began
+    lines = [line for line in master.errors.splitlines() if "lane connection refused" in line]
+    assert BURST <= len(lines) <= BURST + took_s + 1
+    time.sleep(1.1)
+    call_lane(cluster)
+    until(lambda: "left_out=" in master.errors)
+    assert dict(cluster.status().counters)["log_lines_left_out"] >= STRANGERS - BURST - took_s - 1
+
+
+MALFORMED = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+    b"GET /healthz HTTP/1.1\r\nX\0Y: 1\r\n\r\n",
+    b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(300),
+)
+
+
+@pytest.mark.parametrize("of", ["master", "node"])
+def test_a_malformed_request_is_one_line(cluster: Cluster, of: str) -> None:
+    """Also a client of gRPC that has been given this port."""
+    port = free_port()
+    cluster.settings["http_port"] = port if of == "master" else 0
+    server: Server = cluster.master()
+    if of == "master":
+        http_port_of(server)
+    else:
+        server = cluster.node(http_port=port)
+    for request in MALFORMED:
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            stranger.settimeout(5)
+            stranger.sendall(request)
+            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(4096):
+                    pass
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/kvstore.v1.Master/Join", bytes, bytes)(b"", timeout=1)
+    assert get(port, "/healthz")[0] == 200
+    lines = server.errors.splitlines()
+    said = [line for line in lines if "malformed_request peer=127.0.0.1" in line]
+    assert len(said) > len(MALFORMED) // 2
+    assert all(line.isprintable() for line in lines)
+    assert "Traceback" not in server.errors
