@@ -64,8 +64,9 @@ class Carriers:
                 await self._lane.bind(host, lane_port, unix=unix)
             except OSError as error:
                 raise startup_error(
-                    join_address(host or "::", lane_port), lane_port, error
-                ) from error
+                    join_address(host or "::", lane_port), lane_port, error,
+                    "the lane", "--lane-port (by default the one after --port)",
+                ) from error  # fmt: skip
         try:
             await self._grpc.bind(host, port)
         except StartupError:

@@ -25,6 +25,7 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.state.traffic import Caller
+from kvstore.ports import what_answers
 from kvstore.wire import traces
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
@@ -202,19 +203,23 @@ def why_not_bound(host: str, port: int) -> StartupError:
     )
 
 
-def startup_error(address: str, port: int, error: OSError) -> StartupError:
-    """The error for an ``OSError`` at binding."""
+def startup_error(
+    address: str, port: int, error: OSError, role: str = "gRPC", flag: str = "--port"
+) -> StartupError:
+    """The error for an ``OSError`` at binding the port of ``role``, which ``flag`` changes."""
     if error.errno == errno.EADDRINUSE:
+        by = what_answers(address)
         return AddressInUseError(
-            f"{address} is in use",
-            advice="Another master may be running there: stop it, or choose another --port.",
+            f"{address}, for {role}, is in use" + (f": {by} answers there" if by else ""),
+            advice=f"Stop what listens there (ss -ltnp shows it), or choose another {flag}.",
             address=address,
             port=port,
         )
     reason = os.strerror(error.errno) if error.errno else str(error)
     return StartupError(
-        f"cannot listen on {address}: {reason}",
-        advice="Check the host and the port.",
+        f"cannot listen on {address}, for {role}: {reason}",
+        advice=f"--host has to be an address of this host, and {flag} a port that this user may "
+        "take.",
         address=address,
         port=port,
     )

@@ -40,6 +40,7 @@ from kvstore.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from kvstore.ports import ASK_S, GRPC, NO_MASTER, is_strange, unreachable_advice
 from kvstore.wire.messages import JOIN_METADATA, Call
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
 
@@ -78,6 +79,9 @@ BACKOFF_MAX_S: Final = 1.0
 BACKOFF_SEVERAL_S: Final = 0.5
 """The longest pause where there are several masters, one of which will lead within seconds."""
 
+TELL_S: Final = 1.0
+"""A call that has had no master for so long says what it waits for."""
+
 ATTEMPT_S: Final = 0.01
 """With less time left no further attempt is made."""
 
@@ -88,14 +92,18 @@ class CarrierBrokenError(Exception):
     """A connection could not be made or broke before the reply.
 
     ``sent``: the master may have received the call. ``silent``: the connection is intact, but no
-    reply came. ``generation``: the link's when the connection was made; None: the present one.
+    reply came. ``strange``: what answered may be no master. ``generation``: the link's when the
+    connection was made; None: the present one.
     """
 
-    def __init__(self, reason: str, *, sent: bool, silent: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, sent: bool, silent: bool = False, strange: bool = False
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.sent = sent
         self.silent = silent
+        self.strange = strange
         self.generation: int | None = None
 
 
@@ -137,16 +145,26 @@ class OnGrpc(NamedTuple):
     address: str
 
 
+class Identify(NamedTuple):
+    """Find out what else than a master listens at ``address``. Answer: as of
+    ``kvstore.ports.what_answers``."""
+
+    address: str
+    timeout_s: float
+
+
 class Wait(NamedTuple):
     """Wait. Answer: anything."""
 
     seconds: float
+    reason: str = ""
+    """Why, once it is worth telling."""
 
 
-Action = Locate | JoinAt | OnLane | OnGrpc | Wait
+Action = Locate | JoinAt | OnLane | OnGrpc | Identify | Wait
 Attempts = Generator[Action, Any, bytes]
 """It is sent the encoded reply after ``OnLane`` and ``OnGrpc``, an address after
-``Locate``, else nothing."""
+``Locate``, a text after ``Identify``, else nothing."""
 
 
 def parse_addresses(address: str) -> tuple[str, ...]:
@@ -307,11 +325,12 @@ def attempts(
     started = clock()
     failures = refusals = hops = 0
     reasons: dict[str, str] = {}
+    identified: set[str] = set()
     epoch = link.epoch  # of the present attempt
     doubtful: int | None = None  # the epoch in which an attempt may have been executed
     while True:
         pause_s = 0.0
-        joining = False
+        joining = strange = False
         address, generation = link.address, link.generation
         try:
             if broken is not None:
@@ -345,7 +364,9 @@ def attempts(
             link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
         except CarrierBrokenError as failure:
             failures += 1
-            reasons[address] = failure.reason
+            strange = joining and failure.strange and address not in identified
+            if address not in identified:
+                reasons[address] = failure.reason
             if failure.generation is not None:
                 generation = failure.generation
             if failure.sent and call is not None and not joining and not call.idempotent:
@@ -384,12 +405,19 @@ def attempts(
             reasons[address or link.shown] = refusal.message
             link.next_address(address)
             pause_s = link.backoff_s(failures)
+        left_s = deadline - clock()
+        if strange and left_s >= ATTEMPT_S:
+            what = yield Identify(address, min(ASK_S, left_s / 2))
+            if what and what != GRPC:
+                reasons[address] = NO_MASTER + what
+                identified.add(address)
         now = clock()
         left_s = deadline - now
-        if left_s < ATTEMPT_S:
+        if left_s < ATTEMPT_S or (link.alone and identified):
             raise _unreachable(link, reasons, failures, now - started)
         if pause_s:
-            yield Wait(min(pause_s, left_s / 2))
+            reason = reasons.get(address or link.shown, "") if now - started > TELL_S else ""
+            yield Wait(min(pause_s, left_s / 2), reason)
 
 
 def _locate(link: Link, left_s: float) -> Generator[Action, Any, str]:
@@ -428,11 +456,9 @@ def _unreachable(
     link: Link, reasons: dict[str, str], attempts: int, waited_s: float
 ) -> MasterUnreachableError:
     tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
-    start = "kvstore-master --etcd" if link.etcd else "kvstore-master --port"
-    what = link.etcd.endpoints[0] if link.etcd else split_address(link.addresses[0])[1]
     return MasterUnreachableError(
         f"no master could be reached in {waited_s:.1f} s ({tried or link.shown})",
-        advice=f"Is kvstore-master running? Start it with: {start} {what}",
+        advice=unreachable_advice(link.shown, reasons.values()),
         addresses=link.shown,
         attempts=attempts,
         waited_ms=round(waited_s * 1000),
@@ -470,5 +496,5 @@ def grpc_failure(
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return late(link, name) if last else CarrierBrokenError(NO_ANSWER, sent=True, silent=True)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return CarrierBrokenError(brief(details), sent=True)
+        return CarrierBrokenError(brief(details), sent=True, strange=is_strange(details))
     return from_grpc(code, details, None)

@@ -20,9 +20,12 @@ from kvstore.client.calling.channels import Channels
 from kvstore.client.calling.lane import EndedBeforeError, LaneConnection, connect
 from kvstore.client.calling.retries import (
     LANE_CONNECT_S,
+    NO_ANSWER,
+    TELL_S,
     Action,
     Attempts,
     CarrierBrokenError,
+    Identify,
     JoinAt,
     Link,
     Locate,
@@ -39,6 +42,7 @@ from kvstore.errors import ClosedError, NotLeaderError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.native import fast
+from kvstore.ports import what_answers
 from kvstore.stopping import current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
@@ -47,6 +51,8 @@ from kvstore.wire.traces import METADATA_KEY as TRACE_METADATA
 from kvstore.wire.traces import trace_of, with_trace
 
 logger = logging.getLogger("kvstore.client")
+
+JOIN = CALLS[Join]
 
 LANE_CONNECTIONS_MAX = 32
 """Connections to the lane at once, one call each; more calls at once go over gRPC."""
@@ -92,7 +98,7 @@ class MasterStub:
         self._on_join = on_join
         self._joining = threading.Lock()
         self._closed = threading.Event()
-        self._answered = False
+        self._answered = self._told_waiting = False
         self._idle: deque[LaneConnection] = deque()
         self._lock = threading.Lock()  # guards the one below
         self._connections: set[LaneConnection] = set()
@@ -201,19 +207,23 @@ class MasterStub:
         deadline: float,
         silence_s: float,
     ) -> bytes:
-        try:
-            action = next(under_way)
-            while True:
-                try:
-                    outcome = self._do(action, call, payload, deadline, silence_s)
-                except Exception as error:  # noqa: BLE001  # `attempts` decides what it means
-                    if self._closed.is_set():
-                        raise ClosedError("the client was closed during the call") from None
-                    action = under_way.throw(error)
-                else:
-                    action = under_way.send(outcome)
-        except StopIteration as done:
-            return cast(bytes, done.value)
+        action = next(under_way)
+        while True:
+            outcome: bytes | str | None = None
+            failure: Exception | None = None
+            try:
+                outcome = self._do(action, call, payload, deadline, silence_s)
+            except Exception as error:  # noqa: BLE001  # `attempts` decides what it means
+                failure = error
+            if failure is not None and self._closed.is_set():
+                raise ClosedError("the client was closed during the call")
+            # Outside the handler: what `attempts` raises is whole without the attempt that failed.
+            try:
+                action = under_way.send(outcome) if failure is None else under_way.throw(failure)
+            except StopIteration as done:
+                return cast(bytes, done.value)
+            finally:
+                failure = None  # its traceback refers to this frame
 
     def _do(
         self,
@@ -226,7 +236,10 @@ class MasterStub:
         if isinstance(action, JoinAt):
             self._join_at(action, deadline)
             return None
+        if isinstance(action, Identify):
+            return what_answers(action.address, action.timeout_s)
         if isinstance(action, Wait):
+            self._tell_waiting(action.reason, deadline)
             if self._closed.wait(action.seconds):
                 raise ClosedError("the client was closed during the call")
             return None
@@ -253,10 +266,9 @@ class MasterStub:
         try:
             if self._link.generation == action.generation:
                 until = min(deadline, uptime() + action.timeout_s)
-                call = CALLS[Join]
                 payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
-                data = self._on_grpc(action.address, call, payload, until, last=until == deadline)
-                self._accept(cast(Joined, decode_reply(call, data)), action.address)
+                data = self._on_grpc(action.address, JOIN, payload, until, last=until == deadline)
+                self._accept(cast(Joined, decode_reply(JOIN, data)), action.address)
         finally:
             self._joining.release()
 
@@ -264,6 +276,7 @@ class MasterStub:
         if self._on_join is not None:
             self._on_join(joined)
         self._link.accept(joined, address)
+        self._told_waiting = False
 
     def _on_grpc(
         self,
@@ -284,12 +297,13 @@ class MasterStub:
                 stop, metadata = current(), self._link.metadata(call)
                 if trace := trace_of(payload):
                     metadata = (*metadata, (TRACE_METADATA, trace))
-                if stop is None:
+                if stop is None and call is not JOIN:
                     return send(payload, timeout=left_s, metadata=metadata)
-                stop.check()
+                if stop is not None:
+                    stop.check()
                 calling = send.future(payload, timeout=left_s, metadata=metadata)
-                with stop.wakes(calling.cancel):
-                    return calling.result()
+                with stop.wakes(calling.cancel) if stop else contextlib.nullcontext():
+                    return self._result(calling, call, deadline)
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
                 lent.in_doubt = detail_of(error) is None
@@ -300,6 +314,26 @@ class MasterStub:
         # Raised outside the handler: as its ``__context__``, gRPC's error would keep the connection
         # open for as long as the caller keeps this error.
         raise failure
+
+    def _result(self, calling: grpc.Future[bytes], call: Call[Any, Any], deadline: float) -> bytes:
+        try:
+            if call is JOIN:
+                with contextlib.suppress(grpc.FutureTimeoutError):
+                    return calling.result(TELL_S)
+                self._tell_waiting(NO_ANSWER, deadline)
+            return calling.result()
+        except KeyboardInterrupt:
+            calling.cancel()
+            raise
+
+    def _tell_waiting(self, reason: str, deadline: float) -> None:
+        """Logs what a call waits for; once, until a master is joined."""
+        if reason and not self._told_waiting:
+            self._told_waiting = True
+            logger.warning(
+                "waiting for a master at %s, up to %.1f s more: %s",
+                self._link.shown, deadline - uptime(), reason,
+            )  # fmt: skip
 
     # --- the lane ------------------------------------------------------------------------------
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.addresses import shown_place
 from kvstore.cli.options import config_options, debug_option, json_option
 from kvstore.config import ClientConfig, load
 from kvstore.limits import Namespace
 
 if TYPE_CHECKING:
     from kvstore import Client
-
-WAITING_S = 1.0
-"""A command that has had no master for this long says what it waits for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +32,15 @@ class Invocation:
     def client(self) -> Iterator[Client]:
         from kvstore import Client  # not above: --help should not wait for numpy and grpc
 
-        with Client(config=self.config) as client:
-            waiting = threading.Timer(WAITING_S, self._tell_waiting, [client])
-            waiting.daemon = True
-            waiting.start()
-            try:
+        # A person reads why nothing happens; a program gets the error at the end.
+        said = logging.NullHandler() if self.as_json else logging.StreamHandler()
+        said.setFormatter(logging.Formatter("kvstore: %(message)s"))
+        logging.getLogger("kvstore").addHandler(said)
+        try:
+            with Client(config=self.config) as client:
                 yield client
-            finally:
-                waiting.cancel()
-
-    def _tell_waiting(self, client: Client) -> None:
-        """Tells a person why nothing happens; a program gets the error at the end."""
-        if not self.as_json and not client.stats().reached:
-            place, longest_s = shown_place(self.config.master), self.config.timeout_ms / 1000
-            click.echo(
-                f"kvstore: waiting for a master at {place}, up to {longest_s:.1f} s (--timeout-ms)",
-                err=True,
-            )
+        finally:
+            logging.getLogger("kvstore").removeHandler(said)
 
     @property
     def namespace(self) -> Namespace:

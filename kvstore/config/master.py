@@ -309,6 +309,14 @@ class MasterConfig(HttpConfig):
                 "Give the lane a port of its own.",
                 key="lane_port",
             )
+        if "http_port" in self.model_fields_set and self.http_port:
+            taken = {self.port: "gRPC", self.lane_port_wanted: "the lane"}
+            if role := taken.get(self.http_port):
+                raise RefusedError(
+                    f"is {self.http_port}, which is the port for {role}",
+                    "Give HTTP a port of its own, or 0 for none.",
+                    key="http_port",
+                )
         if self.port == 65_535 and not self.lane_port:
             raise RefusedError("must be given, there is no port after 65535", key="lane_port")
         return self

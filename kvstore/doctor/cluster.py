@@ -20,12 +20,13 @@ from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, MasterConfig
 from kvstore.doctor.findings import Finding, ok, problem, warning
-from kvstore.errors import KVStoreError, NotLeaderError
+from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError
 from kvstore.etcd.finding import look_at
 from kvstore.host import host_id
 from kvstore.listening import listen, reached_at
 from kvstore.memory.entries import directories
 from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.ports import start_command
 from kvstore.transport.base import Move
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
@@ -173,11 +174,12 @@ def master(place: str, timeout_s: float) -> _Seen:
         advice = "kvstore doctor --master etcd://... says whether the etcd is well"
         return _Seen([problem(subject, what, advice)])
     except KVStoreError as error:
-        host, port = split_address(place, default_port=DEFAULT_PORT)
-        advice = (
-            f"Run kvstore-master --host {host} --port {port} on that host; check that no firewall "
-            "blocks the port."
-        )
+        advice = error.advice
+        if not isinstance(error, MasterUnreachableError) or "kvstore doctor" in advice:
+            advice = (
+                f"A firewall may drop packets to that port, or that host is down: let it pass, and "
+                f"run {start_command(place)} there."
+            )
         return _Seen([problem(subject, error.message, advice)])
     finally:
         stub.close()

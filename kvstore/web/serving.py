@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvstore.addresses import join_address
 from kvstore.errors import AddressInUseError, StartupError, UnavailableError
 from kvstore.listening import listen
+from kvstore.ports import what_answers
 from kvstore.web.access import Access
 from kvstore.web.doors import Doors, Handler, answering, connections_max, listen_on
 
@@ -71,8 +72,10 @@ def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
                 )
             return listener
         if time.monotonic() >= patience:
+            by = what_answers(join_address(host, port))
+            said = f": {by} answers there" if by else ""
             raise AddressInUseError(
-                f"port {port} for HTTP is taken on {host}",
+                f"port {port} for HTTP is taken on {host}{said}",
                 advice="Give another one with --http-port, or 0 for none.",
                 port=port,
             )

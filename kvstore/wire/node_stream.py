@@ -18,6 +18,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.names import RESOLVE_S, UnknownNameError, grpc_target
+from kvstore.ports import GRPC, NO_MASTER, is_strange, unreachable_advice, what_answers
 from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc, unexpected
 
@@ -120,7 +121,7 @@ class NodeStream:
         except TimeoutError:
             raise MasterUnreachableError(
                 f"no master answers at {self._address} within {timeout_s:.0f} s",
-                advice="Is kvstore-master running?",
+                advice=unreachable_advice(self._address, []),
                 address=self._address,
             ) from None
 
@@ -199,9 +200,13 @@ class NodeStream:
             return decode_error(detail)
         code, details = error.code(), error.details() or ""
         if code in _NOT_THE_MASTER:
+            reason = brief(details)
+            if is_strange(details):
+                what = await asyncio.to_thread(what_answers, self._address)
+                reason = NO_MASTER + what if what not in ("", GRPC) else reason
             return MasterUnreachableError(
-                f"no session with the master at {self._address}: {brief(details)}",
-                advice="Is kvstore-master running?",
+                f"no session with the master at {self._address}: {reason}",
+                advice=unreachable_advice(self._address, [reason]),
                 address=self._address,
             )
         return from_grpc(code, details, None)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import calls
+from kvstore import calls, ports
 from kvstore.calls import Joined
 from kvstore.client.calling.retries import (
     BACKOFF_FIRST_S,
@@ -23,6 +23,7 @@ from kvstore.client.calling.retries import (
     Action,
     Attempts,
     CarrierBrokenError,
+    Identify,
     JoinAt,
     LaneUnreachableError,
     Link,
@@ -59,6 +60,9 @@ IDEMPOTENT = {
 }  # fmt: skip
 
 
+Answer = Callable[[Action], bytes | str | Exception]
+
+
 class World:
     """A clock, a link, and a master that can be there or not."""
 
@@ -67,6 +71,7 @@ class World:
         self.epoch = 1
         self.link = Link(address, lane=lane, rng=random.Random(1))
         self.story: list[str] = []
+        self.waits: list[Wait] = []
 
     def joined(self) -> Joined:
         return Joined(self.epoch, 5, "", b"token%d" % self.epoch, 1, 1, "0")
@@ -74,7 +79,7 @@ class World:
     def run(
         self,
         call: Any,
-        answer: Callable[[Action], bytes | Exception],
+        answer: Answer,
         *,
         timeout_s: float = 10.0,
         broken: CarrierBrokenError | NotLeaderError | None = None,
@@ -93,15 +98,17 @@ class World:
             return done.value  # type: ignore[no-any-return]  # bytes, by the type of Attempts
         raise AssertionError("the flow does not end")
 
-    def _do(
-        self, step: Action, answer: Callable[[Action], bytes | Exception]
-    ) -> bytes | str | Exception:
+    def _do(self, step: Action, answer: Answer) -> bytes | str | Exception:
         self.now += 0.001
         if isinstance(step, Wait):
             assert step.seconds > 0
             self.now += step.seconds
+            self.waits.append(step)
             return b""
         outcome = answer(step)
+        if isinstance(outcome, str):
+            self.story.append(type(step).__name__)
+            return outcome
         if isinstance(step, Locate) and isinstance(outcome, bytes):
             self.story.append("Locate")
             return outcome.decode()
@@ -111,7 +118,7 @@ class World:
         return outcome
 
 
-def script(*outcomes: bytes | Exception) -> Callable[[Action], bytes | Exception]:
+def script(*outcomes: bytes | str | Exception) -> Answer:
     rest = list(outcomes)
     return lambda step: rest.pop(0)
 
@@ -203,7 +210,7 @@ def test_no_master_until_the_deadline() -> None:
     fields = caught.value.fields
     assert fields["addresses"] == "a:1,b:2"
     assert fields["waited_ms"] == pytest.approx(5_000, abs=50)
-    assert "kvstore-master --port" in caught.value.advice
+    assert "kvstore-master --host a --port 1" in caught.value.advice
     assert "a:1: connection refused; b:2: connection refused" in caught.value.message
 
 
@@ -531,7 +538,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_steps_are_what_drivers_know() -> None:
-    assert set(Action.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Wait}
+    assert set(Action.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Identify, Wait}
 
 
 def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_since() -> None:
@@ -573,3 +580,58 @@ def test_what_was_sent_to_a_master_before_is_sent_again_to_the_one_joined_meanwh
 
     assert world.run(PUT_START, answer) == b"reply"
     assert tried == ["a:1", "b:1"]
+
+
+# --- another port than a master's ----------------------------------------------------------------
+
+
+def not_grpc() -> CarrierBrokenError:
+    return CarrierBrokenError("failed parsing http/2", sent=True, strange=True)
+
+
+def test_another_port_of_ours_is_named_at_once() -> None:
+    world = World()
+    with pytest.raises(MasterUnreachableError, match=r"m:1: that is the lane") as caught:
+        world.run(EXISTS, script(not_grpc(), ports.LANE))
+    assert "gRPC port" in caught.value.advice
+    assert world.now < 101, "no second attempt would help"
+
+
+def test_another_program_may_make_room_for_a_master() -> None:
+    world = World()
+    assert world.run(EXISTS, script(not_grpc(), "", b"", b"reply")) == b"reply"
+    assert world.story == ["JoinAt!", "Identify", "JoinAt", "OnLane"]
+
+
+def test_of_several_masters_the_others_are_tried() -> None:
+    world = World("m:1,m:2")
+    assert world.run(EXISTS, script(not_grpc(), ports.HTTP, b"", b"reply")) == b"reply"
+    assert world.link.address == "m:2"
+
+
+def test_a_master_that_ends_meanwhile_is_no_other_port() -> None:
+    world = World()
+    assert world.run(EXISTS, script(not_grpc(), ports.GRPC, b"", b"reply")) == b"reply"
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("127.0.0.1:7", "start kvstore-master --port 7,"),
+        ("localhost:7", "start kvstore-master --port 7,"),
+        ("m:7", "start kvstore-master --host m --port 7,"),
+    ],
+)
+def test_the_advice_starts_a_master_where_nothing_listens(address: str, advice: str) -> None:
+    world = World(address)
+    with pytest.raises(MasterUnreachableError) as caught:
+        world.run(EXISTS, lambda step: gone(), timeout_s=1)
+    assert advice in caught.value.advice
+
+
+def test_a_wait_says_why_once_it_is_long() -> None:
+    world = World()
+    with pytest.raises(MasterUnreachableError):
+        world.run(EXISTS, lambda step: gone(), timeout_s=5)
+    assert world.waits[0].reason == ""
+    assert world.waits[-1].reason == "connection refused"
