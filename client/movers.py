@@ -117,14 +117,17 @@ class Movers:
             _wait_for(under_way)
             raise
 
-    def maps(self, segment: SegmentInfo) -> bool:
-        """Whether the segment is in this address space."""
+    def shown(self, segment: SegmentInfo) -> memoryview | None:
+        """As ``Transport.shown``."""
         if self._sweeping is None:
             self._start_sweeping()
-        return any(transport.maps and transport.reaches(segment) for transport in self._transports)
+        for transport in self._transports:
+            if transport.maps and transport.reaches(segment):
+                return transport.shown(segment)
+        return None
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """All of a segment for which ``maps`` is true.
+        """All of a segment that is in this address space.
 
         Raises:
             SegmentGoneError: it was unmounted, or mounted anew.

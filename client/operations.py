@@ -78,6 +78,7 @@ from kvstore.limits import (
     check_namespace,
 )
 from kvstore.memory.header import HEADER_BYTES
+from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, STALE, ReadRow
 from kvstore.texts import key_text
 
@@ -583,8 +584,8 @@ class Operations:
                 for replica in getting.in_order(known, bad.get(index, ())):
                     segment, offset = replica
                     looks = here.get(id(segment))
-                    if looks is None and self.movers.maps(segment):
-                        looks = here[id(segment)] = _Looks(segment, [], [])
+                    if looks is None and (shown := self.movers.shown(segment)) is not None:
+                        looks = here[id(segment)] = _Looks(segment, shown, [], [])
                     if looks is not None:
                         size, epoch, counter, _, _ = known
                         looks.rows.append((offset, size, epoch, counter, keys[index], None))
@@ -625,7 +626,7 @@ class Operations:
     ) -> list[int]:
         """Puts values over the segment into ``views``. Returns the indexes of objects to look up
         again, and adds to ``bad`` the places that hold other bytes now."""
-        segment, rows, of = looks
+        segment, shown, rows, of = looks
         context = self.context
         try:
             memory = self.movers.memory(segment)
@@ -639,8 +640,8 @@ class Operations:
                 if isinstance(found[at], bytes) and not is_whole(memory, segment, row):
                     getting.mismatch(context, namespace, Key(row[4]), of[at][2])
                     found[at] = CORRUPT
-        base = int(np.frombuffer(memory, np.uint8).ctypes.data)
-        read_only = memory.toreadonly()
+        base = address_of(shown)
+        read_only = shown.toreadonly()
         stale: list[int] = []
         held: list[Watched] = []
         now = context.clock()
@@ -659,10 +660,8 @@ class Operations:
             tensor: Value | None = None
             try:
                 wanted = kind or read_descriptor(descriptor).kind
-                # torch does not accept read-only arrays
-                array = array_over(
-                    descriptor, kind, memory if wanted == "torch" else read_only, at, size
-                )
+                claimed = shown if wanted == "torch" else read_only  # torch takes no other
+                array = array_over(descriptor, kind, claimed, at, size)
                 if wanted == "numpy":
                     views[index] = array
                 elif wanted == "bytes":
@@ -896,6 +895,8 @@ class _Looks(NamedTuple):
     """Headers to check in one segment, and their objects."""
 
     segment: SegmentInfo
+    shown: memoryview
+    """``Movers.shown``."""
     rows: list[ReadRow]
     of: list[tuple[int, Placed, Replica]]
 

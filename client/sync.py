@@ -332,9 +332,9 @@ class Client:
 
         Args:
             copy: False gives a view of the pool's own memory where that is on this host (a copy
-                elsewhere), leased for as long as the view or anything made of it lives. It must
-                not be written to: arrays are read-only, torch cannot express that. bytes come as
-                a read-only memoryview. Only the header is checked then, not the payload, unless
+                elsewhere), leased for as long as the view or anything made of it lives. It is
+                read-only: arrays refuse to be written to; torch cannot express that, and a write
+                into a tensor ends the process (SIGSEGV). bytes come as a memoryview. Only the header is checked then, not the payload, unless
                 ``verify="all"``.
             kind: ``"torch"``, ``"numpy"`` or ``"bytes"``, instead of the kind that was put.
             device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this

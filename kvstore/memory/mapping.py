@@ -1,18 +1,29 @@
-"""A client's attachment to a segment of its own host."""
+"""A client's attachment to a segment of its own host.
+
+The memory is mapped once to copy from and to. What programs get to read without a copy is over a
+second mapping, which the processor cannot write to: torch has no read-only tensors, and a write
+into one would change the object for all clients.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from kvstore.memory import header as layout
 from kvstore.memory.entries import SHM_PREFIX, directories
 from kvstore.memory.pages import POPULATE_READ, populate
+from kvstore.memory.raw import address_of
 from kvstore.memory.taking import RESERVE_BYTES
+
+_SHOWN: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+"""The read-only mappings of this process, as arrays of ctypes, by address."""
 
 
 class Mapping:
@@ -29,11 +40,12 @@ class Mapping:
         self.memory: Final = memoryview(mapped)
         """All of the segment, writable. It stays mapped as long as there is a reference to it."""
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
+        self._shown: memoryview | None = None
+        self._is_shown = False
+        self._showing = threading.Lock()
         self._is_closed = False
-        self._populating = threading.Thread(
-            target=self._populate, args=(mapped,), name="kvstore-populate", daemon=True
-        )
-        self._populating.start()
+        self._populating: list[threading.Thread] = []
+        self._start_populating(mapped)
 
     @classmethod
     def attach(cls, shm_name: str, uuid: bytes) -> Mapping | None:
@@ -74,6 +86,38 @@ class Mapping:
         finally:
             os.close(fd)
 
+    def shown(self) -> memoryview | None:
+        """All of the segment, for values that programs read where they are; mapped at the first
+        call. The memoryview says that it is writable, because torch accepts no other. But a write
+        ends this process (SIGSEGV), and changes nothing.
+
+        None: it cannot be mapped again: its entry in ``/dev/shm`` has been removed, or this process
+        may not have so many addresses (``ulimit -v``).
+        """
+        if not self._is_shown:
+            with self._showing:
+                if not self._is_shown:
+                    self._shown = self._map_again()
+                    self._is_shown = True
+        return self._shown
+
+    def _map_again(self) -> memoryview | None:
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            there = os.fstat(fd)
+            if (there.st_dev, there.st_ino) != self._inode:
+                return None
+            shown = _readable(mmap.mmap(fd, self.size, access=mmap.ACCESS_READ))
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(fd)
+        self._start_populating(shown)
+        return shown
+
     @property
     def generation(self) -> int:
         """The generation of the owner's mount; 0: the owner has closed the segment, or ``close``
@@ -105,11 +149,38 @@ class Mapping:
         """Marks the mapping as closed, and ends its thread. Drop the mapping then: the memory is
         unmapped when no call and no view refers to it. Idempotent."""
         self._is_closed = True
-        self._populating.join()
+        with self._showing:
+            populating = self._populating.copy()
+        for thread in populating:
+            thread.join()
 
-    def _populate(self, mapped: mmap.mmap) -> None:
+    def _start_populating(self, mapped: mmap.mmap | memoryview) -> None:
+        thread = threading.Thread(
+            target=self._populate, args=(mapped,), name="kvstore-populate", daemon=True
+        )
+        self._populating.append(thread)
+        thread.start()
+
+    def _populate(self, mapped: mmap.mmap | memoryview) -> None:
         with contextlib.suppress(OSError):  # then pages are faulted in at their first use
             for start in range(0, self.size, RESERVE_BYTES):
                 length = min(RESERVE_BYTES, self.size - start)
                 if self._is_closed or not populate(mapped, start, length, POPULATE_READ):
                     return
+
+
+def _readable(mapped: mmap.mmap) -> memoryview:
+    """A memoryview that claims to be writable, over a mapping that is not, which it keeps."""
+    memory = memoryview(mapped)
+    address = address_of(memory)
+    array: Any = (ctypes.c_char * len(memory)).from_address(address)
+    array.keep = memory
+    _SHOWN[address] = array
+    return memoryview(array).cast("B")
+
+
+def is_shown(address: int) -> bool:
+    """Whether the memory at this address is of a mapping that the processor cannot write to."""
+    return bool(_SHOWN) and any(
+        start <= address < start + len(each) for start, each in list(_SHOWN.items())
+    )

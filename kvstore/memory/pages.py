@@ -35,7 +35,7 @@ def _function(name: str) -> Callable[..., int]:
     return function
 
 
-def _at(memory: mmap.mmap, start: int = 0) -> Any:
+def _at(memory: mmap.mmap | memoryview, start: int = 0) -> Any:
     """A pointer into ``memory``, which keeps it mapped as long as the pointer exists."""
     return ctypes.byref(ctypes.c_char.from_buffer(memory, start))
 
@@ -46,7 +46,7 @@ def _call(name: str, *arguments: Any) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def populate(memory: mmap.mmap, start: int, length: int, advice: int) -> bool:
+def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: int) -> bool:
     """Bring in ``length`` bytes from ``start``, both multiples of the page size.
 
     Returns:

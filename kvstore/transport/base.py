@@ -127,6 +127,12 @@ class Transport(ABC):
             settled=1,
         )
 
+    def shown(self, segment: SegmentInfo) -> memoryview | None:
+        """All of a segment for values that programs get without a copy, or None where that is not
+        to be had: then they get copies. It claims to be writable; a write ends the process. Stays
+        mapped as ``view``."""
+        return None
+
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """The segment's own memory, writable, or None where it is not in this address space.
 

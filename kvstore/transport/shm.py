@@ -129,6 +129,11 @@ class ShmTransport(Transport):
             raise segment_gone(segment)
         return mapping.memory
 
+    def shown(self, segment: SegmentInfo) -> memoryview | None:
+        """As ``Transport.shown``."""
+        mapping = self._mapping(segment)
+        return None if mapping is None else mapping.shown()
+
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:
         """As ``Transport.view``.
 

@@ -1,0 +1,143 @@
+"""A client's attachment to a segment: one mapping to copy with, one for programs to read."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.mapping import Mapping, is_shown
+from kvstore.memory.raw import address_of
+from kvstore.memory.segment import Segment
+
+MIB = 1 << 20
+AT = SUPERBLOCK_BYTES
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(f"mapping-{secrets.token_hex(4)}", 4 * MIB)
+    yield segment
+    segment.close()
+
+
+@contextlib.contextmanager
+def attached(segment: Segment) -> Iterator[Mapping]:
+    mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
+    assert mapping is not None
+    yield mapping
+    mapping.close()
+
+
+def ways(segment: Segment) -> list[str]:
+    """How the segment is mapped in this process, apart from the owner's own mapping."""
+    with open("/proc/self/maps") as maps:
+        found = [line.split()[1] for line in maps if f"{SHM_PREFIX}{segment.node}" in line]
+    found.remove("rw-s")
+    return found
+
+
+def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(segment: Segment) -> None:
+    with attached(segment) as mapping:
+        assert ways(segment) == ["rw-s"]
+        shown = mapping.shown()
+        assert shown is not None
+        assert mapping.shown() is shown
+        assert sorted(ways(segment)) == ["r--s", "rw-s"]
+        segment.memory[AT : AT + 3] = b"abc"
+        assert bytes(shown[AT : AT + 3]) == b"abc"
+        assert (len(shown), shown.readonly) == (segment.size, False)
+        assert np.frombuffer(shown, np.uint8).flags.writeable, "torch takes no other"
+        del shown
+
+
+def test_addresses_tell_what_is_shown(segment: Segment) -> None:
+    with attached(segment) as mapping:
+        shown = mapping.shown()
+        assert shown is not None
+        start, size = address_of(shown), len(shown)
+        where = [is_shown(start + at) for at in (-1, 0, size - 1, size)]
+        assert where == [False, True, True, False]
+        assert not is_shown(address_of(mapping.memory))
+
+
+def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: Segment) -> None:
+    mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
+    assert mapping is not None
+    shown = mapping.shown()
+    assert shown is not None
+    start = address_of(shown)
+    view = np.frombuffer(shown, np.uint8, 10, AT)[2:]
+    mapping.close()
+    del mapping, shown
+    gc.collect()
+    assert ways(segment) == ["r--s"]
+    assert view.sum() == 0
+    del view
+    gc.collect()
+    assert ways(segment) == []
+    assert not is_shown(start)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_what_has_lost_its_entry_is_not_mapped_again(segment: Segment, is_replaced: bool) -> None:
+    path = Path(f"{SHM_DIRECTORY}/{SHM_PREFIX}{segment.node}")
+    with attached(segment) as mapping:
+        path.rename(f"{path}.moved")
+        try:
+            if is_replaced:
+                path.write_bytes(bytes(segment.size))
+            assert mapping.shown() is None
+        finally:
+            Path(f"{path}.moved").rename(path)
+
+
+def test_a_process_that_may_have_no_more_addresses_does_without(segment: Segment) -> None:
+    program = f"""
+import resource
+from kvstore.memory.mapping import Mapping
+mapping = Mapping.attach({SHM_PREFIX + segment.node!r}, bytes.fromhex({segment.uuid.hex()!r}))
+mapping.close()
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (2 << 20),) * 2)
+assert mapping.shown() is None and mapping.memory[0] == {segment.memory[0]}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "write",
+    ["memory[5000] = 1", "np.frombuffer(memory, np.uint8)[5000:].fill(1)",
+     "torch.from_numpy(np.frombuffer(memory, np.uint8))[5000:].mul_(0)"],
+)  # fmt: skip
+def test_a_write_ends_the_process_that_writes(segment: Segment, write: str) -> None:
+    if "torch" in write:
+        pytest.importorskip("torch")
+    segment.memory[5000] = 7
+    program = f"""
+import numpy as np
+{"import torch" if "torch" in write else ""}
+from kvstore.memory.mapping import Mapping
+mapping = Mapping.attach({SHM_PREFIX + segment.node!r}, bytes.fromhex({segment.uuid.hex()!r}))
+memory = mapping.shown()
+assert memory[5000] == 7
+print("writes", flush=True)
+{write}
+print("has written", flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (-11, "writes\n")
+    assert segment.memory[5000] == 7
+    assert os.path.exists(f"{SHM_DIRECTORY}/{SHM_PREFIX}{segment.node}")
