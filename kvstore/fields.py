@@ -14,7 +14,6 @@ from typing import Annotated
 from kvstore.limits import (
     AVOID_MAX,
     BATCH_KEYS_MAX,
-    EPOCH_MAX,
     PIN_MS_MAX,
     REPLICAS_MAX,
     SIZE_BYTES_MAX,
@@ -79,7 +78,6 @@ NamespaceOrEmpty = Annotated[str, AnyNamespace()]
 ShmName = Annotated[str, FileName()]
 Uuid = Annotated[bytes, Sixteen()]
 Port = Annotated[int, Between(0, 65_535)]
-Epoch = Annotated[int, Between(0, EPOCH_MAX)]
 Size = Annotated[int, Between(0, SIZE_BYTES_MAX)]
 WaitMs = Annotated[int, Between(0, WAIT_MS_MAX)]
 PinMs = Annotated[int, Between(1, PIN_MS_MAX)]

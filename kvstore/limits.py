@@ -91,14 +91,25 @@ FRAME_BYTES_MAX = 16 << 20
 """One control message on either carrier."""
 
 EPOCH_MAX = 1 << 62
-"""The highest epoch of a master. Epochs are near Unix time in milliseconds, which has 41 bits. A
-larger number in a message or in memory is damage, and must leave room for later masters above."""
+"""No epoch is higher, whatever a clock shows. Epochs are near Unix time in milliseconds, which has
+41 bits."""
+
+EPOCH_AHEAD_MAX = 1 << 42
+"""How far an epoch that a node reports may be ahead of the clock of the master's host, in
+milliseconds: 139 years, more than a host whose clock begins in 1970 is behind. An epoch that is
+further ahead is not believed: it is damage, or a lie. So no report can lead to an epoch that the
+next master would not believe: the bound moves on with the clock (ADR 28)."""
 
 PROTOCOL_VERSION = 1
 """The highest version of the control protocol that this release speaks."""
 
 PROTOCOL_MIN = 1
 """The lowest one: that of the release before (docs/compatibility.md)."""
+
+
+def highest_believed(wall_clock_ms: int) -> int:
+    """The highest epoch that is believed of memory, by a host whose clock shows that Unix time."""
+    return min(wall_clock_ms + EPOCH_AHEAD_MAX, EPOCH_MAX)
 
 
 def agreed_protocol(lowest: int, highest: int, who: str) -> int:

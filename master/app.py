@@ -8,8 +8,8 @@ import gc
 import importlib.util
 import logging
 import math
+import random
 import re
-import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -20,17 +20,20 @@ from kvstore._version import __version__
 from kvstore.addresses import EtcdPlace, join_address, split_address
 from kvstore.background import EXIT_BROKEN, start_task
 from kvstore.children import NO_PARENT, Child, ParentLink, start_node
+from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
 from kvstore.histograms import Histogram
 from kvstore.host import address_towards, is_loopback, own_address, why_only_here
+from kvstore.limits import highest_believed
 from kvstore.listening import EVERY_INTERFACE, hears, reached_at
 from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
 from kvstore.master.notices import Notices
+from kvstore.master.outruns import Outruns
 from kvstore.master.reaching import Reacher
 from kvstore.master.service import MasterService, Standby, clock_ms
 from kvstore.master.spin import new_event_loop
@@ -54,10 +57,6 @@ _MIDDLE: Final = 2
 takes 5 ms."""
 
 _NEVER: Final = 1 << 30
-
-EPOCH_STEP_MAX: Final = 1 << 20
-"""The next epoch is above the one that a node knows by a random number up to this. Another node may
-have joined a later epoch, from a start that this node does not know; that epoch must not recur."""
 
 FULL_LOOK_S: Final = 1.0
 """How often the master checks whether gRPC's port is full."""
@@ -262,6 +261,7 @@ class _Master:
         self._address = ""
         self._told_leader = ""
         self._election: Election | None = None
+        self._outruns = Outruns(random.SystemRandom())
         self.feed = Feed() if config.events else None
         self.notices = Notices(wall_clock_ms)
         self._reach = Reacher()
@@ -284,6 +284,7 @@ class _Master:
         self.epoch = epoch
         state = MasterState(
             epoch=epoch,
+            epoch_max=highest_believed(wall_clock_ms()),
             version=__version__,
             cluster=self._election.cluster if self._election else self._config.cluster,
             rules=self._rules,
@@ -328,19 +329,19 @@ class _Master:
             task.add_done_callback(self._stopping.discard)
 
     def _outrun(self, epoch: int) -> None:
-        """Called when a client or node has joined a master of a later epoch: a clock was set back.
-        The next term begins above that epoch."""
+        """Called when a node has joined a master of a later epoch: a clock was set back. The next
+        term begins above that epoch."""
         asyncio.get_running_loop().call_soon(self._end_below, epoch)
 
     def _end_below(self, epoch: int) -> None:
-        if self._service is None or self.epoch > epoch:
-            return  # several nodes may report the same epoch
+        if self._service is None or not self._outruns.ends_term(self.epoch, epoch, uptime()):
+            return
         log.warning("epoch_outrun epoch=%d joined_before=%d", self.epoch, epoch)
         if self._election is not None:
             self._election.outrun(epoch)
             return
         self.end("")
-        self.begin(max(epoch + 1 + secrets.randbelow(EPOCH_STEP_MAX), wall_clock_ms()), math.inf)
+        self.begin(self._outruns.next_epoch(epoch, wall_clock_ms()), math.inf)
         log.info("master_started epoch=%d version=%s", self.epoch, __version__)
 
     async def stop(self) -> None:

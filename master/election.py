@@ -10,6 +10,7 @@ from typing import Final, Protocol
 from kvstore.clocks import uptime
 from kvstore.errors import ClusterMismatchError, KVStoreError
 from kvstore.etcd.client import Etcd, Leader
+from kvstore.limits import EPOCH_AHEAD_MAX, highest_believed
 from kvstore.master.role import (
     Action,
     Campaign,
@@ -135,8 +136,11 @@ class Election:
                 leader = await etcd.campaign(lease_id, self._address, deadline)
                 epoch = 0
                 if leader.lease_id == lease_id:
-                    least = max(role.epoch + 1, role.epoch_least, time.time_ns() // 1_000_000)
-                    epoch = await etcd.new_epoch(leader, least, deadline)
+                    now_ms = time.time_ns() // 1_000_000
+                    # The clock by which another master has believed a node may be ahead of ours.
+                    believed = highest_believed(now_ms) + EPOCH_AHEAD_MAX
+                    least = max(role.epoch + 1, role.epoch_least, now_ms)
+                    epoch = await etcd.new_epoch(leader, least, believed, deadline)
                 role.campaigned(Seen(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):

@@ -43,7 +43,6 @@ from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.reaching import AGAIN_S, Reach
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.nodes import outrun_by
 from kvstore.master.state.traffic import Caller
 from kvstore.texts import field_text
 
@@ -118,8 +117,8 @@ class MasterService:
         self.leads_until = math.inf
         """A ``uptime()`` value."""
         self.outrun: Callable[[int], None] = lambda epoch: None
-        """Called with the epoch of a later master that a client or node has joined: the next term
-        must begin above it."""
+        """Called with the epoch of a later master that a node has joined: the next term must begin
+        above it."""
         self.noticed: Callable[[str, Mapping[str, str | int]], None] = lambda event, fields: None
         """Called with each notice, which is in the log as well."""
         self.reach: Reach | None = None
@@ -266,9 +265,7 @@ class MasterService:
         protocol = agreed_protocol(request.protocol_min, request.protocol, "the client")
         check_cluster(self.state.cluster, request.cluster, "the client")
         self._check_time(uptime())
-        if request.highest_epoch > self.state.epoch:
-            self.outrun(request.highest_epoch)
-            raise outrun_by(f"client {request.client}", request.highest_epoch, self.state.epoch)
+        self.state.nodes.client_joined(self._clock(), request)
         log.debug("client_joined client=%s host=%s", request.client, request.host)
         state, endpoints = self.state, self.endpoints
         return calls.Joined(

@@ -10,7 +10,6 @@ from kvstore.calls.places import Placements, SegmentInfo
 from kvstore.fields import (
     Avoided,
     Between,
-    Epoch,
     Name,
     NameOrEmpty,
     NamespaceOrEmpty,
@@ -72,8 +71,9 @@ class Join(NamedTuple):
     """The lowest one; 0: only ``protocol``."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the client means; empty: any."""
-    highest_epoch: Epoch = 0
-    """The highest epoch that the client has joined; as ``NodeJoin.highest_epoch``."""
+    highest_epoch: int = 0
+    """The highest epoch that the client has joined. A master of a lower one refuses the client
+    until its nodes have had time to join it; the word of a client ends no term."""
 
 
 class Joined(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Annotated, NamedTuple
 from kvstore.calls.places import DevicePlace, EngineAddress, Version
 from kvstore.fields import (
     Between,
-    Epoch,
     Name,
     NameOrEmpty,
     NumberPerOffset,
@@ -56,9 +55,9 @@ class NodeJoin(NamedTuple):
     segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
     protocol_min: int = 0
     """The lowest version that the node speaks, ``protocol`` being the highest; 0: only that."""
-    highest_epoch: Epoch = 0
+    highest_epoch: int = 0
     """The highest epoch that the node has joined, or that its memory records. A master of a lower
-    one begins a new term above it."""
+    one begins a new term above it, if it believes it (``kvstore.limits.highest_believed``)."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the node was given, or that its memory belongs to."""
     version: NameOrEmpty = ""

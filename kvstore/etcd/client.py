@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple, TypeVar
+import logging
+from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
@@ -31,6 +32,11 @@ from kvstore.etcd.wire import (
     worth_another_member,
 )
 from kvstore.names import UnknownNameError, grpc_target
+
+log = logging.getLogger("kvstore.master")
+
+EPOCH_DIGITS_MAX: Final = 20
+"""An epoch has 64 bits."""
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -155,29 +161,34 @@ class Etcd:
             return False
         return True
 
-    async def new_epoch(self, leader: Leader, least: int, deadline: float) -> int:
+    async def new_epoch(self, leader: Leader, least: int, believed: int, deadline: float) -> int:
         """An epoch higher than any before, for ``leader``, if it still leads.
 
         Args:
             least: the least epoch: Unix time in milliseconds. A master without etcd takes that as
                 its epoch, so the new one is also higher than those of masters without etcd.
+            believed: a higher epoch in etcd is damage: the new one replaces it.
 
         Raises:
             NotLeaderError: the key now names another leader, or none.
+            ProtocolError: the key of the epoch holds something else.
         """
         key = self.place.epoch_key
         found = await self._call(RANGE, rpc.RangeRequest(key=key), deadline)
         last, changed_at = 0, 0
         if found.kvs:
             value, changed_at = found.kvs[0].value, found.kvs[0].mod_revision
-            if not value.isdigit():
+            if not value.isdigit() or len(value) > EPOCH_DIGITS_MAX:
                 raise ProtocolError(
                     f"{key.decode()} in the etcd at {self.place.shown} holds {value[:40]!r}, "
-                    "not a number",
+                    "not an epoch",
                     advice="Another program may use this prefix. Give each cluster its "
                     "own --etcd-prefix.",
                 )
             last = int(value)
+            if last > believed:
+                log.warning("epoch_not_believed in_etcd=%d highest=%d", last, believed)
+                last = 0
         epoch = max(last + 1, least)
         still = rpc.Compare(
             target=rpc.Compare.CREATE, key=self.place.leader_key, create_revision=leader.revision

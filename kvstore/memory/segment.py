@@ -8,11 +8,13 @@ import mmap
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from kvstore.calls import DevicePlace, Version
+from kvstore.calls import NO_MARK, DevicePlace, Version
 from kvstore.errors import ConfigError
+from kvstore.limits import highest_believed
 from kvstore.memory import cgroup, numa, pages
 from kvstore.memory import header as layout
 from kvstore.memory.entries import (
@@ -40,6 +42,11 @@ from kvstore.memory.taking import (
     step_of,
     take_pages,
 )
+
+
+def is_believed(epoch: int) -> bool:
+    """Whether memory may record this epoch. A higher one is damage."""
+    return epoch <= highest_believed(time.time_ns() // 1_000_000)
 
 
 class Ranges(Protocol):
@@ -269,9 +276,10 @@ class Segment:
 
     @property
     def mark(self) -> Version:
-        """The last mark that was kept."""
+        """The last mark that was kept; ``NO_MARK`` if its epoch is damaged."""
         at = layout.MARK_OFFSET // 8
-        return Version(self._words[at], self._words[at + 1])
+        mark = Version(self._words[at], self._words[at + 1])
+        return mark if is_believed(mark.epoch) else NO_MARK
 
     def keep_mark(self, mark: Version) -> None:
         """Keeps ``mark``, unless a newer one is kept. If the process is killed half-way, an older
@@ -286,7 +294,7 @@ class Segment:
         """The highest epoch that was kept; 0: none, or it is damaged."""
         at = layout.EPOCH_OFFSET // 8
         epoch, check = self._words[at], self._words[at + 1]
-        return epoch if epoch and check == layout.check_of(epoch) else 0
+        return epoch if check == layout.check_of(epoch) and is_believed(epoch) else 0
 
     def keep_epoch(self, epoch: int) -> None:
         """Keeps the epoch of a joined master, unless a higher one is kept."""

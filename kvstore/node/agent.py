@@ -44,7 +44,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.memory.header import Owner
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import Segment, is_believed
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
 from kvstore.transport.mooncake.server import EngineServer
@@ -205,7 +205,7 @@ class NodeAgent:
         segment = self._segment
         if segment.epoch or not segment.attached:
             return segment.epoch
-        found = (header.epoch for _, header in segment.scan())
+        found = (header.epoch for _, header in segment.scan() if is_believed(header.epoch))
         return max(segment.mark.epoch, max(found, default=0))
 
     def _fence(self) -> None:
@@ -253,7 +253,7 @@ class NodeAgent:
             accepted = await self._answer_to(link, join)
             if not isinstance(accepted, MasterAccepted):
                 raise ProtocolError(f"the master answered a join with {accepted!r:.80}")
-            if accepted.epoch < self._epoch_max:
+            if accepted.epoch < self._epoch_max and is_believed(self._epoch_max):
                 # This master may have granted extents meanwhile; those grants must not hold.
                 self._fresh, self._unanswered = False, True
                 raise UnavailableError(

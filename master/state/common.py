@@ -36,6 +36,7 @@ class Common:
         self,
         *,
         epoch: int,
+        epoch_max: int,
         version: str,
         cluster: str,
         rules: MasterRules,
@@ -43,6 +44,7 @@ class Common:
         started_ms: int,
     ) -> None:
         self.epoch = epoch
+        self._epoch_max = epoch_max
         self.version = version
         self.cluster = cluster
         self.rules = rules
@@ -67,6 +69,13 @@ class Common:
         self.tombstones = Tombstones()
         self.reclaim = Reclaim(self.tombstones)
         self._next_ticket = 0
+
+    # --- epochs -------------------------------------------------------------------------------
+
+    def is_later(self, epoch: int) -> bool:
+        """Whether a node that reports this epoch has joined a later master than this one. Further
+        ahead than ``epoch_max`` it is damage, or a lie, and ends no term."""
+        return self.epoch < epoch <= self._epoch_max
 
     # --- what is done outside -----------------------------------------------------------------
 

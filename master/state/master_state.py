@@ -65,6 +65,7 @@ class MasterState:
         self,
         *,
         epoch: int,
+        epoch_max: int = 1 << 63,
         version: str = "",
         cluster: str = "",
         rules: MasterRules | None = None,
@@ -72,13 +73,18 @@ class MasterState:
         started_ms: int = 0,
         events: bool = False,
     ) -> None:
-        """``events``: collect what becomes visible and what is gone, for ``take_events``."""
+        """
+        Args:
+            epoch_max: the highest epoch that is believed of a node.
+            events: collect what becomes visible and what is gone, for ``take_events``.
+        """
         self.epoch = epoch
         self.version = version
         self.cluster = cluster
         self.rules = rules = rules or MasterRules()
         self.common = common = Common(
             epoch=epoch,
+            epoch_max=epoch_max,
             version=version,
             cluster=cluster,
             rules=rules,

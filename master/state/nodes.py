@@ -10,9 +10,10 @@ from kvstore import calls
 from kvstore.calls import DrainStep
 from kvstore.errors import ProtocolError, UnavailableError
 from kvstore.master.state import liveness
+from kvstore.master.state.asking import JOINING_MS
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying, not_draining
-from kvstore.master.state.effects import Outrun, Send
+from kvstore.master.state.effects import Notice, Outrun, Send
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import Segment
@@ -58,8 +59,9 @@ class Nodes:
         common = self._common
         self._membership.check(join)
         if join.highest_epoch > common.epoch:
-            common.effect(Outrun(join.highest_epoch))
-            raise outrun_by(f"node {join.name}", join.highest_epoch, common.epoch)
+            self._check_later(join.name, join.highest_epoch)
+            fields: dict[str, str | int] = {"node": join.name, "epoch": join.highest_epoch}
+            common.effect(Notice("epoch_not_believed", fields))
         accepted = self._membership.join(now_ms, session, join, common.changes)
         if not join.resume_epoch:
             self._marks.node_joined(session, max(offer.mark for offer in join.segments))
@@ -89,6 +91,9 @@ class Nodes:
                     common.effects += common.reclaim.wiped(order)
                     self._waiting.room_made()
             case calls.NodeClaims():
+                if max(message.epochs, default=0) > common.epoch:  # its join did not tell it
+                    later = [epoch for epoch in message.epochs if common.is_later(epoch)]
+                    self._check_later(node.name, max(later, default=0))
                 self._returning.node_claims(now_ms, node, message)
             case calls.NodeLeave():
                 self._membership.leave(node)
@@ -113,7 +118,27 @@ class Nodes:
             self._membership.reached(node, why_not)
             self._follow(0)  # no node is declared dead here, so the time does not matter
 
+    def _check_later(self, node: str, epoch: int) -> None:
+        """Raises UnavailableError: the node has joined a later master, of this epoch."""
+        common = self._common
+        if common.is_later(epoch):
+            common.effect(Outrun(epoch))
+            raise _joined_later(f"node {node}", epoch, common.epoch)
+
     # --- calls --------------------------------------------------------------------------------
+
+    def client_joined(self, now_ms: int, join: calls.Join) -> None:
+        """Checks whether this master may serve the client, which ends no term. If the client has
+        joined a later master, so have the nodes of that one, and they end our term: until they have
+        had time to join, the client waits.
+
+        Raises:
+            UnavailableError: it is to wait.
+        """
+        common = self._common
+        is_new = now_ms - common.started_ms < JOINING_MS
+        if is_new and join.highest_epoch > common.epoch:
+            raise _joined_later(f"client {join.client}", join.highest_epoch, common.epoch)
 
     def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.Reported:
         common = self._common
@@ -202,11 +227,10 @@ class Nodes:
             common.reclaim.wait_for_readers(segment, common.newest_stored, readers_ms)
 
 
-def outrun_by(who: str, epoch: int, own: int) -> UnavailableError:
-    """The error for a client or node that has joined a later master before: see ``Outrun``."""
+def _joined_later(who: str, epoch: int, own: int) -> UnavailableError:
     return UnavailableError(
         f"{who} has joined a master of epoch {epoch} before; this one has epoch {own}, and begins "
-        "a new term above that",
+        "a new term above that once a node has told it so",
         advice="Join again. The clock of a master's host was set back.",
         epoch=epoch,
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from kvstore import calls
 from kvstore.calls import Version
 from kvstore.errors import BusyError, InvalidArgumentError, ProtocolError
-from kvstore.limits import EPOCH_MAX
 from kvstore.master.state import repairing
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
-from kvstore.master.state.effects import Notice, Outrun, Send
+from kvstore.master.state.effects import Notice, Send
 from kvstore.master.state.inventory import Claim, Inventory
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.marks import Marks
@@ -117,10 +116,6 @@ class Returning:
     def _take_slice(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
         common = self._common
         claims, is_answered = inventory.next(CLAIMS_PER_STEP)
-        newest = max((claim.version.epoch for claim in claims), default=0)
-        if common.epoch < newest < EPOCH_MAX:  # the node's join did not tell it
-            common.effect(Outrun(newest))
-            return
         refused: list[Remains] = []
         stored: list[ObjectRecord] = []
         self._forest.resumes = True

@@ -112,12 +112,12 @@ def test_each_leader_has_a_higher_epoch_whatever_the_clocks_say(etcd: EtcdServer
             lease = await client.grant(5, soon())
             leader = await client.campaign(lease.lease_id, "a:1", soon())
             leaders.append(leader)
-            epochs.append(await client.new_epoch(leader, now_ms, soon()))
+            epochs.append(await client.new_epoch(leader, now_ms, 1 << 40, soon()))
             await client.revoke(lease.lease_id, soon())
         assert epochs == [5_000, 5_001, 9_000, 9_001]
         for leader in leaders:
             with pytest.raises(NotLeaderError):
-                await client.new_epoch(leader, 99_000, soon())
+                await client.new_epoch(leader, 99_000, 1 << 40, soon())
 
     use(etcd.place("epochs"), body)
 
@@ -215,12 +215,15 @@ def test_without_our_certificate_there_is_no_answer(tmp_path: Path) -> None:
 
 def test_a_prefix_that_somebody_else_uses(tmp_path: Path) -> None:
     with running(tmp_path) as server:
-        server.control("put", "kvstore/epoch", "hello")
 
         async def body(client: Etcd) -> None:
             lease = await client.grant(5, soon())
             leader = await client.campaign(lease.lease_id, "a:1", soon())
-            with pytest.raises(ProtocolError, match="holds b'hello'"):
-                await client.new_epoch(leader, 1, soon())
+            for other in ("hello", "9" * 4_300):
+                server.control("put", "kvstore/epoch", other)
+                with pytest.raises(ProtocolError, match=f"holds b'{other[:5]}"):
+                    await client.new_epoch(leader, 1, 1 << 40, soon())
+            server.control("put", "kvstore/epoch", str(1 << 62))
+            assert await client.new_epoch(leader, 7, 1 << 40, soon()) == 7, "as if there were none"
 
         use(server.place(), body)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.errors import KVStoreError, NotLeaderError
+from kvstore.master.outruns import Outruns
 from kvstore.master.role import (
     Campaign,
     Grant,
@@ -34,7 +35,7 @@ class Candidate:
 
     def __init__(
         self, process: Process, oracle: Oracle, etcd: EtcdStub, rate: float,
-        new_master: Callable[[Process, int, Callable[[], float]], Master],
+        new_master: Callable[[Process, int, Callable[[], float]], Master], outruns: Outruns,
     ) -> None:  # fmt: skip
         self.process = process
         self.master: Master | None = None
@@ -43,6 +44,7 @@ class Candidate:
         self._rate = rate
         self._new_master = new_master
         self._role = Role()
+        self._outruns = outruns
         process.spawn("election", self._run())
 
     def clock(self) -> float:
@@ -69,6 +71,8 @@ class Candidate:
             return
 
     def _outrun(self, epoch: int) -> None:
+        if not self._outruns.ends_term(self._role.epoch, epoch, self.clock()):
+            return
         self._role.outrun(epoch)
         if self.master is not None:
             self.master.cease()

@@ -15,7 +15,8 @@ from typing import Any
 
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
-from kvstore.limits import Key
+from kvstore.limits import Key, highest_believed
+from kvstore.master.outruns import Outruns
 from kvstore.master.state.eviction import LRU, EvictionPolicy
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
@@ -49,7 +50,9 @@ RULES = MasterRules(
 )
 """The defaults, a fifth of each."""
 
-EPOCH_STEP_MAX = 1 << 20
+OUTRUN_S = 3.0
+"""A fifth of what the last phase lasts: a term that a report has ended is followed by one of at
+least this length."""
 
 LEASE_MARGIN_MS = 40
 CLOCK_DRIFT = 0.005
@@ -295,7 +298,7 @@ class Cluster:
         if len(self.masters) == 1:
             if self._alone is None or not self._alone.process.alive:
                 process = self._process(self.masters[0], "host-m")
-                self._begin_alone(process, 0, self._new_clock())
+                self._begin_alone(process, 0, self._new_clock(), self._outruns())
             return
         if self.etcd is None or not self.etcd.process.alive:
             process = self._process("etcd", "host-e")
@@ -306,33 +309,42 @@ class Cluster:
             if candidate is None or not candidate.process.alive:
                 process = self._process(name, f"host-{name}")
                 stub = EtcdStub(process, self.network)
-                candidate = Candidate(process, self.oracle, stub, self._rate(), self._new_master)
+                candidate = Candidate(
+                    process, self.oracle, stub, self._rate(), self._new_master, self._outruns()
+                )
                 self._candidates[name] = candidate
                 self.network.listen(name, process, candidate.accept)
 
-    def _begin_alone(self, process: Process, least: int, clock: Callable[[], float]) -> None:
+    def _begin_alone(
+        self, process: Process, least: int, clock: Callable[[], float], outruns: Outruns
+    ) -> None:
         """A term of the single master: as ``kvstore.master.app``."""
         epoch = max(least, self.wall_clock_us + self.scheduler.now_us)
         self._alone = master = self._new_master(process, epoch, clock)
 
         def outrun(epoch: int) -> None:
-            if master is self._alone and master.state.epoch <= epoch:
+            if master is self._alone and outruns.ends_term(master.state.epoch, epoch, clock()):
                 master.cease()
-                self._begin_alone(process, epoch + self.random.randint(1, EPOCH_STEP_MAX), clock)
+                above = outruns.next_epoch(epoch, self.wall_clock_us + self.scheduler.now_us)
+                self._begin_alone(process, above, clock, outruns)
 
         master.outrun = outrun
         self.network.listen(process.name, process, master.accept)
 
     def _new_master(self, process: Process, epoch: int, clock: Callable[[], float]) -> Master:
         self.oracle.note(f"master starts epoch={epoch}")
+        epoch_max = highest_believed(self.wall_clock_us + self.scheduler.now_us)
 
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
-                epoch=epoch, rules=self.rules, policy=self.options.policy, started_ms=started_ms,
-                events=True,
+                epoch=epoch, epoch_max=epoch_max, rules=self.rules, policy=self.options.policy,
+                started_ms=started_ms, events=True,
             )  # fmt: skip
 
         return Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
+
+    def _outruns(self) -> Outruns:
+        return Outruns(self.random, every_s=OUTRUN_S)
 
     def _new_clock(self) -> Callable[[], float]:
         offset_s, rate, scheduler = self.random.uniform(0, 10**6), self._rate(), self.scheduler

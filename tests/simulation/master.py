@@ -7,10 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore import calls
-from kvstore.errors import KVStoreError, NotLeaderError, PermissionDeniedError, ProtocolError
+from kvstore.errors import (
+    KVStoreError,
+    NotLeaderError,
+    PermissionDeniedError,
+    ProtocolError,
+    UnavailableError,
+)
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.nodes import outrun_by
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import encode_error
@@ -118,9 +123,7 @@ class Master:
 
     def _answer_to(self, call_id: int, request: calls.Request, end: End) -> Any:
         if isinstance(request, calls.Join):
-            if request.highest_epoch > self.state.epoch:
-                self._carry_out(Outrun(request.highest_epoch))
-                raise outrun_by(request.client, request.highest_epoch, self.state.epoch)
+            self.state.nodes.client_joined(self.now_ms, request)
             rules = self.state.rules
             return calls.Joined(
                 self.state.epoch, 1, "", self.lane_token, rules.lease_ms, rules.put_deadline_ms, ""
@@ -190,7 +193,7 @@ class Master:
                 self._settle()
         except BrokenStreamError:
             pass
-        except (ProtocolError, NotLeaderError) as error:
+        except (ProtocolError, NotLeaderError, UnavailableError) as error:
             self._send(end, ("error", encode_error(error)))
         del self._sessions[session]
         end.close()

@@ -20,6 +20,8 @@ from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 
 EPOCH = 5
+HIGHEST = EPOCH + 1_000
+"""The highest epoch that a node is believed."""
 EXTENT = 4096
 BLOCK = EXTENT - HEADER_BYTES
 """Payload bytes of a block."""
@@ -58,7 +60,7 @@ class Cluster:
     def __init__(self, nodes: Mapping[str, int], rules: MasterRules) -> None:
         self.rules = rules
         self.now_ms = 0
-        self.state = MasterState(epoch=EPOCH, rules=rules)
+        self.state = MasterState(epoch=EPOCH, epoch_max=HIGHEST, rules=rules)
         self.sessions: dict[str, int] = {}
         self.segments: dict[int, str] = {}  # to the name of its node
         self.offers: dict[str, list[calls.SegmentOffer]] = {}

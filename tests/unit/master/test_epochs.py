@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from kvstore import calls, limits
 from kvstore.calls import Version
 from kvstore.errors import ClusterMismatchError, ProtocolError, UnavailableError
-from kvstore.limits import EPOCH_MAX, PROTOCOL_VERSION
+from kvstore.limits import PROTOCOL_VERSION, highest_believed
+from kvstore.master.outruns import OUTRUN_S, Outruns
+from kvstore.master.state.asking import JOINING_MS
 from kvstore.master.state.effects import Outrun, Send
 from kvstore.master.state.master_state import MasterState
-from tests.unit.master.cluster import EPOCH, Cluster, told
+from tests.unit.master.cluster import EPOCH, HIGHEST, Cluster, told
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import claim
 
@@ -34,6 +38,10 @@ def test_a_node_that_knows_our_own_epoch_or_an_earlier_one_joins() -> None:
         assert state.nodes.joined(0, 1, JOIN._replace(highest_epoch=highest)).epoch == EPOCH
 
 
+def outrun_by(state: MasterState) -> list[int]:
+    return [each.epoch for each in state.take_effects() if isinstance(each, Outrun)]
+
+
 def _back(cluster: Cluster) -> Cluster:
     """A node that is to tell what it holds."""
     cluster.join("one", 8)
@@ -49,9 +57,9 @@ def test_what_a_later_master_has_granted_is_not_wiped(new_cluster: NewCluster) -
     state, session = cluster.state, cluster.sessions["one"]
 
     of_later = claim("x", 1, version=Version(EPOCH + 1, 1))
-    state.nodes.said(
-        cluster.now_ms, session, told((claim("a", 0), of_later), first=True, last=True)
-    )
+    claims = told((claim("a", 0), of_later), first=True, last=True)
+    with pytest.raises(UnavailableError, match="new term"):
+        state.nodes.said(cluster.now_ms, session, claims)
     state.work(cluster.now_ms)
     effects = state.take_effects()
 
@@ -60,15 +68,56 @@ def test_what_a_later_master_has_granted_is_not_wiped(new_cluster: NewCluster) -
     assert not [message for message in sent if isinstance(message, calls.MasterWipe)]
 
 
-def test_an_absurd_epoch_is_damage_and_ends_no_term(new_cluster: NewCluster) -> None:
+def test_an_epoch_that_is_not_believed_ends_no_term(new_cluster: NewCluster) -> None:
     cluster = _back(new_cluster())
     state, session = cluster.state, cluster.sessions["one"]
 
-    absurd = claim("x", 1, version=Version(EPOCH_MAX, 1))
-    state.nodes.said(cluster.now_ms, session, told((absurd,), first=True, last=True))
+    absurd = claim("x", 1, version=Version(HIGHEST + 1, 1))
+    claims = told((claim("a", 0), absurd), first=True, last=True)
+    state.nodes.said(cluster.now_ms, session, claims)
     state.work(cluster.now_ms)
 
-    assert not [effect for effect in state.take_effects() if isinstance(effect, Outrun)]
+    assert not outrun_by(state)
+    assert state.counters["claimed_objects"] == 1, "the other one is served"
+
+
+def test_a_node_whose_epoch_is_not_believed_joins_without_what_it_has_of_it() -> None:
+    """Memory of a store in which a stranger could raise the epoch without a bound."""
+    state = MasterState(epoch=EPOCH, epoch_max=HIGHEST)
+    for epoch in (HIGHEST + 1, (1 << 62) + 5, (1 << 64) - 1):
+        assert state.nodes.joined(0, 1, JOIN._replace(highest_epoch=epoch)).epoch == EPOCH
+        assert not outrun_by(state)
+
+
+@pytest.mark.parametrize("epoch", [EPOCH + 1, HIGHEST, HIGHEST + 1, (1 << 64) - 1])
+def test_the_word_of_a_client_ends_no_term(epoch: int) -> None:
+    state = MasterState(epoch=EPOCH, epoch_max=HIGHEST, started_ms=1_000)
+    join = calls.Join("c", "h", PROTOCOL_VERSION, highest_epoch=epoch)
+    with pytest.raises(UnavailableError, match="once a node"):
+        state.nodes.client_joined(1_000 + JOINING_MS - 1, join)
+    state.nodes.client_joined(1_000 + JOINING_MS, join)
+    assert not outrun_by(state)
+
+
+def test_a_report_ends_a_term_once_per_interval() -> None:
+    outruns = Outruns(Random(1))
+    assert not outruns.ends_term(EPOCH, EPOCH, 0.0)
+    assert outruns.ends_term(EPOCH, EPOCH + 1, 0.0)
+    assert not outruns.ends_term(EPOCH + 5, EPOCH + 6, OUTRUN_S - 0.1)
+    assert outruns.ends_term(EPOCH + 5, EPOCH + 6, OUTRUN_S)
+
+
+def test_the_next_master_believes_every_epoch_that_reports_can_lead_to() -> None:
+    """However often a node lies as high as it is believed, and whenever the master restarts."""
+    outruns, now_ms = Outruns(Random(1)), 1_800_000_000_000
+    for _ in range(100):
+        highest = highest_believed(now_ms)
+        for lie in (highest, highest - 1):
+            epoch = outruns.next_epoch(lie, now_ms + 1)
+            assert lie < epoch <= highest_believed(now_ms + 1)
+        now_ms += 1
+    assert outruns.next_epoch(5, now_ms) >= now_ms
+    assert outruns.next_epoch(highest_believed(now_ms) + 9, now_ms) > highest_believed(now_ms) + 9
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""When a node's report of a later epoch ends the term of a master, and the epoch of the next one.
+
+A node that lies can end a term, but not more often than once in ``OUTRUN_S``, and it cannot lead
+the epochs to where they end: see ``kvstore.limits.EPOCH_AHEAD_MAX``.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import Final
+
+from kvstore.limits import highest_believed
+
+EPOCH_STEP_MAX: Final = 1 << 20
+"""The next epoch is above the one that a node knows by a random number up to this. Another node may
+have joined a later epoch, from a start that this node does not know; that epoch must not recur."""
+
+OUTRUN_S: Final = 60.0
+"""How long a term lasts at least that follows on one which a report has ended. Every client stops
+for a second or two when a term ends. Honest nodes report more than one epoch only if they knew
+different masters after a clock had been put back; the second one waits for so long."""
+
+
+class Outruns:
+    """Of one master process, for its whole life."""
+
+    def __init__(self, random: Random, *, every_s: float = OUTRUN_S) -> None:
+        self._random = random
+        self._every_s = every_s
+        self._not_before = -math.inf
+
+    def ends_term(self, own: int, epoch: int, now_s: float) -> bool:
+        """Called when a node reports ``epoch`` to the master of the epoch ``own``. Returns whether
+        the term ends now."""
+        if epoch <= own or now_s < self._not_before:
+            return False  # several nodes may report the same epoch
+        self._not_before = now_s + self._every_s
+        return True
+
+    def next_epoch(self, epoch: int, wall_clock_ms: int) -> int:
+        """The epoch of a term above the reported ``epoch``: one that the next master believes."""
+        room = min(EPOCH_STEP_MAX, highest_believed(wall_clock_ms) - epoch)
+        return max(epoch + self._random.randint(1, max(1, room)), wall_clock_ms)
