@@ -180,7 +180,9 @@ class Client:
             parent: key of the object before it in its chain. The parent need not be there yet;
                 until it is, the object is not found by ``match_prefix``.
             replicas: copies on distinct nodes, or on as many as there are.
-            overwrite: write a new version even if the key exists, and retire the old version.
+            overwrite: write a new version even if the key exists, and retire the old version. After
+                the call no get of any client finds the old one; during it, one client may find the
+                new one and another still the old.
             wait_ms: how long to wait for leases to end when there is no room; None: as
                 configured.
             ttl: seconds after which the object is gone, counted from the end of this call, up to a

@@ -113,6 +113,19 @@ class Common:
         unclean = self.reclaim.unclean([segments[i] for i in dict.fromkeys(segment_ids)])
         return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer
 
+    def unread(
+        self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
+    ) -> list[Wiping]:
+        """The orders that must be done before these grants are an answer: those of ``unwiped``,
+        and, for each object that is there already, those for a removed version that is still
+        read."""
+        orders = self.unwiped(grants.segments)
+        if isinstance(request, calls.PutStart) and self.reclaim.names_orders:
+            for key, outcome in zip(request.keys, grants.outcomes, strict=True):
+                if outcome == calls.PutOutcome.FOUND:
+                    orders += self.reclaim.being_read((request.namespace, key))
+        return orders
+
     # --- versions -----------------------------------------------------------------------------
 
     @property

@@ -98,8 +98,8 @@ class Putting:
     def _grant_or_wait(self, now_ms: int, request: Wanting) -> calls.Grants | Later:
         result = self._try_grant(now_ms, request)
         if isinstance(result, calls.Grants):
-            unwiped = self._common.unwiped(result.segments)
-            return self._common.when_wiped(now_ms, [], result, unwiped) if unwiped else result
+            earlier = self._common.unread(request, result)
+            return self._common.when_wiped(now_ms, [], result, earlier) if earlier else result
         wait_ms = min(request.wait_ms, self._common.rules.put_wait_max_ms)
         if result.goes_on:
             wait_ms = max(wait_ms, MAKING_ROOM_MS)
@@ -248,7 +248,9 @@ class Putting:
     # --- the second phase ---------------------------------------------------------------------
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
-        """Ends copies, too; they store nothing if the object has changed since."""
+        """Ends copies, too; they store nothing if the object has changed since. Answers when no
+        client reads an earlier version that was removed or replaced: after the answer, a get
+        anywhere finds what was put, or nothing."""
         common = self._common
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
@@ -288,6 +290,8 @@ class Putting:
             ended.append((put, alive))
             if put.overwrite:
                 still_read += self._reclaim.still_read(put.record)
+            elif self._reclaim.names_orders:
+                still_read += self._reclaim.being_read((put.record.namespace, put.record.key))
             outcomes[index] = was_stored
         self._granting.give_back(outdated)
         for put, alive in ended:
@@ -317,7 +321,7 @@ class Putting:
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
-        return reply
+        return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
         common = self._common
@@ -363,7 +367,10 @@ class Putting:
             common.wipe([put.remains(common.epoch)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         record = self._ensure(now_ms, namespace, key, parent)
-        still_read = self._reclaim.still_read(record) if request.overwrite else []
+        if request.overwrite:
+            still_read = self._reclaim.still_read(record)
+        else:
+            still_read = self._reclaim.being_read((namespace, key))
         put.ttl_ms = request.ttl_ms
         self._granting.end(put)
         kept = extent_bytes(request.size)
@@ -387,7 +394,7 @@ class Putting:
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
-        return reply
+        return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
     def _ensure(
         self, now_ms: int, namespace: Namespace, key: Key, parent: Key | None

@@ -118,6 +118,11 @@ class Reclaim:
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
 
+    @property
+    def names_orders(self) -> bool:
+        """Whether there are unfinished orders that concern objects."""
+        return bool(self._unwiped_of)
+
     def of_objects(self, names: Iterable[Name]) -> list[Wiping]:
         """Unfinished orders that concern these objects."""
         wipings = {
@@ -189,6 +194,20 @@ class Reclaim:
         version = record.epoch, record.counter
         on = {segment for segment, _ in record.extents()}
         return [g for newest, g in self._still_read if version > newest or g.segment in on]
+
+    def concerns(self, readers: Iterable[Wiping], name: Name) -> None:
+        """Notes that these readers may read a removed version of this object (``being_read``)."""
+        for wiping in readers:
+            wipings = self._unwiped_of.setdefault(name, [])
+            if wiping not in wipings:
+                wipings.append(wiping)
+                wiping.names.append(name)
+
+    def being_read(self, name: Name) -> list[Wiping]:
+        """Unfinished orders for an ended version of this object on which leases may be left: its
+        readers have not heard that it has ended, and do not ask."""
+        wipings = self._unwiped_of.get(name)
+        return [wiping for wiping in wipings if not wiping.ended] if wipings else []
 
     def keep_mark(self, segment: Segment, mark: Version) -> list[Effect]:
         """Orders the node to keep the mark, after all earlier orders."""

@@ -58,7 +58,9 @@ class Removing:
         for index, key in enumerate(request.keys):
             record = self._forest.get(request.namespace, key)
             self._granting.end_copies(now_ms, (request.namespace, key))
-            still_read += self._reclaim.still_read(record)
+            readers = self._reclaim.still_read(record)
+            self._reclaim.concerns(readers, (request.namespace, key))
+            still_read += readers
             if record is not None and record.segment is not None:
                 removed[index] = record.complete
                 gone.append(Remains.of(record))
@@ -87,6 +89,8 @@ class Removing:
             self._granting.end_copies(now_ms, name)
         for record in chosen:
             if record.segment is not None:  # a lost one may be dropped with another
+                readers = self._reclaim.still_read(record)
+                self._reclaim.concerns(readers, (record.namespace, record.key))
                 gone.append(Remains.of(record))
                 self._pool.hide(record, steps_max)
         self._common.counters["removed_objects"] += len(gone)

@@ -90,20 +90,20 @@ class WaitingPuts:
                 missing = result
                 self._room_made = result.goes_on
                 break
-            self._answer(now_ms, self._queue.popleft().ticket, result)
+            self._answer(now_ms, self._queue.popleft(), result)
             served += PUT_COUNTS_FOR + _keys_of(request)
             self._room_made = (
                 served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max
             )
         self._refuse_late(now_ms, missing)
 
-    def _answer(self, now_ms: int, ticket: int, result: calls.Grants | KVStoreError) -> None:
+    def _answer(self, now_ms: int, put: WaitingPut, result: calls.Grants | KVStoreError) -> None:
         common = self._common
-        if isinstance(result, calls.Grants) and (unwiped := common.unwiped(result.segments)):
-            effects, _ = common.reclaim.wipe([], now_ms, ticket, result, unwiped)
+        if isinstance(result, calls.Grants) and (earlier := common.unread(put.request, result)):
+            effects, _ = common.reclaim.wipe([], now_ms, put.ticket, result, earlier)
             common.effects += effects
         else:
-            common.effect(Answer(ticket, result))
+            common.effect(Answer(put.ticket, result))
 
     def _refuse_late(self, now_ms: int, missing: Shortage | None) -> None:
         """``missing``: what the first in the queue lacks, if it was tried."""

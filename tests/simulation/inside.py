@@ -120,6 +120,14 @@ def replaced_by(state: MasterState, token: int) -> Name | None:
     return put.record.namespace, put.record.key
 
 
+def put_by(state: MasterState, token: int) -> Name | None:
+    """The object that this put stores; None: it is a copy, or has ended."""
+    put = state.pending.get(token)
+    if put is None or put.record is None or put.moves is not None:
+        return None
+    return put.record.namespace, put.record.key
+
+
 def waiting(state: MasterState) -> int:
     """Puts that wait for room."""
     return len(state.waiting)

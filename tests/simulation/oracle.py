@@ -15,8 +15,8 @@ clock. Its rules, each with the place where it is checked:
 * Bytes under a view that is held do not change (``check_views``).
 * A get returns exactly what the put of that version wrote, for that key (``read``).
 * What a removal or an overwriting put has replaced is not returned by a get that starts after the
-  acknowledgement (``acknowledged``, ``read``); nor are the bytes of an earlier put of that key that
-  was given up, or of a move of it that was under way.
+  acknowledgement of that, or of a later put of the key (``acknowledged``, ``read``); nor are the
+  bytes of an earlier put of that key that was given up, or of a move of it that was under way.
 * A put that is acknowledged was complete at the master (``acknowledged``).
 * No master has wiped what a master of a later epoch has granted (``wiped``).
 """
@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from xxhash import xxh3_64_intdigest
 
@@ -119,6 +119,10 @@ class Oracle:
         self._stored: set[Version] = set()
         self._gone: dict[Version, tuple[int, str]] = {}
         """When it was acknowledged that this version is no more, and the rule."""
+        self._removals: dict[Name, list[tuple[Version, str]]] = {}
+        """What this master has last removed of an object, acknowledged or not."""
+        self._asked: dict[Name, list[tuple[Version, str]]] = {}
+        """The same of the present step, which may be refused."""
         self._marked: dict[Version, tuple[int, set[bytes]]] = {}
         """The master that acknowledged that end, and the memory that knew so: what it had then, or
         that kept its newest mark."""
@@ -190,6 +194,7 @@ class Oracle:
         self._promised = {}
         self._pinned, self._ttls, self._may_end, self._must_end = {}, {}, {}, {}
         self._over = set()
+        self._removals = {}
         self._expired = 0
         self._evicted = self._claimed = self._repaired = self._last_token = 0
         self._calls = {}
@@ -233,6 +238,15 @@ class Oracle:
             case _:
                 pass
         doomed = [[] if name is None else self._versions_of(name, state) for name in names]
+        self._asked = {}
+        if isinstance(request, calls.Remove):
+            self._asked.update(zip(cast("list[Name]", names), doomed, strict=True))
+        if puts := self._put_by(state, request):
+            # What was removed before is not read after the put, whoever waits for the removal.
+            removed = [[] if name is None else self._removals.get(name, ()) for name in puts]
+            doomed = doomed or [[] for _ in puts]
+            for ended, rows in zip(doomed, removed, strict=True):
+                ended += [row for row in rows if row[1] != "given_up_read" and row not in ended]
         for row, ended in enumerate(names):
             if ended is not None and row not in copies:  # a copy gives no other one up
                 for version in inside.moved_to(state, ended):
@@ -242,6 +256,18 @@ class Oracle:
         if isinstance(request, calls.PutEnd) and request.epoch == state.epoch:
             repairs = {token for token in request.tokens if inside.is_repair(state, token)}
         self._calls[call_id] = _Call(request, doomed, repairs)
+
+    def _put_by(self, state: MasterState, request: calls.Request) -> list[Name | None]:
+        """The objects that are there once this request is acknowledged."""
+        match request:
+            case calls.PutStart(namespace, keys):
+                return [(namespace, key) for key in keys]
+            case calls.PutEnd(epoch, tokens) if epoch == state.epoch:
+                return [inside.put_by(state, token) for token in tokens]
+            case calls.Commit():
+                return [(request.namespace, request.key)]
+            case _:
+                return []
 
     def _versions_of(self, name: Name, state: MasterState) -> list[tuple[Version, str]]:
         # Those before the present one were replaced or removed by somebody else, and their
@@ -280,6 +306,8 @@ class Oracle:
             self.broken(
                 "invariants", f"after {request!r:.200}: {where.line} ({where.name}) {error}"
             )
+        if reply is not None:
+            self._removals.update(self._asked)
         complete = inside.complete_objects(state)
         if complete != self._now_complete:
             self._compare(state, now_ms, request, complete)
@@ -664,6 +692,9 @@ class Oracle:
                         self._was_stored(Version(epoch, token))
             case calls.Commit(epoch, token), calls.Committed(PutOutcome.STORED):
                 self._was_stored(Version(epoch, token))
+            case calls.PutStart(), calls.Grants():
+                found = [outcome == PutOutcome.FOUND for outcome in reply.outcomes]
+                doomed = [each for each, there in zip(doomed, found, strict=True) if there]
             case calls.Remove(), calls.Removed():
                 pass
             case _:

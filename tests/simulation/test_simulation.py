@@ -26,6 +26,7 @@ from kvstore.master.state.granting import Granting
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import Pending, PendingPut
+from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
 from tests.simulation.cluster import RULES, Cluster, Options
@@ -318,6 +319,18 @@ def test_finds_headers_that_are_not_wiped() -> None:
     )
     options = Options(seed=0, new_node=Careless, faults=(), mix=mix)
     found(options, "removed_read", within_steps=SOON, each=5_000)
+
+
+def test_finds_a_removed_version_that_is_read_after_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The put is acknowledged while the removal still waits for a node that hangs."""
+    monkeypatch.setattr(Reclaim, "being_read", lambda self, name: [])
+    mix = Mix(
+        weights={"put": 4.0, "get": 6.0, "remove": 3.0}, size_bytes_max=1_000, think_s=0.03,
+        overwrite=0.0, replicas=0.0, hold_s=0.1,
+    )  # fmt: skip
+    options = Options(seed=0, mix=mix, masters=1, faults=("stall_node_long", "isolate_node"))
+    rules = "removed_read", "removed_twice_read", "removed_read_from_dead"
+    found(options, *rules, within_steps=10**6, each=15_000)
 
 
 LENT = Mix(

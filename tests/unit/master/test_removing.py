@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.calls import NO_MARK, Version
+from kvstore.calls import NO_MARK, PutOutcome, Version
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
@@ -336,6 +336,81 @@ def test_an_object_can_be_put_again_at_once(new_cluster: NewCluster) -> None:
     cluster.put("a")
 
     assert cluster.match("a") == 1
+
+
+def _stores(cluster: Cluster, how: str) -> int | None:
+    """Stores ``a`` (or finds it, or gives an allocation its name): the ticket of the answer, if it
+    has to wait."""
+    state, now_ms = cluster.state, cluster.now_ms
+    result: calls.Reply | Later
+    if how == "commit":
+        token = cluster.allocate()
+        commit = calls.Commit(EPOCH, token, NAMESPACE, Key(b"a"), None, BLOCK, False)
+        result = state.putting.commit(now_ms, commit)
+    else:
+        result = state.putting.put_end(now_ms, calls.PutEnd(EPOCH, cluster.start("a").tokens))
+        if how == "found":  # by another client, meanwhile
+            request = calls.PutStart(NAMESPACE, [Key(b"a")], [BLOCK], None, True, 1, False, 0, "")
+            result = state.putting.put_start(now_ms, request)
+    cluster._settle()
+    return result.ticket if isinstance(result, Later) else None
+
+
+WAYS = ["put", "commit", "found"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_put_is_acknowledged_when_no_client_reads_what_was_removed(
+    new_cluster: NewCluster, how: str
+) -> None:
+    """A client that remembers the place under its lease reads it until it is wiped. The removal may
+    have been given up by its client meanwhile."""
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("a")
+    cluster.wipes_at_once = False
+    removal = _remove_later(cluster, "a")
+
+    ticket = _stores(cluster, how)
+
+    assert cluster.present("a") == "a"
+    assert ticket is not None
+    assert ticket not in cluster.answers
+    cluster.wipe()
+    assert ticket in cluster.answers
+    assert removal in cluster.answers
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_put_waits_for_the_last_lease_on_what_was_removed_from_a_dead_node(
+    new_cluster: NewCluster, how: str
+) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("a")
+    cluster.kill(cluster.where("a")[0])
+    _remove_later(cluster, "a")
+
+    ticket = _stores(cluster, how)
+
+    assert ticket is not None
+    cluster.after(LEASE_MS - 2_000)
+    assert ticket not in cluster.answers
+    cluster.after(2_000)
+    assert ticket in cluster.answers
+
+
+def test_a_put_does_not_wait_for_what_no_client_can_read(new_cluster: NewCluster) -> None:
+    """Nothing is wiped yet. But all leases have ended, or were on another object."""
+    cluster = new_cluster(one=4)
+    cluster.put("ab")
+    cluster.wipes_at_once = False
+    _remove_later(cluster, "b")
+    assert cluster.end(cluster.start("c")) == [PutOutcome.STORED]
+    _remove_later(cluster, "a")
+    cluster.after(LEASE_MS)
+
+    assert _stores(cluster, "put") is None
+
+    cluster.wipe()
 
 
 def test_a_put_under_way_is_not_removed(new_cluster: NewCluster) -> None:
