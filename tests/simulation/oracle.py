@@ -243,10 +243,10 @@ class Oracle:
             self._asked.update(zip(cast("list[Name]", names), doomed, strict=True))
         if puts := self._put_by(state, request):
             # What was removed before is not read after the put, whoever waits for the removal.
-            removed = [[] if name is None else self._removals.get(name, ()) for name in puts]
             doomed = doomed or [[] for _ in puts]
-            for ended, rows in zip(doomed, removed, strict=True):
-                ended += [row for row in rows if row[1] != "given_up_read" and row not in ended]
+            for its, put in zip(doomed, puts, strict=True):
+                rows = [] if put is None else self._removals.get(put, [])
+                its += [row for row in rows if row[1] != "given_up_read" and row not in its]
         for row, ended in enumerate(names):
             if ended is not None and row not in copies:  # a copy gives no other one up
                 for version in inside.moved_to(state, ended):
