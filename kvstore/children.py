@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvstore import descriptors, interpreter
+from kvstore import descriptors, interpreter, supervisor
 from kvstore.clocks import uptime
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
 
@@ -163,11 +163,12 @@ class Child:
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment without settings: a child gets those that it is given. But it runs compiled
-    code if we do."""
+    code if we do. Our supervisor is not the child's."""
     return {
         variable: value
         for variable, value in environ.items()
-        if not variable.startswith("KVSTORE_") or variable == "KVSTORE_NATIVE"
+        if variable == "KVSTORE_NATIVE"
+        or not (variable.startswith("KVSTORE_") or variable == supervisor.SOCKET_VARIABLE)
     }
 
 

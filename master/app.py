@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from kvstore import background, descriptors, logs
+from kvstore import background, descriptors, logs, supervisor
 from kvstore._version import __version__
 from kvstore.addresses import EtcdPlace, join_address, split_address
 from kvstore.background import EXIT_BROKEN, start_task
@@ -170,6 +170,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
             tasks.append(start_task("http", serving, died=broken))
         if temporary is None:
             _greet(config, endpoints, listener, secured.scheme)
+            supervisor.ready(f"serves on port {endpoints.port}")
         if config.memory and election is not None:
             known = loop.create_task(election.leader_known.wait())
             await asyncio.wait((stopping, breaking, known), return_when=asyncio.FIRST_COMPLETED)
@@ -199,6 +200,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
             if task.done() and not stopped.is_set():
                 task.result()  # raises: a task here ends only with an error
         log.info("master_stopping epoch=%d", master.epoch)
+        supervisor.stopping()
         return 0
     finally:
         if parent.fd is not None:

@@ -8,6 +8,7 @@ import logging
 import re
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvstore import background, descriptors
+from kvstore import background, descriptors, supervisor
 from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, shown_place, split_address
 from kvstore.background import EXIT_BROKEN
 from kvstore.calls import MasterAccepted
@@ -49,11 +50,14 @@ from kvstore.memory.taking import MemoryOptions
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.masters import LOCATE_S
+from kvstore.node.starting import Starting
+from kvstore.node.starting import served as starting_served
 from kvstore.node.web import answers_of
+from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.access import Access, Secured, secured_by
+from kvstore.web.access import Access, secured_by
 from kvstore.web.serving import bind, serving
 
 log = logging.getLogger("kvstore.node")
@@ -105,7 +109,18 @@ def run(
             kind = _Kind(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
             parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
-            segment = _mount(config, kind)
+            descriptors.allow(config.connections_max + descriptors.RESERVE)
+            listener = None
+            if config.http_port and not is_child:
+                is_given = "http_port" in config.model_fields_set
+                listener = bind(config.host, config.http_port, is_given=is_given)
+                stack.callback(listener.close)
+                at = join_address(config.host, listener.getsockname()[1])
+                log.info("http_served address=%s://%s", secured.scheme, at)
+            access = Access(None, token=secured.token, reads=secured.reads)
+            starting = Starting(config.memory)
+            with starting_served(starting, listener, access, secured.tls()):
+                segment = _mount(config, kind, starting)
             drained = broken = False
             served: list[MasterAccepted] = []
 
@@ -117,14 +132,8 @@ def run(
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
-            descriptors.allow(config.connections_max + descriptors.RESERVE)
             server = _start_server(config, segment)
             stack.callback(server.stop)
-            listener = None
-            if config.http_port and not is_child:
-                is_given = "http_port" in config.model_fields_set
-                listener = bind(config.host, config.http_port, is_given=is_given)
-                stack.callback(listener.close)
             engine = _start_engine(config, segment)
             if engine is not None:
                 stack.callback(engine.close)
@@ -137,7 +146,16 @@ def run(
             try:
                 drained = asyncio.run(
                     _serve(
-                        config, segment, server, engine, parent, served, copying, listener, secured
+                        config,
+                        segment,
+                        server,
+                        engine,
+                        parent,
+                        served,
+                        copying,
+                        listener,
+                        access,
+                        secured.tls(),
                     )
                 )
             except KVStoreError:
@@ -160,7 +178,8 @@ async def _serve(
     served: list[MasterAccepted],
     copying: Repairs | None,
     listener: socket.socket | None,
-    secured: Secured,
+    access: Access,
+    tls: ssl.SSLContext | None,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` is called
     at each join."""
@@ -204,16 +223,13 @@ async def _serve(
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
                 answers = answers_of(agent, segment, server)
-                access = Access(None, token=secured.token, reads=secured.reads)
-                await stack.enter_async_context(
-                    serving(listener, answers, access=access, tls=secured.tls())
-                )
-                at = join_address(config.host, listener.getsockname()[1])
-                log.info("http_served address=%s://%s", secured.scheme, at)
+                await stack.enter_async_context(serving(listener, answers, access=access, tls=tls))
+            supervisor.ready(f"serves {size_text(segment.size)} as node {segment.node}")
             await agent.run()
     finally:
         if parent.fd is not None:
             loop.remove_reader(parent.fd)
+        supervisor.stopping()
     log.info("node_stopped node=%s", segment.node)
     return agent.drained
 
@@ -226,8 +242,8 @@ class _Kind(NamedTuple):
     of_master: bool
 
 
-def _mount(config: NodeConfig, kind: _Kind) -> Segment:
-    """The left-over memory of this node's name, or new memory."""
+def _mount(config: NodeConfig, kind: _Kind, told: Callable[[int, int], None]) -> Segment:
+    """The left-over memory of this node's name, or new memory. ``told``: of the progress."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
@@ -237,11 +253,12 @@ def _mount(config: NodeConfig, kind: _Kind) -> Segment:
     started = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("reserving memory", total=config.memory)
-        segment = _named(
-            config,
-            lambda done, total: bar.update(task, completed=done, total=total),
-            kind,
-        )
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            told(done, total)
+
+        segment = _named(config, progress, kind)
     log.info(
         "segment_ready node=%s bytes=%d seconds=%.2f huge_bytes=%d numa_node=%d locked=%s",
         segment.node,

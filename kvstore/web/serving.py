@@ -124,8 +124,8 @@ def _application(
 ) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         del request
-        await answers.readiness()
-        return web.Response(text="ok\n")
+        ready, reason = await answers.readiness()
+        return web.Response(text="ok\n" if ready else f"ok: {reason}\n")
 
     async def readyz(request: web.Request) -> web.Response:
         del request

@@ -105,6 +105,9 @@ def test_a_container_fits_its_command(container: dict[str, Any]) -> None:
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[name]["httpGet"]["port"] in ports
         assert container[name]["httpGet"]["path"] in ("/healthz", "/readyz")
+    # /readyz waits for the memory, whose size is the user's choice: no container is killed for it.
+    for name in ("startupProbe", "livenessProbe"):
+        assert container[name]["httpGet"]["path"] == "/healthz"
     limit = container["resources"]["limits"]["memory"]
     assert container["resources"]["requests"]["memory"] == limit
     assert bytes_of(limit) >= parse_size(given.get("memory", 0)) + GIB
