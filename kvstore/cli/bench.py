@@ -19,15 +19,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from kvstore.addresses import shown_place
 from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
@@ -42,7 +39,8 @@ from kvstore.bench.session import (
     time_memcpy,
 )
 from kvstore.cli.bench_verify import verify_option
-from kvstore.cli.options import CONTEXT, debug_option, json_option
+from kvstore.cli.options import CONTEXT, agreed, debug_option, json_option
+from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.texts import size_text
@@ -141,7 +139,7 @@ def bench(
     modes = TRANSPORTS if transport == "both" else (transport,)
     wanted = [pattern.strip() for pattern in rows.split(",")]
     if master is not None:
-        pool = _agreed(master, pool, yes=yes)
+        pool = _room_in_use(master, pool, yes=yes, as_json=as_json)
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(_shown(as_json))
         if master is None:
@@ -160,7 +158,7 @@ def bench(
 # --- a store that is in use ---
 
 
-def _agreed(master: str, wanted: int, *, yes: bool) -> int:
+def _room_in_use(master: str, wanted: int, *, yes: bool, as_json: bool) -> int:
     """How much of a running store's memory may be used. Tells the user, and asks.
 
     Never more than is free: the benchmark evicts nothing, unless other clients put meanwhile.
@@ -189,12 +187,7 @@ def _agreed(master: str, wanted: int, *, yes: bool) -> int:
         "less space."
     )
     click.echo(told, err=True)
-    if not yes:
-        if not sys.stdin.isatty():
-            raise click.UsageError(
-                "No terminal to ask for confirmation: give --yes to use a running store."
-            )
-        click.confirm("Go on?", abort=True, err=True)
+    agreed("Go on?", yes=yes, as_json=as_json)
     return pool
 
 
@@ -262,9 +255,8 @@ def _shown(as_json: bool) -> Iterator[Callable[[Row], None]]:
     if as_json:
         yield lambda row: click.echo(json.dumps(asdict(row)))
         return
-    table = Table("mode", "op", box=None, pad_edge=False)
-    for name in ("size", "batch", "per second", "GB/s", "p50 µs", "p99 µs"):
-        table.add_column(name, justify="right")
+    numbers = ("size", "batch", "per second", "GB/s", "p50 µs", "p99 µs")
+    table = table_of("mode", "op", right=numbers)
 
     def show(row: Row) -> None:
         size = size_text(row.size_bytes) if row.size_bytes else "-"
@@ -272,5 +264,6 @@ def _shown(as_json: bool) -> Iterator[Callable[[Row], None]]:
         numbers = (f"{row.per_second:,.0f}", speed, f"{row.p50_us:,.1f}", f"{row.p99_us:,.1f}")
         table.add_row(row.mode, row.op, size, str(row.batch), *numbers)
 
-    with Live(table, console=Console(), vertical_overflow="visible", refresh_per_second=2):
+    console = console_of_names(fits=True)
+    with Live(table, console=console, vertical_overflow="visible", refresh_per_second=2):
         yield show

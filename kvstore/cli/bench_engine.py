@@ -20,12 +20,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
 from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
 from kvstore.children import start_master, start_node
+from kvstore.cli.tables import console_of_names, table_of
 from kvstore.client.flows.getting import locate
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
@@ -215,12 +214,9 @@ def _bare(settings: EngineSettings) -> Iterator[Engine]:
 
 
 def _show(rows: list[EngineRow], settings: EngineSettings) -> None:
-    table = Table(
-        title=f"the store and its transport, against the bare engine over {settings.protocol}",
-        box=None,
-    )
-    for name in ("", "object", "batch", "memory", "ours GB/s", "bare GB/s", "ratio", "from", "to"):
-        table.add_column(name, justify="right" if name not in ("", "memory") else "left")
+    numbers = ("ours GB/s", "bare GB/s", "ratio", "from", "to")
+    table = table_of("", "object", "batch", "memory", right=numbers)
+    table.title = f"the store and its transport, against the bare engine over {settings.protocol}"
     for row in rows:
         table.add_row(
             row.op, size_text(row.size_bytes), str(row.batch),
@@ -228,4 +224,4 @@ def _show(rows: list[EngineRow], settings: EngineSettings) -> None:
             f"{row.ours_gb_per_second:.2f}", f"{row.bare_gb_per_second:.2f}",
             f"{row.ratio:.2f}", f"{row.ratio_least:.2f}", f"{row.ratio_most:.2f}",
         )  # fmt: skip
-    Console().print(table)
+    console_of_names().print(table)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
-from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, debug_option, json_option
+from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, agreed, debug_option, json_option
 from kvstore.cli.show import print_json
-from kvstore.cli.tables import console_of_names
+from kvstore.cli.tables import console_of_names, table_of
 from kvstore.texts import size_text
 
 if TYPE_CHECKING:
@@ -27,7 +25,9 @@ A node that is restarted with the same options serves the objects in its memory,
 for nodes that will not return. Memory of running nodes is never touched.
 
 \b
-Exit codes: 0 done, or nothing to do; 1 some memory was not removed; 3 no such memory.
+Without a terminal to ask, --yes is needed; --json alone lists the memory.
+Exit codes: 0 done, or nothing to do; 1 some memory was not removed; 2 --yes is missing; 3 no such
+memory.
 """
 
 
@@ -58,7 +58,7 @@ def clean(
 
     found = [left for left in left_overs() if is_meant(left)]
     missing = sorted(set(names) - {left.name for left in found})
-    remove = yes or (not as_json and bool(found) and _agreed(found))
+    remove = yes or (not as_json and bool(found) and _is_agreed(found))
     rows = [(left, remove and remove_left(left)) for left in found]
     if as_json:
         for left, removed in rows:
@@ -88,8 +88,8 @@ def clean(
     return 0 if all(removed for _, removed in rows) else FAILED
 
 
-def _agreed(found: list[LeftOver]) -> bool:
-    table = Table("node", "memory", "cluster", "of the master at", "path", box=None)
+def _is_agreed(found: list[LeftOver]) -> bool:
+    table = table_of("node", "memory", "cluster", "of the master at", "path")
     for left in found:
         table.add_row(
             left.node or "-",
@@ -99,7 +99,5 @@ def _agreed(found: list[LeftOver]) -> bool:
             left.path,
         )
     console_of_names(stderr=True).print(table)
-    if not sys.stdin.isatty():
-        click.echo("Nothing was removed: there is no terminal to ask; give --yes.", err=True)
-        return False
-    return click.confirm("Remove this memory, with all objects in it?", err=True)
+    agreed("Remove this memory, with all objects in it?")
+    return True

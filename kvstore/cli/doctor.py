@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from kvstore.cli.options import CONTEXT, FAILED, config_options, debug_option, json_option
 from kvstore.cli.show import print_json
+from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
 from kvstore.doctor import software
 from kvstore.doctor.findings import Check, Finding, ok, problem, run_all
@@ -27,7 +26,7 @@ Examples:
 Exit codes: 0 no problem, 1 at least one problem.
 """
 
-MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
+COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 IMPORTS_TIMEOUT_S = 60.0
 """Enough for the first import of a large package from a cold disk."""
@@ -127,17 +126,17 @@ def _checks(
 
 def _show(found: list[Finding]) -> None:
     """Prints the findings as a table, and below it the advice, each on one line to copy."""
-    console = Console()
-    table = Table("", "", "found", box=None, pad_edge=False, show_header=False)
+    console = console_of_names(fits=True)
+    table = table_of("", "", "found", show_header=False)
     last = ""
     for finding in found:
-        subject = "" if finding.subject == last else finding.subject
+        subject = "" if finding.subject == last and console.is_terminal else finding.subject
         last = finding.subject
-        table.add_row(MARKS[finding.state], subject, escape(finding.found))
-    console.print(table, highlight=False)
+        table.add_row(Text(finding.state, COLOURS[finding.state]), subject, finding.found)
+    console.print(table)
     todo = [finding for finding in found if finding.advice]
     if todo:
         console.print("\nWhat to do:")
     for finding in todo:
-        console.print(f"{MARKS[finding.state]} {finding.subject}:", end=" ", highlight=False)
-        console.print(finding.advice, soft_wrap=True, highlight=False, markup=False)
+        mark = Text(finding.state, COLOURS[finding.state])
+        console.print(mark, f"{finding.subject}: {finding.advice}", soft_wrap=True)

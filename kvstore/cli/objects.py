@@ -13,7 +13,7 @@ import click
 from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, copy_out, is_text, npy_of, read_file, write_file
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, NOT_THERE, print_json_error
+from kvstore.cli.options import CONTEXT, NOT_THERE, agreed, print_json_error
 from kvstore.cli.progress import byte_progress, count_progress
 from kvstore.cli.show import plain, print_json
 from kvstore.errors import CorruptObjectError
@@ -248,8 +248,7 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
         raise click.UsageError("--all and --namespace exclude each other.")
     namespace = None if everything else invocation.namespace
     what = "every namespace" if everything else f"namespace {namespace}"
-    if sys.stdin.isatty() and not yes and not invocation.as_json:
-        click.confirm(f"Remove all objects of {what}?", abort=True, err=True)
+    agreed(f"Remove all objects of {what}?", yes=yes, as_json=invocation.as_json)
     with (
         invocation.client() as client,
         count_progress("removing", wanted=not invocation.as_json) as report,

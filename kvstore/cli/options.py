@@ -148,6 +148,21 @@ def orphan_option(command: Command) -> Command:
     )(command)
 
 
+def agreed(question: str, *, yes: bool = False, as_json: bool = False) -> None:
+    """Asks before something is destroyed that the command line does not name by itself.
+
+    Raises:
+        click.UsageError: there is no terminal to ask, and no --yes.
+        click.Abort: the answer was no.
+    """
+    if yes:
+        return
+    if as_json or not sys.stdin.isatty():
+        where = "with --json" if as_json else "without a terminal"
+        raise click.UsageError(f"{question} It is not asked {where}: give --yes.")
+    click.confirm(question, abort=True, err=True)
+
+
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and ends the process. Each error is reported in one line."""
     descriptors.keep_standard()

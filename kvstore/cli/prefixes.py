@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
@@ -49,7 +50,7 @@ def prefixes(invocation: Invocation, count: int) -> None:
         ]
         print_json({**plain(found), "branches": branches})
         return
-    for line in lines(found.branches, nodes):
+    for line in lines(found.branches, nodes, whole=not sys.stdout.isatty()):
         click.echo(line)
     if not found.branches:
         click.echo("No chain is stored.")
@@ -57,9 +58,11 @@ def prefixes(invocation: Invocation, count: int) -> None:
         click.echo("There are longer chains, or more branches, than one answer holds.", err=True)
 
 
-def lines(branches: Sequence[Branch], nodes: Mapping[int, str]) -> Iterator[str]:
+def lines(
+    branches: Sequence[Branch], nodes: Mapping[int, str], *, whole: bool = False
+) -> Iterator[str]:
     """A line for each branch, indented below the one that it continues, and one for continuations
-    that are not among them."""
+    that are not among them. ``whole``: with whole keys."""
     below: list[list[int]] = [[] for _ in branches]
     roots: list[int] = []
     for index, row in enumerate(branches):
@@ -76,15 +79,16 @@ def lines(branches: Sequence[Branch], nodes: Mapping[int, str]) -> Iterator[str]
         if row.namespace != namespace:
             namespace = row.namespace
             yield f"{name_text(namespace)}:"
-        yield f"{indent}  {_line(row, nodes)}"
+        yield f"{indent}  {_line(row, nodes, whole=whole)}"
         hidden = row.children - len(below[index])
         if hidden > 0:
             waiting.append((index, level + 2, hidden))
         waiting += [(each, level + 1, 0) for each in reversed(below[index])]
 
 
-def _line(row: Branch, nodes: Mapping[int, str]) -> str:
-    keys = _short(row.last) if row.blocks == 1 else f"{_short(row.first)} … {_short(row.last)}"
+def _line(row: Branch, nodes: Mapping[int, str], *, whole: bool) -> str:
+    text = key_text if whole else _short
+    keys = text(row.last) if row.blocks == 1 else f"{text(row.first)} … {text(row.last)}"
     return ", ".join(
         [
             f"{keys}  {row.blocks:,} {'block' if row.blocks == 1 else 'blocks'}",

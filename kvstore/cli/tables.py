@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -11,15 +11,44 @@ from rich.table import Table
 from kvstore.calls import ClusterStatus, NodeStatus
 from kvstore.texts import duration_text, name_text, size_text
 
+WIDE: Final = 1 << 16
+"""Characters of a line, which no row of a table reaches."""
 
-def console_of_names(*, stderr: bool = False) -> Console:
-    """A console that prints names of objects, nodes and files as they are: it reads no markup."""
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+def console_of_names(*, stderr: bool = False, fits: bool = False) -> Console:
+    """A console that prints names of objects, nodes and files as they are: it reads no markup, and
+    cuts nothing. Each row of a table is one line, which a narrow terminal wraps.
+
+    ``fits``: on a terminal, cells are wrapped within their columns: for prose, and for a page that
+    is shown again and again.
+    """
+    # Where TERM is dumb, rich takes no width without a height.
+    console = Console(
+        stderr=stderr, markup=False, emoji=False, highlight=False, width=WIDE, height=25
+    )
+    if fits and console.is_terminal and not console.is_dumb_terminal:
+        console = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    return console
+
+
+def table_of(*columns: str, right: Sequence[str] = (), show_header: bool = True) -> Table:
+    """A table whose cells are wrapped where they do not fit, and never cut.
+
+    Args:
+        columns: their headers.
+        right: the headers of further columns, whose cells are numbers.
+    """
+    table = Table(box=None, pad_edge=False, show_header=show_header)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, overflow="fold", justify="right")
+    return table
 
 
 def print_fields(fields: dict[str, Any]) -> None:
     """Prints the fields of one object, for ``kvstore stat``."""
-    table = Table.grid(padding=(0, 2))
+    table = table_of("", "", show_header=False)
     for name, value in fields.items():
         if name == "places":
             text = ", ".join(
@@ -39,10 +68,8 @@ def print_fields(fields: dict[str, Any]) -> None:
 
 def print_rows(rows: Iterable[Sequence[str]]) -> None:
     """Prints rows of objects, for ``kvstore ls``."""
-    table = Table("namespace", "key", box=None, pad_edge=False)
-    for name in ("size", "replicas", "depth", "leased"):
-        table.add_column(name, justify="right")
-    table.add_column("state")
+    table = table_of("namespace", "key", right=("size", "replicas", "depth", "leased"))
+    table.add_column("state", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console_of_names().print(table)
@@ -79,17 +106,17 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
     yield ""
 
     if found.nodes:
-        nodes = Table("node", "state", "address", box=None, pad_edge=False)
-        for name in ("used", "of", "largest free", "last heard"):
-            nodes.add_column(name, justify="right")
+        nodes = table_of(
+            "node", "state", "address", right=("used", "of", "largest free", "last heard")
+        )
         # Equal versions say nothing; during an upgrade they differ.
         differ = {node.version for node in found.nodes} != {found.version}
         if differ:
-            nodes.add_column("version")
+            nodes.add_column("version", overflow="fold")
         media = {node.name: _media(node) for node in found.nodes}
         several = set(media.values()) != {"host"}
         if several:
-            nodes.add_column("memory")
+            nodes.add_column("memory", overflow="fold")
         for node in found.nodes:
             nodes.add_row(
                 node.name,
@@ -107,19 +134,15 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         yield "No node: start one with kvstore-node, or kvstore-master with --memory."
 
     if found.namespaces:
-        namespaces = Table("\nnamespace", box=None, pad_edge=False)
-        namespaces.add_column("\nobjects", justify="right")
-        namespaces.add_column("\nbytes", justify="right")
-        if pinned:
-            namespaces.add_column("\npinned", justify="right")
+        also = ["\npinned"] if pinned else []
+        namespaces = table_of("\nnamespace", right=("\nobjects", "\nbytes", *also))
         for row in found.namespaces:
             cells = [name_text(row.name), str(row.objects), size_text(row.size)]
             namespaces.add_row(*cells, *([size_text(row.pinned_bytes)] if pinned else []))
         yield namespaces
 
     if counters:
-        table = Table("\ncounter", box=None, pad_edge=False)
-        table.add_column("\nsince start", justify="right")
+        table = table_of("\ncounter", right=("\nsince start",))
         for name, number in found.counters:
             table.add_row(name, str(number))
         yield table

@@ -18,7 +18,7 @@ from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
 from kvstore.cli.show import print_json
-from kvstore.cli.tables import console_of_names
+from kvstore.cli.tables import console_of_names, table_of
 from kvstore.errors import KVStoreError
 from kvstore.texts import duration_text, name_text, size_text
 
@@ -58,8 +58,13 @@ def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
                 sys.stdout.flush()
             return 0
         place = shown_place(invocation.config.master)
-        console = console_of_names()
-        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        console = console_of_names(fits=True)
+        if not console.is_terminal or console.is_dumb_terminal:
+            for seen in looks:
+                console.print(page(seen, place), "")
+                sys.stdout.flush()
+            return 0
+        with Live(console=console, auto_refresh=False, screen=True) as live:
             for seen in looks:
                 live.update(page(seen, place), refresh=True)
     except KeyboardInterrupt:
@@ -112,9 +117,7 @@ def page(seen: Seen, master: str) -> RenderableType:
 
 
 def _traffic(totals: dict[str, int], now: dict[str, float]) -> Table:
-    table = Table("", box=None, pad_edge=False)
-    for column in ("per second", "since start"):
-        table.add_column(column, justify="right")
+    table = table_of("", right=("per second", "since start"))
     hits_now = _share(now.get("matched_objects", 0), now.get("missed_objects", 0))
     hits = _share(totals.get("matched_objects", 0), totals.get("missed_objects", 0))
     table.add_row("blocks found by matches", hits_now, hits)
@@ -139,9 +142,7 @@ def _share(found: float, missed: float) -> str:
 def _tables(status: ClusterStatus) -> Iterator[RenderableType]:
     if not status.nodes:
         yield "No node: start one with kvstore-node, or kvstore-master with --memory."
-    nodes = Table("node", "state", "used", box=None, pad_edge=False)
-    for name in ("", "of", "last heard"):
-        nodes.add_column(name, justify="right")
+    nodes = table_of("node", "state", "used", right=("", "of", "last heard"))
     for node in status.nodes:
         used = sum(segment.used for segment in node.segments)
         size = sum(segment.size for segment in node.segments)
@@ -154,9 +155,8 @@ def _tables(status: ClusterStatus) -> Iterator[RenderableType]:
     largest = sorted(status.namespaces, key=lambda each: each.size, reverse=True)[:NAMESPACES]
     if largest:
         yield ""
-        spaces = Table(f"namespace ({len(status.namespaces):,})", box=None, pad_edge=False)
-        for name in ("objects", "bytes", "pinned"):
-            spaces.add_column(name, justify="right")
+        counted = f"namespace ({len(status.namespaces):,})"
+        spaces = table_of(counted, right=("objects", "bytes", "pinned"))
         for each in largest:
             cells: list[Any] = [f"{each.objects:,}", size_text(each.size)]
             spaces.add_row(name_text(each.name), *cells, size_text(each.pinned_bytes))

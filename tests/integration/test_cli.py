@@ -126,7 +126,10 @@ def test_a_life_in_a_namespace(kv: KV) -> None:
 
     assert kv("rm", "b", *here).out == b"removed 1\n"
     assert kv("get", "b", *here).code == 3
-    assert json.loads(kv("clear", "--json", *here).out) == {"removed": 1, "namespace": "life"}
+    assert json.loads(kv("clear", "--yes", "--json", *here).out) == {
+        "removed": 1,
+        "namespace": "life",
+    }
     assert kv("ls", *here).out == b""
 
 
@@ -171,7 +174,7 @@ def test_names_are_shown_as_they_are_and_command_no_terminal(kv: KV, name: str) 
         assert result.code == 0, result.err
         assert shown in result.out.decode()
         assert result.out.decode().replace("\n", "").replace("\t", "").isprintable()
-    assert kv("clear", *here).code == 0
+    assert kv("clear", "--yes", *here).code == 0
 
 
 def test_a_value_larger_than_the_pool(kv: KV, tmp_path: Path) -> None:

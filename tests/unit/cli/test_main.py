@@ -316,9 +316,10 @@ def test_rm(kv: KV, store: FakeClient) -> None:
 
 def test_clear_takes_one_namespace_or_all(kv: KV, store: FakeClient) -> None:
     store.objects = {("default", b"a"): b"1", ("x", b"b"): b"2", ("y", b"c"): b"3"}
-    assert kv("clear").out == "removed 1 of namespace default\n"
-    assert kv("clear", "--namespace", "x", "--json").json == {"removed": 1, "namespace": "x"}
-    assert kv("clear", "--all").out == "removed 1 of every namespace\n"
+    assert kv("clear", "-y").out == "removed 1 of namespace default\n"
+    cleared = kv("clear", "--namespace", "x", "--json", "--yes")
+    assert cleared.json == {"removed": 1, "namespace": "x"}
+    assert kv("clear", "--all", "--yes").out == "removed 1 of every namespace\n"
     assert kv("clear", "--all", "--namespace", "x").code == 2
 
 
@@ -344,6 +345,32 @@ def test_the_status_shows_versions_of_nodes_while_they_differ(kv: KV, store: Fak
     assert "0.0.9" in kv("status").out
     store.node_version = ""
     assert "not known" in kv("status").out
+
+
+@pytest.mark.parametrize("more", [[], ["--all"], ["--json"], ["--namespace", NAMESPACE]])
+def test_nothing_is_cleared_where_nobody_can_be_asked(
+    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    store.objects[NAMESPACE, b"k"] = b"x"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    result = kv("clear", *more)
+    assert (result.code, result.out) == (2, "")
+    assert "--yes" in result.err
+    assert store.objects
+
+
+@pytest.mark.parametrize(("said", "code"), [("n\n", 130), ("y\n", 0)])
+def test_who_clears_is_asked(
+    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch, said: str, code: int
+) -> None:
+    store.objects[NAMESPACE, b"k"] = b"x"
+    terminal = io.StringIO(said)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    result = kv("clear", "--all")
+    assert (result.code, not store.objects) == (code, code == 0)
+    assert "Remove all objects of every namespace?" in result.err
+    assert kv("clear", "--all", "--json").code == 2, "a program is not asked"
 
 
 def test_version(kv: KV) -> None:
