@@ -144,6 +144,10 @@ class Child:
         """Blocks until the child ends. Returns its exit status."""
         return self._process.wait()
 
+    def kill(self) -> None:
+        """Ends it at once, also if it is stopped or hangs. Does not block."""
+        self._process.kill()
+
     def stop(self, *, orphaned: bool = False) -> None:
         """Lets it clean up, and kills it after ``STOP_TIMEOUT_S``. Idempotent.
 
@@ -226,11 +230,22 @@ def _start_timeout_s(memory: int) -> float:
     return START_TIMEOUT_S + memory / RESERVE_BYTES_PER_S
 
 
+def _go_on_when_orphaned() -> None:
+    """Has the kernel wake this process when its parent dies. One that was stopped (SIGSTOP, a
+    debugger) would keep the port and the memory that the parent's successor needs."""
+    import ctypes  # here, because few processes are children
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGCONT), 0, 0, 0)
+
+
 class ParentLink:
     """The child's side of the pair; all methods do nothing where there is no parent."""
 
     def __init__(self, fd: int | None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
+        if fd is not None:
+            _go_on_when_orphaned()
         self.waits = fd is not None
         """Whether a parent waits for our report, and tells its user why we cannot start."""
 

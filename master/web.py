@@ -27,6 +27,10 @@ LIVED_S: Final = 60.0
 """A child that has served for so long did not fail at once."""
 
 
+ENDING_S: Final = 5.0
+"""How long a child that has closed its link may take to end."""
+
+
 async def keep_serving(
     listener: socket.socket,
     answers: Answers,
@@ -65,12 +69,16 @@ async def keep_serving(
             log.warning("http_not_served reason=%s", error)
         else:
             answering = start_task("http answers", answer_forever(ours, answers))
+            ending = start_task("http child", asyncio.to_thread(child.wait))
             if feed is not None:
-                feed.attach(events)
+                feed.attach(events, refused=child.kill)
             else:
                 events.close()
             try:
-                status = await asyncio.to_thread(child.wait)
+                await asyncio.wait((answering, ending), return_when=asyncio.FIRST_COMPLETED)
+                if not ending.done():
+                    await _end_broken(child, answering, ending)
+                status = await ending
                 level = logging.WARNING if status else logging.INFO  # 0: a signal to all of us
                 log.log(level, "http_child_ended status=%d: it is started again", status)
             finally:
@@ -78,10 +86,25 @@ async def keep_serving(
                 if feed is not None:
                     feed.detach()
                 await asyncio.to_thread(child.stop)
+                await asyncio.gather(ending, return_exceptions=True)
         if time.monotonic() - began > LIVED_S:
             pause = RESTART_S
         await asyncio.sleep(pause)
         pause = min(2 * pause, RESTART_MAX_S)
+
+
+async def _end_broken(
+    child: Child, answering: asyncio.Task[str], ending: asyncio.Task[int]
+) -> None:
+    """Kills a child with which something is wrong. One that has closed its link may be ending."""
+    if answering.exception() is not None:
+        why = "it could not be answered"
+    elif not (why := answering.result()):
+        await asyncio.wait((ending,), timeout=ENDING_S)
+        why = "it has closed its link and does not end"
+    if not ending.done():
+        log.error("http_child_killed pid=%d reason=%s", child.pid, why)
+        child.kill()
 
 
 def _start(

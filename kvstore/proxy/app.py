@@ -32,9 +32,8 @@ from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instances, Rules
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
-from kvstore.proxy.reading import BodyReader
 from kvstore.proxy.serving import serve
-from kvstore.web.doors import RETRY_AFTER_S, Doors, answering, connections_max, listen
+from kvstore.web.doors import RETRY_AFTER_S, Doors, Waits, answering, connections_max, listen
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -133,8 +132,7 @@ async def _parts(
         )
         stack.push_async_callback(lookup.close)
         lookup.start()
-    reader = BodyReader(bodies_max=bodies_max, timeout_ms=config.body_timeout_ms)
-    parts = Parts(config, instances, engines, numbers, lookup, reader)
+    parts = Parts(config, instances, engines, numbers, lookup, Waits(bodies_max))
     parts.idle.set()
     return parts
 

@@ -20,7 +20,7 @@ from kvstore.proxy.engine import Engines
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
-from kvstore.proxy.reading import BodyReader
+from kvstore.web.doors import Waits
 
 REQUEST_ID: Final = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -55,7 +55,8 @@ class Parts:
     engines: Engines
     metrics: Metrics
     lookup: StoreLookup | None
-    reader: BodyReader
+    bodies: Waits
+    """Those that are arriving."""
     in_flight: int = 0
     """Requests whose body has arrived: only these take a slot."""
     under_way: int = 0

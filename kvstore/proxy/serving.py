@@ -25,9 +25,8 @@ from kvstore.proxy.bodies import Route
 from kvstore.proxy.decode import decode, no_decoder
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
-from kvstore.proxy.reading import CrowdedOutError
 from kvstore.proxy.render import render
-from kvstore.web.doors import CLIENT_LEFT, RETRY_AFTER_S
+from kvstore.web.doors import CLIENT_LEFT, RETRY_AFTER_S, CrowdedOutError
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -85,7 +84,8 @@ async def _take(
     if parts.stopping:
         raise not_taken(503, "the proxy is stopping", "overloaded")
     try:
-        raw = await parts.reader.read(request)
+        async with parts.bodies.wait(parts.config.body_timeout_ms / 1000):
+            raw = await request.read()
         body = bodies.parse(raw)
     except web.HTTPRequestEntityTooLarge:
         message = f"the body is larger than {parts.config.body_max} bytes"

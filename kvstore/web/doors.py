@@ -1,7 +1,9 @@
 """Connections of clients: their number is limited, and idle ones make room for new ones.
 
 A connection is *idle* while it has no request under way: before its first request, between two
-requests, and while the headers of a request arrive.
+requests, while the headers of a request arrive, and while it closes. A request is under way while
+its body arrives, and while its client reads the answer; ``Waits`` bounds how many of these may
+wait for their clients, so that clients that do nothing cannot keep others out.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Final
 
 from aiohttp import web
@@ -51,6 +53,10 @@ accepted."""
 
 SAID_MAX: Final = 200
 """Characters of the reason of a malformed request that are logged."""
+
+BUFFER_BYTES: Final = 64 << 10
+"""What asyncio buffers for a connection before a writer waits: a smaller answer waits for nobody.
+"""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -95,6 +101,7 @@ async def answering(
         handler_cancellation=True,
         shutdown_timeout=CUT_S,
         lingering_time=CUT_S,
+        auto_decompress=False,  # ``Doors.middleware`` refuses what would need it
         keepalive_timeout=idle_s,
         max_line_size=line_bytes_max,
         max_field_size=line_bytes_max,
@@ -158,8 +165,9 @@ class Doors:
     def __init__(self, connections_max: int) -> None:
         self._connections_max = connections_max
         self._server: web.Server | None = None
-        self._idle: dict[web.RequestHandler, None] = {}
-        """Ordered, longest idle first. May hold connections that have ended."""
+        self._idle: dict[web.RequestHandler, asyncio.Transport | None] = {}
+        """Ordered, longest idle first, each with the transport of its last request. May hold
+        connections that have ended."""
         self._is_full = False
 
     def open(self, server: web.Server) -> None:
@@ -167,11 +175,11 @@ class Doors:
 
     def __call__(self) -> asyncio.Protocol:
         assert self._server is not None, "open comes first"
-        connections = self._server.connections
+        connections = set(self._server.connections)
         if len(self._idle) > 2 * len(connections) + 16:
-            self._idle = {each: None for each in self._idle if each.transport is not None}
+            self._idle = {each: at for each, at in self._idle.items() if each in connections}
         if len(connections) >= self._connections_max:
-            made_room = self._make_room()
+            made_room = self._make_room(connections)
             if not made_room and len(connections) >= 1.5 * self._connections_max:
                 return _Refusal()
         if self._is_full and len(connections) < self._connections_max // 2:
@@ -184,24 +192,88 @@ class Doors:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keeps a connection out of the idle ones while its request is answered."""
         self._idle.pop(request.protocol, None)
-        if request.transport is None:  # the connection was closed before the request was handled
+        transport = request.transport
+        if transport is None:  # the connection was closed before the request was handled
             return web.Response(status=CLIENT_LEFT)
         try:
+            encodings = request.headers.getall("Content-Encoding", [])
+            if any(each.lower() != "identity" for each in encodings):
+                return web.Response(status=415, text=_ENCODED)
             return await handler(request)
         finally:
-            self._idle[request.protocol] = None
+            self._idle[request.protocol] = transport
 
-    def _make_room(self) -> bool:
+    def _make_room(self, connections: Collection[web.RequestHandler]) -> bool:
         if not self._is_full:
             self._is_full = True
             log.warning("connections_full limit=%d", self._connections_max)
         while self._idle:
             longest = next(iter(self._idle))
-            del self._idle[longest]
-            if longest.transport is not None:
-                longest.force_close()
-                return True
+            transport = self._idle.pop(longest)
+            if longest not in connections:
+                continue
+            longest.force_close()
+            if transport is not None:  # it may have closed long ago, and wait for its reader
+                transport.abort()
+            return True
         return False
+
+
+class CrowdedOutError(Exception):
+    """This wait had lasted longest when another one needed its place."""
+
+
+class Waits:
+    """Waits for clients: for bodies that arrive, for answers that are read. Use it in one event
+    loop.
+
+    Each has a weight. When their sum would be more than ``weight_max``, the oldest one gives way to
+    the next: a client that does its part has done it within milliseconds.
+    """
+
+    def __init__(self, weight_max: int) -> None:
+        self._weight_max = weight_max
+        self._weight = 0
+        self._waiting: dict[asyncio.Timeout, int] = {}
+        """Oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.asynccontextmanager
+    async def wait(self, timeout_s: float, weight: int = 1) -> AsyncIterator[None]:
+        """Waits inside the block.
+
+        Raises:
+            CrowdedOutError: this wait had to give way.
+            TimeoutError: it took too long.
+        """
+        while self._waiting and self._weight + weight > self._weight_max:
+            self._crowd_out()
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                self._waiting[limit] = weight
+                self._weight += weight
+                yield
+        except TimeoutError:
+            if limit not in self._waiting:
+                raise CrowdedOutError from None
+            raise
+        finally:
+            self._forget(limit)
+
+    def _crowd_out(self) -> None:
+        oldest = next(iter(self._waiting))
+        self._forget(oldest)
+        if not oldest.expired():
+            oldest.reschedule(asyncio.get_running_loop().time())
+
+    def _forget(self, limit: asyncio.Timeout) -> None:
+        self._weight -= self._waiting.pop(limit, 0)
+
+
+_ENCODED: Final = "a body is taken as it is: no Content-Encoding\n"
 
 
 class _Refusal(asyncio.Protocol):

@@ -16,12 +16,13 @@ from kvstore.limits import check_namespace
 from kvstore.web.feed import Channel
 from kvstore.web.journal import Journal, Place, Streams
 from kvstore.web.serving import Readiness, Routes
+from kvstore.web.subscribers import Subscribers
 
 PATH: Final = "/api/v1/events"
 SNAPSHOT_PATH: Final = "/api/v1/events/snapshot"
 
 SUBSCRIBERS_MAX: Final = 64
-"""Streams and snapshots at once."""
+"""Streams and snapshots at once; one more takes the place of another one (``Subscribers``)."""
 
 STALLED_S: Final = 30.0
 """A subscriber that reads nothing for so long is cut; it may resume."""
@@ -58,7 +59,7 @@ class Events:
         self.channel = Channel(sock, self.journal.took)
         self.streams = Streams(self.journal, self.channel, self._lives)
         self._task = start_task("events", self.channel.run())
-        self._subscribers = 0
+        self._subscribers = Subscribers(SUBSCRIBERS_MAX)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -92,7 +93,7 @@ class Events:
                 namespace, under = namespace_of(request), namespace_of(request, "under")
             except InvalidArgumentError as error:
                 return web.Response(status=400, text=error.message + "\n")
-            with self._subscriber():
+            with self._subscriber(request):
                 await self._check_leads()
                 texts = self.streams.events(
                     place,
@@ -107,7 +108,7 @@ class Events:
                 namespace = namespace_of(request)
             except InvalidArgumentError as error:
                 return web.Response(status=400, text=error.message + "\n")
-            with self._subscriber():
+            with self._subscriber(request):
                 await self._check_leads()
                 texts = self.streams.snapshot(namespace)
                 return await _send(request, "application/x-ndjson", texts, b"")
@@ -115,26 +116,23 @@ class Events:
         return {PATH: events, SNAPSHOT_PATH: snapshot}
 
     @contextlib.contextmanager
-    def _subscriber(self) -> Iterator[None]:
-        if self._subscribers >= SUBSCRIBERS_MAX:
+    def _subscriber(self, request: web.Request) -> Iterator[None]:
+        transport = request.transport
+        assert transport is not None, "the doors let it in"
+        number = self._subscribers.enter(request.remote or "", transport.abort)
+        if number is None:
             raise UnavailableError(f"there are {SUBSCRIBERS_MAX} subscribers already")
-        self._subscribers += 1
         try:
             yield
         finally:
-            self._subscribers -= 1
+            self._subscribers.leave(number)
 
 
 async def _send(
     request: web.Request, kind: str, texts: AsyncGenerator[bytes], first: bytes
 ) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={
-            "Content-Type": kind,
-            "Cache-Control": "no-store",
-            "X-Accel-Buffering": "no",  # of nginx, which would hold events back
-        }
-    )
+    no_buffer = {"X-Accel-Buffering": "no"}  # of nginx, which would hold events back
+    response = web.StreamResponse(headers={"Content-Type": kind, **no_buffer})
     await response.prepare(request)
     try:
         if first:

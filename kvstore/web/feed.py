@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import marshal
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvstore.errors import UnavailableError
+
+log = logging.getLogger("kvstore.master")
 
 FLUSH_S: Final = 0.005
 """How long an event waits for others before it is sent."""
@@ -45,8 +48,13 @@ SOCKET_BYTES: Final = 1 << 20
 SURVEY_STEPS: Final = 1_024
 """Records of a page: a millisecond, at most once every ``FLUSH_S``, whatever subscribers ask."""
 
-SURVEYS_MAX: Final = 64
-"""Each holds the list of one dictionary, 300 KiB at ten million objects."""
+SURVEYS_MAX: Final = 128
+"""More than a child has subscribers. Each holds the list of one dictionary, 300 KiB at ten million
+objects."""
+
+ASKED_MAX: Final = 4
+"""Pages that a child asks for at once. Subscribers that wait for one stand in a line of the child,
+and leave it when they go: the master makes no pages for those who have left."""
 
 PAGE_S: Final = 10.0
 """A master that sends no page for so long hangs."""
@@ -61,7 +69,9 @@ _HEADER: Final = struct.Struct("<IBIQQI")
 
 _REQUEST: Final = struct.Struct("<IH")
 """Number of a survey, bytes of a namespace that follow. Another request for the same survey brings
-its next page."""
+its next page; ``_ENDED`` instead of bytes ends it."""
+
+_ENDED: Final = (1 << 16) - 1
 
 Event = tuple[str, bytes, bytes, int, int]
 """As in ``kvstore.master.state.events``."""
@@ -101,6 +111,7 @@ class Feed:
         """Events of this term that were taken from the state."""
         self._timer: asyncio.Handle | None = None
         self._socket: socket.socket | None = None
+        self._refused: Callable[[], None] = lambda: None
         self._buffer: deque[memoryview] = deque()
         self._buffered = 0
         self._missed = False
@@ -188,11 +199,22 @@ class Feed:
             del self._surveys[number]
         self._frame(kind, number, self._number, len(rows), marshal.dumps(rows))
 
+    def _end_survey(self, number: int) -> None:
+        self._surveys.pop(number, None)
+        asked = [each for each in self._requests if each[0] == number]
+        for each in asked:  # the child waits for each
+            self._requests.remove(each)
+            self._frame(LAST_PAGE, number, self._number, 0, _NONE)
+
     # --- the socket -----------------------------------------------------------------------------
 
-    def attach(self, sock: socket.socket) -> None:
-        """A child has started. Owns ``sock`` from now on."""
+    def attach(self, sock: socket.socket, refused: Callable[[], None] = lambda: None) -> None:
+        """A child has started. Owns ``sock`` from now on.
+
+        ``refused``: called if the child breaks the rules of the channel, and is detached for it.
+        """
         self.detach()
+        self._refused = refused
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._socket = sock
@@ -267,19 +289,37 @@ class Feed:
         except OSError:
             data = b""
         self._received += data
-        if not data or len(self._received) > 1 << 16:
+        if not data:
             self.detach()
             return
         size = _REQUEST.size
         while len(self._received) >= size:
             number, length = _REQUEST.unpack_from(self._received)
+            if length == _ENDED:
+                self._received = self._received[size:]
+                self._end_survey(number)
+                continue
             if len(self._received) < size + length:
                 break
-            namespace = self._received[size : size + length].decode()
+            name = self._received[size : size + length]
             self._received = self._received[size + length :]
-            self._requests.append((number, namespace))
+            if len(self._requests) >= ASKED_MAX or not _is_text(name):
+                log.error("events_child_refused: it has broken the rules of its channel")
+                self.detach()
+                self._refused()
+                return
+            if self._source is not None:  # else the child hears that the term is over
+                self._requests.append((number, name.decode()))
         if self._requests:
             self.changed()
+
+
+def _is_text(name: bytes) -> bool:
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,6 +343,15 @@ class Page(NamedTuple):
     is_last: bool
 
 
+@dataclass(slots=True, eq=False)
+class Surveying:
+    """One survey of the child."""
+
+    number: int
+    epoch: int
+    has_begun: bool = False
+
+
 class Channel:
     """The child's end. Use it in one event loop."""
 
@@ -314,6 +363,10 @@ class Channel:
         self._epoch = 0
         self._number = 0
         self._pages: dict[int, asyncio.Future[Page]] = {}
+        self._turns = asyncio.Semaphore(ASKED_MAX)
+        self._asked: set[int] = set()
+        """Surveys of which a page is on its way, whether somebody still waits for it or not. Each
+        has one of the turns."""
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
@@ -331,33 +384,46 @@ class Channel:
             self._got(Frame(EVENTS, 0, 0, 0, 0, _NONE))
             self._writer.close()
 
-    def survey(self) -> int:
-        """A number for a new survey."""
+    @contextlib.contextmanager
+    def survey(self) -> Iterator[Surveying]:
+        """A new survey, which ends with the block."""
         self._number += 1
-        return self._number
+        survey = Surveying(self._number, self._epoch)
+        try:
+            yield survey
+        finally:
+            if survey.has_begun and self._writer is not None and self._epoch == survey.epoch:
+                self._writer.write(_REQUEST.pack(survey.number, _ENDED))
 
-    async def page(self, survey: int, namespace: str) -> Page:
+    async def page(self, survey: Surveying, namespace: str) -> Page:
         """The next page. One caller per survey.
 
         Raises:
             UnavailableError: the master leads no longer, hangs or is gone; the survey has ended.
         """
-        if self._writer is None or not self._epoch:
-            raise UnavailableError("this master does not lead")
         text = namespace.encode()
         page: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
-        self._pages[survey] = page
         try:
-            self._writer.write(_REQUEST.pack(survey, len(text)) + text)
             async with asyncio.timeout(PAGE_S):
+                await self._turns.acquire()
+                if self._writer is None or not self._epoch or self._epoch != survey.epoch:
+                    self._turns.release()
+                    raise UnavailableError("this term of the master is over")
+                survey.has_begun = True
+                self._pages[survey.number] = page
+                self._asked.add(survey.number)
+                self._writer.write(_REQUEST.pack(survey.number, len(text)) + text)
                 return await page
         except TimeoutError:
             raise UnavailableError("the master does not answer") from None
         finally:
-            self._pages.pop(survey, None)
+            self._pages.pop(survey.number, None)
 
     def _got(self, frame: Frame) -> None:
         if frame.kind != EVENTS:
+            if frame.survey in self._asked:
+                self._asked.remove(frame.survey)
+                self._turns.release()
             page = self._pages.get(frame.survey)
             if page is not None and not page.done():
                 rows = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
@@ -369,6 +435,9 @@ class Channel:
         self._took(frame)
 
     def _forget(self, why: str) -> None:
+        while self._asked:
+            self._asked.pop()
+            self._turns.release()
         pages, self._pages = self._pages, {}
         for page in pages.values():
             with contextlib.suppress(asyncio.InvalidStateError):

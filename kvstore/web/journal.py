@@ -9,6 +9,7 @@ survey come between the events after which they are true, so applying all in ord
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import marshal
 import time
@@ -181,9 +182,10 @@ class Streams:
                 number = place.number
             elif whole:
                 number = -1
-                async for told, text in self._whole(epoch, wanted):
-                    number = told
-                    yield text
+                async with contextlib.aclosing(self._whole(epoch, wanted)) as texts:
+                    async for told, text in texts:
+                        number = told
+                        yield text
                 if number < 0 or journal.epoch != epoch:
                     continue  # it was cut short: again
             elif place is not None and place.epoch != epoch and journal.start == 0:
@@ -225,9 +227,10 @@ class Streams:
         # Until all is told there is nothing to resume from, so the last id is cleared.
         yield -1, b'id\nevent: cleared\ndata: {"epoch":%d}\n\n' % epoch
         number = -1
-        async for after, events in self.changes(epoch, wanted.namespace):
-            number = after
-            yield -1, "".join(_lines(epoch, None, events, wanted)).encode()
+        async with contextlib.aclosing(self.changes(epoch, wanted.namespace)) as changes:
+            async for after, events in changes:
+                number = after
+                yield -1, "".join(_lines(epoch, None, events, wanted)).encode()
         if number >= 0:
             yield number, _note("whole", Place(epoch, number))
 
@@ -236,48 +239,46 @@ class Streams:
         number of the last event so far, but -1 as long as rows are missing. Ends early, with -1, if
         events were missed or the term is over. Raises UnavailableError: the master hangs."""
         journal = self._journal
-        survey = self._channel.survey()
         number: int | None = None
         is_last = False
-        while not is_last:
-            try:
-                before, rows, is_last = await self._channel.page(survey, namespace)
-            except UnavailableError:
-                if journal.epoch == epoch:
-                    raise
-                return
-            number = before if number is None else number
-            while number < before:
-                if not journal.has(Place(epoch, number)):
+        with self._channel.survey() as survey:
+            while not is_last:
+                try:
+                    before, rows, is_last = await self._channel.page(survey, namespace)
+                except UnavailableError:
+                    if journal.epoch == epoch:
+                        raise
                     return
-                for frame in journal.after(number, before):
-                    number = frame.before + frame.count
-                    yield -1, marshal.loads(frame.payload)  # noqa: S302  # of our own parent
-            if journal.epoch != epoch:
-                return
-            yield number if is_last else -1, rows
+                number = before if number is None else number
+                while number < before:
+                    if not journal.has(Place(epoch, number)):
+                        return
+                    for frame in journal.after(number, before):
+                        number = frame.before + frame.count
+                        yield -1, marshal.loads(frame.payload)  # noqa: S302  # of our own parent
+                if journal.epoch != epoch:
+                    return
+                yield number if is_last else -1, rows
 
     async def snapshot(self, namespace: str) -> AsyncGenerator[bytes]:
         """All that is visible, as lines of JSON. The first says after which event to replay; only
         if the last says ``complete`` is nothing missing."""
         epoch = self._journal.epoch
         objects = 0
-        began = False
-        survey = self._channel.survey()
-        while True:
-            try:
-                page = await self._channel.page(survey, namespace)
-            except UnavailableError as error:
-                yield json.dumps({"complete": False, "reason": error.message}).encode() + b"\n"
-                return
-            if not began:
-                began = True
-                first = {"from": str(Place(epoch, page.before)), "namespace": namespace or None}
-                yield json.dumps(first).encode() + b"\n"
-            objects += len(page.rows)
-            yield "".join(f"{_data(row)}\n" for row in page.rows).encode()
-            if page.is_last:
-                break
+        began = is_last = False
+        with self._channel.survey() as survey:
+            while not is_last:
+                try:
+                    before, rows, is_last = await self._channel.page(survey, namespace)
+                except UnavailableError as error:
+                    yield json.dumps({"complete": False, "reason": error.message}).encode() + b"\n"
+                    return
+                if not began:
+                    began = True
+                    first = {"from": str(Place(epoch, before)), "namespace": namespace or None}
+                    yield json.dumps(first).encode() + b"\n"
+                objects += len(rows)
+                yield "".join(f"{_data(row)}\n" for row in rows).encode()
         yield json.dumps({"complete": True, "objects": objects}).encode() + b"\n"
 
 

@@ -215,8 +215,8 @@ class Objects:
 
     def routes(self) -> list[tuple[Described, Route]]:
         answers = [
-            (GET, answered(self._get, within_s=0)),
-            (PUT, answered(self._put, within_s=0)),
+            (GET, answered(self._get, moves_bytes=True)),
+            (PUT, answered(self._put, moves_bytes=True)),
             (DELETE, answered(self._delete)),
             (LIST, answered(self._list)),
             (REMOVE, answered(self._remove)),

@@ -212,6 +212,7 @@ class Master:
     def __init__(self, served: Served) -> None:
         self._pid = served.pid
         self._link = Link(served.link)
+        self._lives = start_task("lives", self._link.ask_forever("role", ANSWER_S))
         self.client = AsyncClient(
             served.master, cluster=served.cluster, name="kvstore-web", timeout_ms=STATUS_MS
         )
@@ -230,6 +231,7 @@ class Master:
     async def close(self) -> None:
         for shared in (self.seen, self.notices, self.fleet_records, self.nodes):
             shared.close()
+        self._lives.cancel()
         self._link.close()
         await self.client.close()
 

@@ -24,6 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.web.access import HEADERS
 from kvstore.web.doors import RETRY_AFTER_S, Handler
+from kvstore.web.serving import at_work, read_body
 
 PATH: Final = "/api/v1/openapi.json"
 
@@ -80,10 +81,10 @@ QuestionT = TypeVar("QuestionT", bound=Question)
 
 
 async def body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
-    """Raises InvalidArgumentError."""
+    """Raises InvalidArgumentError, BusyError."""
     if request.content_type != JSON:  # no form of another site can send it
         raise InvalidArgumentError("the body must be application/json")
-    text = await request.read()
+    text = await read_body(request)
     return _checked(lambda: kind.model_validate_json(text), "the body")
 
 
@@ -117,19 +118,22 @@ def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
 Answer = Callable[[web.Request], Awaitable[BaseModel | web.StreamResponse]]
 
 
-def answered(answer: Answer, *, within_s: float | None = None) -> Handler:
+def answered(answer: Answer, *, moves_bytes: bool = False) -> Handler:
     """The answer as JSON, unless it is a response; an error as a status and a line of text.
 
-    ``within_s``: None: ``ANSWER_S``; 0: ``answer`` has deadlines of its own.
+    ``moves_bytes``: ``answer`` waits for its client, and has bounds and deadlines of its own.
     """
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        limit_s = ANSWER_S if within_s is None else within_s
         try:
-            async with asyncio.timeout(limit_s or None):
+            if moves_bytes:
                 found = await answer(request)
+            else:
+                await read_body(request)
+                async with asyncio.timeout(ANSWER_S), at_work(request):
+                    found = await answer(request)
         except TimeoutError:
-            return refusal(503, f"no answer within {limit_s:g} s")
+            return refusal(503, f"no answer within {ANSWER_S:g} s")
         except KVStoreError as error:
             return refusal(status_of(error), str(error))
         return as_json(found) if isinstance(found, BaseModel) else found

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvstore.addresses import join_address
-from kvstore.errors import AddressInUseError, StartupError, UnavailableError
+from kvstore.errors import AddressInUseError, BusyError, StartupError, UnavailableError
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.listening import listen
 from kvstore.ports import what_answers
-from kvstore.web.access import Access
-from kvstore.web.doors import Doors, Handler, answering, connections_max, listen_on
+from kvstore.web.access import HEADERS, Access
+from kvstore.web.doors import (
+    BUFFER_BYTES,
+    RETRY_AFTER_S,
+    CrowdedOutError,
+    Doors,
+    Handler,
+    Waits,
+    answering,
+    connections_max,
+    listen_on,
+)
 
 log = logging.getLogger("kvstore.web")
+
+HEALTH: Final = ("/healthz", "/readyz")
+
+AT_WORK_MAX: Final = 8
+"""Questions that are worked on at once: more of them would only slow each other, and health, down.
+"""
+
+_BODIES: Final = web.AppKey("bodies", Waits)
+_WORK: Final = web.AppKey("work", asyncio.Semaphore)
 
 PORTS: Final = 16
 """The default port, or the next free one of so many: several processes on one host."""
@@ -29,7 +51,23 @@ PORTS: Final = 16
 TAKEN_S: Final = 2.0
 """How long a port may be taken by the child of a master that was killed."""
 
-REQUESTS_MAX: Final = 32
+REQUESTS_MAX: Final = 128
+"""Requests under way at once, streams of events among them; one more is told to come again. Health
+and readiness do not count: there is always a connection for them."""
+
+BODY_BYTES_MAX: Final = BATCH_KEYS_MAX * (2 * KEY_BYTES_MAX + 4) + (1 << 16)
+"""Of a body of JSON: as many keys as one question may have, each as long as it may be."""
+
+BODIES_BYTES: Final = 32 << 20
+BODY_S: Final = 5.0
+"""Bodies of JSON that may be arriving at once, in bytes, and how long one may take."""
+
+UNREAD_BYTES: Final = 16 << 20
+READ_S: Final = 10.0
+READ_BYTES_PER_S_MIN: Final = 1 << 18
+"""Answers that clients have not read yet, and how long a client may take: this, and the size of the
+answer at this rate."""
+
 LINE_BYTES_MAX: Final = 1 << 13
 IDLE_CONNECTION_S: Final = 120.0
 
@@ -107,8 +145,11 @@ async def serving(
         access: who may read the metrics.
         tls: serve HTTPS; None: HTTP.
     """
-    doors = Doors(connections_max(REQUESTS_MAX))
-    application = _application(answers, doors, routes, access)
+    connections = connections_max(REQUESTS_MAX)
+    doors = Doors(connections)
+    # Fewer than connections: there are always idle ones that can make room.
+    requests = Requests(max(1, min(REQUESTS_MAX, connections // 2)))
+    application = _application(answers, [doors.middleware, requests.middleware], routes, access)
     async with answering(
         application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
     ):
@@ -119,8 +160,82 @@ async def serving(
             server.close()
 
 
+class Requests:
+    """The requests under way on one port. Use it in one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+        self._unread = Waits(UNREAD_BYTES)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuses a request that is one too many, unless it asks for health; waits until its client
+        has read the answer, and no longer than it may take."""
+        if request.path in HEALTH:
+            return await handler(request)
+        if self._count >= self._most:
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return web.Response(status=503, text="too many requests at once\n", headers=headers)
+        self._count += 1
+        try:
+            response = await handler(request)
+            if isinstance(response, web.Response):
+                await self._send(request, response)
+            return response
+        finally:
+            self._count -= 1
+
+    async def _send(self, request: web.Request, response: web.Response) -> None:
+        size = response.content_length or 0
+        if size < BUFFER_BYTES:
+            return  # and aiohttp sends it
+        try:
+            async with self._unread.wait(READ_S + size / READ_BYTES_PER_S_MIN, size):
+                await response.prepare(request)
+                await response.write_eof()
+        except (CrowdedOutError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the client has left
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request for one of ``routes``, which is limited to ``BODY_BYTES_MAX``.
+
+    Raises:
+        BusyError: it has not come in time, or not before another one needed its place.
+        web.HTTPRequestEntityTooLarge
+    """
+    size = request.content_length
+    weight = BODY_BYTES_MAX if size is None else min(size, BODY_BYTES_MAX)
+    try:
+        async with request.app[_BODIES].wait(BODY_S, max(weight, BUFFER_BYTES)):
+            return await request.read()
+    except CrowdedOutError:
+        raise BusyError("the body did not come, and others needed its place") from None
+    except TimeoutError:
+        raise BusyError(f"the body did not come within {BODY_S:g} s") from None
+
+
+def at_work(request: web.Request) -> asyncio.Semaphore:
+    """To be held while a question is worked on, but not while its client is waited for."""
+    return request.app[_WORK]
+
+
+async def _protect(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer tells browsers what they may do with it."""
+    del request
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+
+
 def _application(
-    answers: Answers, doors: Doors, routes: Iterable[Route], access: Access
+    answers: Answers,
+    middlewares: Sequence[Middleware],
+    routes: Iterable[Route],
+    access: Access,
 ) -> web.Application:
     async def healthz(request: web.Request) -> web.Response:
         del request
@@ -147,7 +262,12 @@ def _application(
         except UnavailableError as error:
             return web.Response(status=503, text=error.message + "\n")
 
-    application = web.Application(middlewares=[doors.middleware, answered])
+    application = web.Application(
+        middlewares=[*middlewares, answered], client_max_size=BODY_BYTES_MAX
+    )
+    application[_BODIES] = Waits(BODIES_BYTES)
+    application[_WORK] = asyncio.Semaphore(AT_WORK_MAX)
+    application.on_response_prepare.append(_protect)
     own = {"/healthz": healthz, "/readyz": readyz, "/metrics": access.measuring(metrics)}
     for path, handler in own.items():
         application.router.add_get(path, handler)

@@ -103,6 +103,35 @@ def test_a_child_that_is_killed_comes_back_and_nobody_is_refused_meanwhile(
         client.put("k", b"v")
 
 
+def test_a_child_that_hangs_is_named_and_replaced(served: tuple[Cluster, int]) -> None:
+    cluster, port = served
+    server = cluster.master_server
+    assert server is not None
+    assert get(port, "/healthz").status == 200
+    before = child_of(server)
+    os.kill(before, signal.SIGSTOP)
+    until(lambda: child_of(server) != before, within_s=60)
+    assert f"http_child_killed pid={before} reason=it is silent" in server.errors
+    assert get(port, "/healthz", timeout_s=60).status == 200
+
+
+def test_a_master_that_is_killed_while_its_children_are_stopped_starts_again(
+    cluster: Cluster,
+) -> None:
+    cluster.settings |= {"http_port": free_port(), "memory": "32MiB"}
+    server = cluster.master()
+    assert get(cluster.settings["http_port"], "/healthz", timeout_s=60).status == 200
+    until(lambda: [node.state for node in cluster.status().nodes] == ["alive"])
+    children = children_of(server.pid)
+    assert len(children) == 2
+    for each in children:
+        os.kill(each, signal.SIGSTOP)
+    server.kill()
+    until(lambda: not any(is_running(each) for each in children))
+    cluster.master()
+    assert get(cluster.settings["http_port"], "/healthz", timeout_s=60).status == 200
+
+
 def test_nothing_is_left_of_a_master_that_is_killed(served: tuple[Cluster, int]) -> None:
     cluster, port = served
     assert cluster.master_server is not None

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
 
 from kvstore.web import openapi
+from kvstore.web.serving import AT_WORK_MAX, Route
+from tests.unit.web.ports import Port, run
 
 
 def test_a_store_that_hangs_in_call_after_call_ends_with_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A match may need a call for each namespace: each has a deadline, and so have all."""
+    """A match may need a call for each namespace: each has a deadline, and so have all. Those that
+    wait for their turn meanwhile have it, too."""
     monkeypatch.setattr(openapi, "ANSWER_S", 0.05)
 
-    async def hangs(_: Any) -> web.Response:
+    async def hangs(_: web.Request) -> web.Response:
         await asyncio.Event().wait()
         return web.Response()
 
-    async def ask() -> Any:
-        return await openapi.answered(hangs)(make_mocked_request("GET", "/"))
+    async def test(port: Port) -> None:
+        answers = await asyncio.gather(*(port.ask("/hangs") for _ in range(2 * AT_WORK_MAX)))
+        assert {(status, text) for status, _, text in answers} == {
+            (503, b"no answer within 0.05 s\n")
+        }
 
-    answer = asyncio.run(ask())
-    assert (answer.status, answer.text) == (503, "no answer within 0.05 s\n")
+    run(test, [Route("GET", "/hangs", openapi.answered(hangs))])

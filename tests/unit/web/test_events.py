@@ -12,7 +12,7 @@ import pytest
 from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.web import feed as feed_module
 from kvstore.web import journal as journal_module
-from kvstore.web.feed import GONE_SIZE, Channel, Event, Feed
+from kvstore.web.feed import ASKED_MAX, GONE_SIZE, Channel, Event, Feed, Page
 from kvstore.web.journal import Journal, Place, Streams
 
 
@@ -93,6 +93,11 @@ class Pair:
             await asyncio.gather(task, return_exceptions=True)
             self.feed.detach()
             theirs.close()
+
+    async def page(self) -> Page:
+        """The first one of a new survey."""
+        with self.channel.survey() as survey:
+            return await self.channel.page(survey, "")
 
     async def told(self, count: int, since: str = "", *, whole: bool = False) -> list[str]:
         """The first ``count`` events of a new subscriber, as ``name key id``."""
@@ -193,7 +198,7 @@ def test_another_term_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             await soon(lambda: pair.journal.end == 1)
             subscriber = asyncio.create_task(pair.told(4))
             await asyncio.sleep(0.05)
-            page = asyncio.create_task(pair.channel.page(pair.channel.survey(), ""))
+            page = asyncio.create_task(pair.page())
             await asyncio.sleep(0)
             later = Term(9)
             pair.feed.begin(later)
@@ -207,7 +212,7 @@ def test_another_term_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             await soon(lambda: pair.journal.epoch == 0)
             assert await pair.told(1) == []  # the stream ends
             with pytest.raises(UnavailableError):
-                await pair.channel.page(pair.channel.survey(), "")
+                await pair.page()
         yield
 
     run(test)
@@ -264,6 +269,83 @@ def test_the_whole_set_comes_amid_the_events() -> None:
         yield
 
     run(test)
+
+
+def test_those_who_begin_a_snapshot_and_leave_cost_the_master_a_page_or_none() -> None:
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        pages = 0
+        survey_of = term.survey
+
+        def counted(namespace: str) -> Rows:
+            nonlocal pages
+            pages += 1
+            return survey_of(namespace)
+
+        term.survey = counted  # type: ignore[method-assign]
+
+        async def leave() -> None:
+            async with contextlib.aclosing(pair.streams.snapshot("")) as lines:
+                await anext(lines)
+
+        async with pair.child():
+            term.store(20)
+            pair.feed.changed()
+            await soon(lambda: pair.journal.end == 20)
+            leaving = [asyncio.create_task(leave()) for _ in range(500)]
+            await soon(lambda: pages > 0)
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+            lines = [line async for line in pair.streams.snapshot("")]
+            assert b'"complete": true, "objects": 20' in lines[-1]
+            assert pages <= 2 * ASKED_MAX + 1
+            await asyncio.sleep(0.05)
+            assert not pair.feed._surveys, "the master keeps none for those who have left"
+        yield
+
+    run(test)
+
+
+def test_a_survey_does_not_go_on_in_another_term() -> None:
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        async with pair.child():
+            term.store(20)
+            pair.feed.changed()
+            await soon(lambda: pair.journal.end == 20)
+            async with contextlib.aclosing(pair.streams.snapshot("")) as lines:
+                assert b'"from": "7-20"' in await anext(lines)
+                later = Term(9)
+                later.store(20)
+                pair.feed.begin(later)
+                await soon(lambda: pair.journal.epoch == 9)
+                assert b'"complete": false' in [line async for line in lines][-1]
+            assert await pair.page(), "and all turns are there again"
+        yield
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "said", [b"\1\0\0\0\2\0\xff\xff", b"\1\0\0\0\0\0" * (ASKED_MAX + 1), b"\0" * (1 << 17)]
+)
+def test_a_child_that_breaks_the_rules_is_let_go(said: bytes) -> None:
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        async with pair.child(reads=False):
+            pair.channel._socket.setblocking(True)
+            sending = asyncio.create_task(asyncio.to_thread(_send, pair.channel._socket, said))
+            await soon(lambda: pair.feed._socket is None)
+            await sending
+            term.store(1)
+            pair.feed.changed()
+            await soon(lambda: not term.waiting_events)
+        yield
+
+    run(test)
+
+
+def _send(sock: socket.socket, said: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sock.sendall(said)
 
 
 def test_a_quiet_stream_lives_as_long_as_the_master(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""Who holds one of a limited number of connections that last.
+
+On a quiet store nothing tells a subscriber that reads from one that does not: what it is sent fits
+into the buffers of both kernels for hours. So a connection is no possession. When all places are
+taken, somebody's connection ends for a newcomer: it can connect again and resume.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+TENURE_S: Final = 30.0
+"""How long a subscriber keeps its place from others of addresses that have no more than its own."""
+
+
+class Place(NamedTuple):
+    """One subscriber."""
+
+    address: str
+    since: float
+    cut: Callable[[], None]
+
+
+class Subscribers:
+    """The places of one kind. Use it in one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._next = 0
+        self._places: dict[int, Place] = {}
+        """Oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def enter(self, address: str, cut: Callable[[], None]) -> int | None:
+        """The number of a place for a newcomer; None: there is none.
+
+        Args:
+            address: of its host.
+            cut: ends its connection; called if its place is given to another one, and it has left
+                then.
+        """
+        if len(self._places) >= self._most:
+            given_up = self._one_that_gives_way(address)
+            if given_up is None:
+                return None
+            self._places.pop(given_up).cut()
+        self._next += 1
+        self._places[self._next] = Place(address, time.monotonic(), cut)
+        return self._next
+
+    def leave(self, number: int) -> None:
+        """Idempotent."""
+        self._places.pop(number, None)
+
+    def _one_that_gives_way(self, newcomer: str) -> int | None:
+        """The oldest one of those whose address has more than the newcomer's would have, or as many
+        and they have had their time."""
+        count = Counter(each.address for each in self._places.values())
+        now = time.monotonic()
+        for number, (address, since, _) in self._places.items():
+            if count[address] > count[newcomer] + 1:
+                return number
+            if count[address] >= count[newcomer] and now - since >= TENURE_S:
+                return number
+        return None

@@ -1,0 +1,193 @@
+"""Strangers at a port for HTTP: what they may hold, and that health is answered all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvstore.web import serving
+from kvstore.web.access import HEADERS
+from kvstore.web.doors import BUFFER_BYTES, CrowdedOutError, Waits
+from kvstore.web.serving import Route, read_body
+from tests.unit.web import ports
+from tests.unit.web.ports import Port
+
+CONNECTIONS = 16
+
+
+async def _echo(request: web.Request) -> web.Response:
+    return web.Response(body=await read_body(request))
+
+
+async def _bytes(request: web.Request) -> web.Response:
+    return web.Response(body=bytes(int(request.query["size"])))
+
+
+async def _never(request: web.Request) -> web.Response:
+    del request
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+ROUTES = (
+    Route("POST", "/echo", _echo),
+    Route("GET", "/bytes", _bytes),
+    Route("GET", "/never", _never),
+)
+LARGE = 1 << 22
+OF_LARGE = b"GET /bytes?size=%d HTTP/1.1\r\nHost: localhost\r\n\r\n" % LARGE
+A_BODY = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+
+
+@pytest.fixture(autouse=True)
+def few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "connections_max", lambda requests: CONNECTIONS)
+
+
+def run(test: Callable[[Port], Coroutine[Any, Any, None]]) -> None:
+    ports.run(test, ROUTES)
+
+
+def test_bodies_that_do_not_come_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "BODIES_BYTES", 4 * BUFFER_BYTES)
+
+    async def test(port: Port) -> None:
+        for _ in range(3 * CONNECTIONS):
+            await port.stranger(A_BODY)
+        assert await port.is_healthy()
+        assert (await port.ask("/echo", "POST", b"mine"))[2] == b"mine"
+
+    run(test)
+
+
+def test_a_body_has_its_time_and_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(port: Port) -> None:
+        monkeypatch.setattr(serving, "BODY_S", 0.05)
+        slow = await port.stranger(A_BODY)
+        assert b" 503 " in await asyncio.get_running_loop().sock_recv(slow, 100)
+        monkeypatch.setattr(serving, "BODY_S", 5.0)
+        most = bytes(serving.BODY_BYTES_MAX)
+        assert (await port.ask("/echo", "POST", most))[2] == most
+        assert (await port.ask("/echo", "POST", most + b"!"))[0] == 413
+
+    run(test)
+
+
+def test_answers_that_are_not_read_are_bounded_and_keep_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "UNREAD_BYTES", 3 * LARGE)
+    made: list[Waits] = []
+    most = 0
+
+    class Seen(Waits):
+        def __init__(self, weight_max: int) -> None:
+            super().__init__(weight_max)
+            made.append(self)
+
+    monkeypatch.setattr(serving, "Waits", Seen)
+
+    async def test(port: Port) -> None:
+        nonlocal most
+        for _ in range(3 * CONNECTIONS):
+            await port.stranger(OF_LARGE * 4)
+            most = max(most, sum(map(len, made)))
+        assert await port.is_healthy()
+        assert most == 3
+        assert len((await port.ask(f"/bytes?size={LARGE}"))[2]) == LARGE
+
+    run(test)
+
+
+def test_an_answer_that_is_not_read_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "READ_S", 0.05)
+    monkeypatch.setattr(serving, "READ_BYTES_PER_S_MIN", 1 << 40)
+
+    async def test(port: Port) -> None:
+        sock = await port.stranger(OF_LARGE)
+        await asyncio.sleep(0.2)
+        loop, got = asyncio.get_running_loop(), 0
+        async with asyncio.timeout(5):
+            while piece := await loop.sock_recv(sock, 1 << 16):
+                got += len(piece)
+        assert got < LARGE
+
+    run(test)
+
+
+def test_connections_that_close_and_are_not_read_make_room() -> None:
+    async def test(port: Port) -> None:
+        for _ in range(3 * CONNECTIONS):
+            await port.stranger(
+                b"GET /bytes?size=%d HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+                % (BUFFER_BYTES - 1_000)
+            )
+        assert await port.is_healthy()
+
+    run(test)
+
+
+def test_requests_beyond_the_limit_are_told_to_come_again_but_not_those_of_health() -> None:
+    async def test(port: Port) -> None:
+        for _ in range(2 * CONNECTIONS):
+            await port.stranger(b"GET /never HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        status, headers, _ = await port.ask("/bytes?size=9")
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert await port.is_healthy()
+        assert (await port.ask("/readyz"))[0] == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/echo", "/nothing"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip\r\nContent-Encoding: x"])
+def test_no_body_is_decompressed(path: str, encoding: str) -> None:
+    async def test(port: Port) -> None:
+        bomb = gzip.compress(bytes(1 << 20))
+        status, _, _ = await port.ask(path, "POST", bomb, f"Content-Encoding: {encoding}")
+        assert status == 415
+        assert (await port.ask("/echo", "POST", bomb))[2] == bomb
+        assert (await port.ask("/echo", "POST", bomb, "Content-Encoding: identity"))[2] == bomb
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/bytes?size=9", "/nothing", "/echo"])
+def test_every_answer_says_what_browsers_may_do_with_it(path: str) -> None:
+    async def test(port: Port) -> None:
+        _, headers, _ = await port.ask(path)
+        assert headers.items() >= {**HEADERS}.items()
+
+    run(test)
+
+
+def test_the_oldest_wait_gives_way() -> None:
+    async def test() -> None:
+        waits, ended = Waits(10), []
+
+        async def wait(name: str, weight: int) -> None:
+            try:
+                async with waits.wait(60, weight):
+                    await asyncio.Event().wait()
+            except CrowdedOutError:
+                ended.append(name)
+
+        tasks = []
+        for name, weight in (("a", 4), ("b", 5), ("c", 2), ("d", 1), ("e", 9), ("f", 20)):
+            tasks.append(asyncio.create_task(wait(name, weight)))
+            await asyncio.sleep(0.01)
+        assert ended == ["a", "b", "c", "d", "e"]  # d: e and d would fit, c was older
+        assert len(waits) == 1
+        tasks[-1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(waits) == waits._weight == 0
+        with pytest.raises(TimeoutError):
+            async with waits.wait(0.01):
+                await asyncio.sleep(5)
+
+    asyncio.run(test())
