@@ -176,7 +176,8 @@ class ProxyConfig(Config):
     )
     admin_token: Secret = Field(
         default="",
-        description="Lets others than this host change the instances, by 'Authorization: Bearer "
-        "TEXT'. Better given as a variable: flags can be read by every user of the host.",
+        description="Changing the instances needs 'Authorization: Bearer TEXT', also from this "
+        "host; without a token only this host may. Better given as a variable: flags can be read "
+        "by every user of the host.",
     )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")

@@ -1,15 +1,13 @@
 """Instances added, drained and removed while the proxy runs: ``/admin/instances``.
 
-Open to this host and, with ``--admin-token``, to clients that send the token. A request that a
-browser makes on behalf of a page (one with ``Origin``) is always refused.
+Guarded as what changes something at any of our ports for HTTP (``kvstore.web.access``): by
+``--admin-token``, or, without one, by a connection from this host.
 """
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import web
@@ -22,11 +20,15 @@ from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instance, Instances, Role
 from kvstore.proxy.metrics import clock_ms
 from kvstore.texts import field_text
+from kvstore.web.access import Access, Advice
+from kvstore.web.hosts import Hosts
 
 log = logging.getLogger("kvstore.proxy")
 
 INSTANCES_MAX: Final = 1_024
 """All instances get their health checks at the same time."""
+
+_ADVICE: Final = Advice("or localhost.", "KVSTORE_PROXY_ADMIN_TOKEN.")
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -42,7 +44,8 @@ class Admin:
     def __init__(self, instances: Instances, health: HealthChecks, *, token: str) -> None:
         self._instances = instances
         self._health = health
-        self._token = token
+        # A token that no page of another site has makes names harmless.
+        self._access = Access(None if token else Hosts(()), token=token, advice=_ADVICE)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/admin/instances", self._guarded(self._list))
@@ -53,16 +56,14 @@ class Admin:
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(request: web.Request) -> web.Response:
             request_id = request_id_of(request)
-            if not may(request.remote, request.headers, self._token):
+            refusal = self._access.distrusts(request)
+            if refusal is not None:
                 log.warning(
-                    "admin_refused id=%s peer=%s path=%s",
-                    request_id, request.remote, field_text(request.path),
+                    "admin_refused id=%s peer=%s path=%s status=%d",
+                    request_id, request.remote, field_text(request.path), refusal.status,
                 )  # fmt: skip
-                response = error_response(
-                    403,
-                    "only the proxy's own host, or a client with its --admin-token, may do this",
-                    "permission_denied",
-                )
+                said = (refusal.text or "").strip()
+                response = error_response(refusal.status, said, "permission_denied")
             else:
                 try:
                     response = await handler(request)
@@ -116,18 +117,6 @@ class Admin:
         return self._instances.at(_address(request.match_info["address"]), role)
 
 
-def may(peer: str | None, headers: Mapping[str, str], token: str) -> bool:
-    """Whether ``peer`` (an IP address) may use the admin API. Without a ``token`` only this host
-    may."""
-    if "Origin" in headers:
-        return False
-    if _is_loopback(peer):
-        return True
-    scheme, _, given = headers.get("Authorization", "").partition(" ")
-    matches = hmac.compare_digest(given.strip().encode(), token.encode())
-    return bool(token) and scheme.lower() == "bearer" and matches
-
-
 def _tell(event: str, request: web.Request, instance: Instance) -> None:
     log.info(
         "%s id=%s role=%s instance=%s in_flight=%d",
@@ -150,12 +139,3 @@ def _address(value: object) -> str:
     if not port:
         raise InvalidArgumentError("address must name a port")
     return join_address(host, port)
-
-
-def _is_loopback(peer: str | None) -> bool:
-    try:
-        address = ipaddress.ip_address((peer or "").partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback

@@ -1,4 +1,4 @@
-"""Who may ask what over HTTP.
+"""Who may ask what over HTTP, at the ports of masters, nodes and the proxy.
 
 A request that changes something, or that fetches bytes of an object, is *trusted* if it carries the
 token. Without a token configured, it is trusted if its connection comes from a loopback address.
@@ -38,16 +38,21 @@ HEADERS: Final = {
 }
 """Of every answer under ``/`` and ``/api``."""
 
-MISDIRECTED: Final = (
-    "This name is not known here. Use an address, or have the master know the name: "
-    "kvstore-master --http-names NAME\n"
-)
 FORGED: Final = "A page of another site has made this request.\n"
-NOT_HERE: Final = (
-    "This is answered from loopback on the host of the master only, because it was started without "
-    "a token: kvstore-master --http-token-file FILE\n"
-)
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
+
+
+class Advice(NamedTuple):
+    """How the operator of a port lets others in; goes into refusals."""
+
+    names: str
+    token: str
+
+
+OF_MASTER: Final = Advice(
+    "or have the master know the name: kvstore-master --http-names NAME",
+    "kvstore-master --http-token-file FILE",
+)
 
 
 def token_of(config: HttpConfig) -> str:
@@ -93,16 +98,26 @@ def secured_by(config: HttpConfig) -> Secured:
 class Access:
     """The rules of one port. Threads: any."""
 
-    def __init__(self, hosts: Hosts | None, *, token: str = "", reads: str = "all") -> None:
+    def __init__(
+        self,
+        hosts: Hosts | None,
+        *,
+        token: str = "",
+        reads: str = "all",
+        advice: Advice = OF_MASTER,
+    ) -> None:
         """
         Args:
-            hosts: by which names browsers may come; None: by any, and nothing can be changed.
+            hosts: by which names browsers may come; None: by any. Then nothing can be changed, or
+                only with a token, which no page of another site has.
             token: empty: there is none.
             reads: ``all`` or ``token``: who may read.
+            advice: for those who are refused.
         """
         self._hosts = hosts
         self._token = token.encode()
         self._reads_need_token = reads == "token"
+        self._advice = advice
 
     def named(self, handler: Handler) -> Handler:
         """For requests that come by a known name: what is no secret, such as the page."""
@@ -114,7 +129,11 @@ class Access:
 
     def trusted(self, handler: Handler) -> Handler:
         """For requests that may change something, or fetch bytes of objects."""
-        return _guarded(handler, self._misdirected, _forged, self._untrusted)
+        return _guarded(handler, self.distrusts)
+
+    def distrusts(self, request: web.Request) -> web.Response | None:
+        """The refusal of a request that is not ``trusted``."""
+        return self._misdirected(request) or _forged(request) or self._untrusted(request)
 
     def measuring(self, handler: Handler) -> Handler:
         """For requests that may read numbers, by whatever name they come."""
@@ -123,7 +142,7 @@ class Access:
     def _misdirected(self, request: web.Request) -> web.Response | None:
         if self._hosts is None or self._hosts.allow(request.headers.getall("Host", [])):
             return None
-        return _refusal(421, MISDIRECTED)
+        return _refusal(421, f"This name is not known here. Use an address, {self._advice.names}\n")
 
     def _unread(self, request: web.Request) -> web.Response | None:
         if not self._reads_need_token or self._has_token(request):
@@ -133,7 +152,13 @@ class Access:
     def _untrusted(self, request: web.Request) -> web.Response | None:
         if self._token:
             return None if self._has_token(request) else _unauthorized()
-        return None if is_loopback(request) else _refusal(403, NOT_HERE)
+        if is_loopback(request):
+            return None
+        return _refusal(
+            403,
+            "Without a token this is answered from loopback only. Give this port a token: "
+            f"{self._advice.token}\n",
+        )
 
     def _has_token(self, request: web.Request) -> bool:
         given = request.headers.getall("Authorization", [])
