@@ -265,6 +265,9 @@ class MasterState:
             assert min(counted) >= 0
             assert sum(counted) == held[segment]
         assert not self.pool.evicted, "evicted, and not to be wiped"
+        if not self.has_work:
+            lost = [record for record in self.forest.records() if record.lost]
+            assert not lost, "lost, and in no event yet"
         self.granting.check_invariants()
         self.repairs.check_invariants()
         self.returning.check_invariants()

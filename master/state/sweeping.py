@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvstore.master.state.common import Common
-from kvstore.master.state.records import Remains, Segment
+from kvstore.master.state.records import ObjectRecord, Remains, Segment
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -26,6 +26,8 @@ class Sweeping:
         """Full segments with less than half of their reserve free."""
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
         """A segment and how far its candidates were seen; None: it is dead."""
+        self._above_puts: list[ObjectRecord] = []
+        """Parents of puts under way, from which chains are still to be walked."""
         self._swept_breaks = common.forest.breaks
 
     def __len__(self) -> int:
@@ -66,13 +68,22 @@ class Sweeping:
         self._pool.settle_more(SWEEP_STEPS)
 
     def sweeps(self) -> bool:
-        return bool(self._sweeps) or self._swept_breaks != self._pool.forest.breaks
+        is_swept = self._swept_breaks == self._pool.forest.breaks
+        return bool(self._sweeps or self._above_puts) or not is_swept
 
     def sweep(self, now_ms: int) -> None:
+        """Finds what a break has left: what is lost with its segment, and which leaves are
+        detached. Each record of a chain is above a leaf, and a leaf is a candidate of some segment,
+        or a put under way."""
         del now_ms
+        if self._above_puts:
+            self._walk_above_puts()
+            return
         if not self._sweeps:
             self._swept_breaks = self._pool.forest.breaks
             self._sweeps.extend((segment, 0) for segment in self._pool.segments.values())
+            records = [put.record for put in self._common.pending if put.record is not None]
+            self._above_puts = [each.parent for each in records if each.parent is not None]
             return
         segment, ticket = self._sweeps[0]
         if ticket is None:
@@ -84,3 +95,17 @@ class Sweeping:
             self._sweeps.popleft()
         else:
             self._sweeps[0] = (segment, further)
+
+    def _walk_above_puts(self) -> None:
+        """Takes the bytes of lost blocks above puts under way: no candidate may be below them."""
+        forest = self._pool.forest
+        steps_max = forest.steps + SWEEP_STEPS
+        for _ in range(min(SWEEP_STEPS, len(self._above_puts))):
+            forest.resumes = True
+            reached = forest.reach(self._above_puts[-1])
+            forest.resumes = False
+            if reached is None:
+                return  # its chain is long: the next step continues
+            self._above_puts.pop()
+            if forest.steps >= steps_max:
+                return

@@ -13,7 +13,9 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.limits import PROTOCOL_VERSION
+from kvstore.master.state import sweeping
 from kvstore.master.state.effects import Notice
+from kvstore.master.state.events import GONE_SIZE
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import EPOCH, Cluster
@@ -439,6 +441,41 @@ def test_blocks_behind_a_lost_one_stay_until_room_is_needed(new_cluster: NewClus
     assert cluster.match("abcd") == 0
     (row,) = cluster.status().namespaces
     assert row.objects == 2
+
+
+def test_what_is_lost_above_a_put_under_way_is_gone_at_once(new_cluster: NewCluster) -> None:
+    """No object is below it, from which the background work would come to it."""
+    cluster = new_cluster(one=6, two=6)
+    cluster.put("ab", host="host-one")
+    cluster.break_stream("one")
+    grants = cluster.start("c", parent="b", host="host-two")
+    cluster.state.forest.events = []
+
+    cluster.kill("one")
+
+    gone = [event[1] for event in cluster.state.take_events(10) if event[3] == GONE_SIZE]
+    assert gone == [b"b", b"a"]
+    (row,) = cluster.status().namespaces
+    assert row.objects == 0
+    cluster.end(grants)
+    assert cluster.present("abc") == "c"
+
+
+def test_lost_blocks_above_many_puts_are_found_in_slices(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "SWEEP_STEPS", 2)
+    cluster = new_cluster(one=8, two=20)
+    cluster.put("abcdefgh", host="host-one", chain=False)
+    cluster.break_stream("one")
+    for name in "abcdefgh":
+        cluster.start(name.upper(), parent=name, host="host-two")
+    cluster.state.forest.events = []
+
+    cluster.kill("one")
+
+    gone = [event[1] for event in cluster.state.take_events(20)]
+    assert sorted(gone) == [name.encode() for name in "abcdefgh"]
 
 
 def test_the_quarantine_must_outlast_a_node_that_nobody_hears() -> None:
