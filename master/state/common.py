@@ -163,6 +163,13 @@ class Common:
         None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.present, but=but)
 
+    def allow(self, record: ObjectRecord, version: Version) -> None:
+        """Called when a put has stored this version. A removal during the put did not remove it,
+        and must not keep it from coming back with its node."""
+        name = record.namespace, record.key
+        if self.tombstones.forbids(name, version, self.tombstones.made):
+            self.forbid(*name, but=version)
+
     def placements(self, records: Sequence[ObjectRecord | None], now_ms: int) -> Placements:
         """Where these records are, as columns; each is complete or None. Replicas on suspect nodes
         come last."""

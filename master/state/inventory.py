@@ -256,6 +256,8 @@ class Tombstones:
         """By namespace and key (None: all of them), or version, oldest first: its number, the
         version, and one up to it that is allowed. An ``OrderedDict``: to find its oldest entry, a
         plain dict passes the places of all that were deleted."""
+        self.newest = Version(0, 0)
+        """No removal forbids a later version."""
         self._dropped = 0
         self._dropped_version = Version(0, 0)
 
@@ -267,6 +269,7 @@ class Tombstones:
         Args:
             but: this one is allowed: it replaced the others, also those that were granted later.
         """
+        self.newest = max(self.newest, version)
         self._add((namespace, key), version, but)
 
     def add_version(self, version: Version) -> None:
@@ -295,9 +298,15 @@ class Tombstones:
         if version in self._of:
             return True
         namespace, key = name
-        for of in ((namespace, key), (namespace, None), ("", None)):
+        allowed_since = 0
+        found = self._of.get((namespace, key))
+        if found is not None and version <= found[1]:
+            if version != found[2]:
+                return True
+            allowed_since = found[0]
+        for of in ((namespace, None), ("", None)):
             found = self._of.get(of)
-            if found is not None and version <= found[1] and version != found[2]:
+            if found is not None and version <= found[1] and found[0] > allowed_since:
                 return True
         return False
 

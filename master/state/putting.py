@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
+from kvstore.calls import PutOutcome, Version
 from kvstore.errors import BusyError, InvalidArgumentError, ValueTooLargeError
 from kvstore.limits import REPLICAS_MAX, Key, Namespace
 from kvstore.master.state.common import Common
@@ -429,7 +429,10 @@ class Putting:
         if record.writer == put.token:
             record.writer = 0
         lacks = put.missing + len(put.extents) - len(extents)
-        self._pool.store(record, extents, size, (self._common.epoch, put.token), now_ms, lacks)
+        version = Version(self._common.epoch, put.token)
+        self._pool.store(record, extents, size, version, now_ms, lacks)
+        if version <= self._common.tombstones.newest:  # something was removed during the put
+            self._common.allow(record, version)
         if put.moves is None:
             self._pool.lifetimes.drop(record)  # of what it replaces
             if put.ttl_ms:

@@ -467,6 +467,11 @@ class Client:
         """As ``Movers.maps``."""
         return self._mapping(segment) is not None
 
+    def shown(self, segment: SegmentInfo) -> memoryview | None:
+        """As ``Movers.shown``."""
+        memory = self._mapping(segment)
+        return None if memory is None else memory.memory
+
     def memory(self, segment: SegmentInfo) -> memoryview:
         """As ``Movers.memory``."""
         memory = self._mapping(segment)

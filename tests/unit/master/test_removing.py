@@ -9,6 +9,7 @@ from kvstore.calls import NO_MARK, PutOutcome, Version
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
+from kvstore.master.state.inventory import Claim
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
 from tests.unit.master.conftest import NewCluster
 
@@ -421,6 +422,37 @@ def test_a_put_under_way_is_not_removed(new_cluster: NewCluster) -> None:
 
     cluster.end(grants)
     assert cluster.match("a") == 1
+
+
+@pytest.mark.parametrize("removes", ["key", "namespace", "all"])
+def test_what_a_put_under_way_stores_after_a_removal_comes_back_with_its_node(
+    new_cluster: NewCluster, removes: str
+) -> None:
+    cluster = new_cluster(one=4, two=4)
+    cluster.put("b")
+    first, second = cluster.start("a"), cluster.start("c")
+    if removes == "key":
+        cluster.remove("a")
+    else:
+        cluster.clear(10, "" if removes == "all" else NAMESPACE)
+    cluster.end(first)
+    node, offset = cluster.segments[first.segments[0]], first.offsets[0]
+    version = cluster.stat("a").version
+    earlier = version._replace(counter=version.counter - 1)
+    cluster.revoke(second, settled=True)
+
+    for allowed, claimed in ((False, earlier), (True, version)):
+        cluster.kill(node)
+        cluster.join(node, again=True, tells=False)
+        cluster.tell(node, Claim((NAMESPACE, Key(b"a")), None, BLOCK, claimed, offset))
+        assert cluster.present("a") == ("a" if allowed else "")
+
+    if removes != "key":
+        cluster.clear(10, NAMESPACE)
+        cluster.kill(node)
+        cluster.join(node, again=True, tells=False)
+        cluster.tell(node, Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, offset))
+        assert cluster.present("a") == "", "removed after all"
 
 
 def test_clearing_goes_in_slices(new_cluster: NewCluster) -> None:
