@@ -32,12 +32,12 @@ Exit codes: those of the command; 2 if it cannot be started.
     "as-mooncake",
     context_settings={**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=EXAMPLE,
+    help="Run a command whose mooncake.store is this store.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] [COMMAND]...")
 @click.option("--env", "as_env", is_flag=True, help="Print the variable for a shell to evaluate.")
 @debug_option
 def as_mooncake(command: tuple[str, ...], as_env: bool) -> None:
-    """Run a command whose mooncake.store is this store."""
     path = python_path(os.environ)
     if as_env:
         click.echo(f"export PYTHONPATH={shlex.quote(path)}")

@@ -76,7 +76,7 @@ class Row:
     p99_us: float
 
 
-@click.command(context_settings=CONTEXT, epilog=EXAMPLE)
+@click.command(context_settings=CONTEXT, epilog=EXAMPLE, help="Measure this machine.")
 @click.option(
     "--transport",
     type=click.Choice([*TRANSPORTS, "both", "mooncake"]),
@@ -112,7 +112,6 @@ def bench(
     master_scale: int | None,
     as_json: bool,
 ) -> None:
-    """Measure this machine."""
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}}
     as_json = as_json or outer["as_json"]
     master = master or outer["flags"].get("master")

@@ -31,7 +31,11 @@ memory.
 """
 
 
-@click.command(context_settings=CONTEXT, epilog=EXAMPLE)
+@click.command(
+    context_settings=CONTEXT,
+    epilog=EXAMPLE,
+    help="Remove memory that dead nodes left on this host.",
+)
 @click.argument("names", nargs=-1, metavar="[NODE]...")
 @click.option("--cluster", metavar="NAME", help="Only memory of this cluster.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -46,7 +50,6 @@ def clean(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Remove memory that dead nodes left on this host."""
     from kvstore.memory.entries import left_overs, remove_left
 
     as_json = as_json or bool((context.obj or {}).get("as_json"))

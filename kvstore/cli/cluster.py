@@ -19,12 +19,13 @@ from kvstore.texts import size_text
 
 
 @click.command(
-    context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001"
+    context_settings=CONTEXT,
+    epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001",
+    help="Show the cluster at a glance: nodes, their memory, objects.",
 )
 @connects()
 @click.option("--counters", is_flag=True, help="Also show counters since the master started.")
 def status(invocation: Invocation, counters: bool) -> None:
-    """Show the cluster at a glance: nodes, their memory, objects."""
     with invocation.client() as client:
         found = client.status()
     if invocation.as_json:
@@ -39,6 +40,11 @@ def status(invocation: Invocation, counters: bool) -> None:
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore drain host-7          then stop it, or upgrade it\n"
     "  kvstore drain host-7 --undo",
+    help="""Empty a node: it gets no new objects, its objects move to other nodes, then it leaves.
+
+    Loses nothing: if other nodes have too little free memory, nothing is moved. --evict and
+    --discard say what may be lost.
+    """,
 )
 @connects()
 @click.argument("node")
@@ -54,11 +60,6 @@ def status(invocation: Invocation, counters: bool) -> None:
 def drain(
     invocation: Invocation, node: str, undo: bool, evict: bool, discard: bool, wait_s: float
 ) -> int:
-    """Empty a node: it gets no new objects, its objects move to other nodes, then it leaves.
-
-    Loses nothing: if other nodes have too little free memory, nothing is moved. --evict and
-    --discard say what may be lost.
-    """
     from kvstore.drainer import check_room, drain_node
 
     with invocation.client() as client, byte_progress(wanted=not invocation.as_json) as progress:
@@ -98,12 +99,15 @@ def drain(
     return FAILED
 
 
-@click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore version --json")
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExample:\n  kvstore version --json",
+    help="Show the versions of this program and of what it runs on.",
+)
 @json_option
 @debug_option
 @click.pass_context
 def version(context: click.Context, as_json: bool) -> None:
-    """Show the versions of this program and of what it runs on."""
     versions = {
         "kvstore": __version__,
         "protocol": PROTOCOL_VERSION,

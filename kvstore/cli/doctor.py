@@ -32,7 +32,11 @@ IMPORTS_TIMEOUT_S = 60.0
 """Enough for the first import of a large package from a cold disk."""
 
 
-@click.command(context_settings=CONTEXT, epilog=EXAMPLE)
+@click.command(
+    context_settings=CONTEXT,
+    epilog=EXAMPLE,
+    help="Check this host, its programs and the connection to the cluster; say what to do.",
+)
 @config_options(ClientConfig, only=("master", "timeout_ms"))
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
 @click.option("--transfer-engine", is_flag=True, help="Test it with transfers to this host.")
@@ -48,7 +52,6 @@ def doctor(
     as_json: bool,
     **given: Any,
 ) -> int:
-    """Check this host, its programs and the connection to the cluster; say what to do."""
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
     config_path = outer["config_path"] if config_path is None else config_path
     flags = {key: value for key, value in outer["flags"].items() if key in given}

@@ -24,6 +24,7 @@ PAUSE_S = 1.0
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore events --namespace llama\n"
     "  kvstore events --snapshot --json --http 10.0.0.7:50080 --http 10.0.0.8:50080",
+    help="Follow what becomes visible in the store and what is gone.",
 )
 @connects("namespace")
 @click.option(
@@ -55,7 +56,6 @@ def events(
     snapshot: bool,
     since: str,
 ) -> None:
-    """Follow what becomes visible in the store and what is gone."""
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     scheme = "https://" if cacert else ""
     places = [each if "://" in each else scheme + each for each in at] or _leaders(

@@ -89,14 +89,18 @@ LATE: Final = {
 }
 
 
-@click.group(cls=Commands, context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@click.group(
+    cls=Commands,
+    context_settings=CONTEXT,
+    epilog=f"{EXAMPLE}\n\n{SOURCES}",
+    help="Inspect a kvstore cluster, and change its objects and nodes.",
+)
 @config_options(ClientConfig, without=SETTINGS_WITHOUT)
 @json_option
 @debug_option
 @version_option
 @click.pass_context
 def cli(context: click.Context, /, config_path: str | None, as_json: bool, **flags: object) -> None:
-    """Inspect a kvstore cluster, and change its objects and nodes."""
     context.obj = {"config_path": config_path, "as_json": as_json, "flags": flags}
 
 

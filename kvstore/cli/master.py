@@ -28,13 +28,16 @@ Examples:
 """
 
 
-@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@click.command(
+    context_settings=CONTEXT,
+    epilog=f"{EXAMPLE}\n\n{SOURCES}",
+    help="Run the master, which knows all objects and where they are.",
+)
 @config_options(MasterConfig)
 @parent_option
 @debug_option
 @version_option
 def command(config_path: str | None, parent_fd: int | None, **flags: object) -> int:
-    """Run the master, which knows all objects and where they are."""
     with ParentLink(parent_fd) as parent:
         config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
         logs.configure(config.log_level)

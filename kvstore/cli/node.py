@@ -28,7 +28,11 @@ Examples:
 """
 
 
-@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@click.command(
+    context_settings=CONTEXT,
+    epilog=f"{EXAMPLE}\n\n{SOURCES}",
+    help="Run a node, which adds memory of this host to the pool and serves it.",
+)
 @config_options(NodeConfig)
 @parent_option
 @orphan_option
@@ -37,7 +41,6 @@ Examples:
 def command(
     config_path: str | None, parent_fd: int | None, keep_orphaned: bool, **flags: object
 ) -> int:
-    """Run a node, which adds memory of this host to the pool and serves it."""
     with ParentLink(parent_fd) as parent:
         config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
         logs.configure(config.log_level)

@@ -27,12 +27,12 @@ LIST_ROWS_MAX = 1_000
 @click.command(
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore ls --namespace llama --prefix hex:9f86",
+    help="List objects, of all namespaces unless --namespace is given.",
 )
 @connects("namespace")
 @click.option("--prefix", default="", help="Only keys with this prefix (hex:... for binary ones).")
 @click.option("--limit", type=click.IntRange(min=0), help="At most this many; 0: all.")
 def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
-    """List objects, of all namespaces unless --namespace is given."""
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     start = key_from_text(prefix) if prefix else b""
     table_wanted = sys.stdout.isatty() and not invocation.as_json
@@ -54,12 +54,15 @@ def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
             click.echo(f"There are more: --limit {rows_max} reached.", err=True)
 
 
-@click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore stat greeting")
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExample:\n  kvstore stat greeting",
+    help="Show one object: size, place, lease, parent.",
+)
 @connects("namespace")
 @click.argument("key")
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
 def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
-    """Show one object: size, place, lease, parent."""
     wanted = key_from_text(key, as_hex=as_hex)
     with invocation.client() as client:
         found = client.stat(wanted, namespace=invocation.namespace)
@@ -103,6 +106,7 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
 @click.command(
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore put greeting hello.txt\n  date | kvstore put now -",
+    help="Store a file as one object. FILE may be - for standard input.",
 )
 @connects("namespace", "replicas", "put_wait_ms")
 @click.argument("key")
@@ -122,7 +126,6 @@ def put(
     overwrite: bool,
     ttl: float | None,
 ) -> None:
-    """Store a file as one object. FILE may be - for standard input."""
     from kvstore.calls import PutOutcome
 
     wanted = key_from_text(key, as_hex=as_hex)
@@ -157,6 +160,7 @@ def put(
 @click.command(
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore get greeting\n  kvstore get block-7 --npy -o block.npy",
+    help="Fetch one object's bytes.",
 )
 @connects("namespace")
 @click.argument("key")
@@ -164,7 +168,6 @@ def put(
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
 @click.option("--npy", is_flag=True, help="Write a NumPy file, with dtype and shape.")
 def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
-    """Fetch one object's bytes."""
     wanted = key_from_text(key, as_hex=as_hex)
     with byte_progress(wanted=not invocation.as_json) as progress:
         progress.step("fetching", None)
@@ -190,12 +193,15 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
     return 0
 
 
-@click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore rm greeting farewell")
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExample:\n  kvstore rm greeting farewell",
+    help="Remove objects: they are hidden at once; their memory is freed when no client reads it.",
+)
 @connects("namespace")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
-    """Remove objects: they are hidden at once; their memory is freed when no client reads it."""
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
     removed: list[bool] = []
     with invocation.client() as client:
@@ -208,6 +214,7 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
 @click.command(
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore pin system-prompt --seconds 3600",
+    help="Keep objects, and those before them in their chains, from eviction.",
 )
 @connects("namespace")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
@@ -216,19 +223,21 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
     "--seconds", type=float, required=True, help="Until the pin ends: up to 86400, a day."
 )
 def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: float) -> int:
-    """Keep objects, and those before them in their chains, from eviction."""
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
     with invocation.client() as client:
         pinned = client.pin(wanted, seconds, namespace=invocation.namespace)
     return _told(invocation, "pinned", wanted, pinned)
 
 
-@click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore unpin system-prompt")
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExample:\n  kvstore unpin system-prompt",
+    help="End the pins of objects, which can be evicted then.",
+)
 @connects("namespace")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
-    """End the pins of objects, which can be evicted then."""
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
     with invocation.client() as client:
         unpinned = client.unpin(wanted, namespace=invocation.namespace)
@@ -238,12 +247,15 @@ def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
         click.echo(f"unpinned {sum(unpinned)}")
 
 
-@click.command(context_settings=CONTEXT, epilog="\b\nExample:\n  kvstore clear --namespace llama")
+@click.command(
+    context_settings=CONTEXT,
+    epilog="\b\nExample:\n  kvstore clear --namespace llama",
+    help="Remove all objects of one namespace, or of all namespaces.",
+)
 @connects("namespace")
 @click.option("--all", "everything", is_flag=True, help="Clear every namespace.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
-    """Remove all objects of one namespace, or of all namespaces."""
     if everything and "namespace" in invocation.given:
         raise click.UsageError("--all and --namespace exclude each other.")
     namespace = None if everything else invocation.namespace

@@ -6,6 +6,7 @@ With ``--json`` an error is one line of JSON on stderr, whatever its exit code.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -166,7 +167,10 @@ def agreed(question: str, *, yes: bool = False, as_json: bool = False) -> None:
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command and ends the process. Each error is reported in one line."""
     descriptors.keep_standard()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows \\u65e5
+            stream.reconfigure(errors="backslashreplace")
+    given = [_in_utf8(each) for each in (sys.argv[1:] if arguments is None else arguments)]
     options = given[: given.index("--")] if "--" in given else given
     code = _run(command, name, given, as_json="--json" in options, debug="--debug" in options)
     try:
@@ -179,6 +183,14 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         click.echo(f"{name}: standard output: {error.strerror}", err=True)
         code = code or FAILED
     sys.exit(code)
+
+
+def _in_utf8(argument: str) -> str:
+    """What Python could not decode in the locale of the process (LC_ALL=C), but is UTF-8."""
+    try:
+        return argument.encode(sys.getfilesystemencoding(), "surrogateescape").decode()
+    except UnicodeError:
+        return argument
 
 
 def _run(

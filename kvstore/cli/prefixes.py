@@ -24,16 +24,16 @@ KEY_MAX = 24
 @click.command(
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore prefixes\n  kvstore prefixes --namespace llama --json",
+    help="""Show the chains that are matched most and used last, as a tree.
+
+    Of all namespaces that were used last, unless --namespace is given. The master counts a match at
+    the last block that it found, since the master's start, and remembers the last such blocks.
+    """,
 )
 @connects("namespace")
 @click.option("--count", type=click.IntRange(1, CHAINS_MAX), default=20, show_default=True,
               help="At most so many chains.")  # fmt: skip
 def prefixes(invocation: Invocation, count: int) -> None:
-    """Show the chains that are matched most and used last, as a tree.
-
-    Of all namespaces that were used last, unless --namespace is given. The master counts a match at
-    the last block that it found, since the master's start, and remembers the last such blocks.
-    """
     namespace = invocation.config.namespace if "namespace" in invocation.given else None
     with invocation.client() as client:
         found = client.chains(namespace, count=count)

@@ -33,13 +33,16 @@ Requests from this host add and remove engines while the proxy runs:
 EXTRA = ("aiohttp", "cbor2", "multidict", "prometheus_client")
 
 
-@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@click.command(
+    context_settings=CONTEXT,
+    epilog=f"{EXAMPLE}\n\n{SOURCES}",
+    help="Run a proxy for clients of OpenAI's API: prefillers compute prompts, decoders answer, "
+    "and the store passes the KV cache between them.",
+)
 @config_options(ProxyConfig)
 @debug_option
 @version_option
 def command(config_path: str | None, **flags: object) -> int:
-    """Run a proxy for clients of OpenAI's API: prefillers compute prompts, decoders answer, and the
-    store passes the KV cache between them."""
     config = load(ProxyConfig, flags, config_path=config_path, origin="{flag}")
     logs.configure(config.log_level)
     try:

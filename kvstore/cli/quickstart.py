@@ -44,7 +44,14 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 """
 
 
-@click.command(context_settings=CONTEXT, epilog=f"{EXAMPLE}\n\n{SOURCES}")
+@click.command(
+    context_settings=CONTEXT,
+    epilog=f"{EXAMPLE}\n\n{SOURCES}",
+    help="""Run a whole store on this host, and show how vLLM, SGLang and Python use it.
+
+    If the default port is taken, for example by another quickstart, the store takes a free one.
+    """,
+)
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -55,10 +62,6 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 @config_options(MasterConfig, only=SETTINGS)
 @debug_option
 def quickstart(config_path: str | None, **flags: object) -> int:
-    """Run a whole store on this host, and show how vLLM, SGLang and Python use it.
-
-    If the default port is taken, for example by another quickstart, the store takes a free one.
-    """
     config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
     # One master, whose memory goes with it, whatever a file says about the real ones.
     change: dict[str, object] = {"etcd": "", "keep": False}

@@ -42,13 +42,14 @@ class Seen(NamedTuple):
 @click.command(
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore top\n  kvstore top --interval-s 10 --count 6 --json",
+    help="Watch the cluster: hits, traffic, memory by node, the largest namespaces. "
+    "Ctrl-C ends it.",
 )
 @connects()
 @click.option("--interval-s", type=click.FloatRange(min=0.2, max=3600), default=2.0,
               show_default=True, help="Time between two looks.")  # fmt: skip
 @click.option("--count", type=click.IntRange(min=1), help="End after so many looks.")
 def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
-    """Watch the cluster: hits, traffic, memory by node, the largest namespaces. Ctrl-C ends it."""
     looks = _looks(invocation, interval_s, count)
     try:
         if invocation.as_json:

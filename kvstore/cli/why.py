@@ -55,12 +55,15 @@ CLIENTS_SHOWN: Final = 3
 TEXT_WIDTH: Final = 96
 
 
-@click.command(context_settings=CONTEXT, epilog=EXAMPLE)
+@click.command(
+    context_settings=CONTEXT,
+    epilog=EXAMPLE,
+    help="Say who writes and who asks, and why nothing is found.",
+)
 @connects()
 @click.argument("namespace", required=False, default="")
 @click.option("--model", default="", help="Only engines of this model: its name, or its path.")
 def why(invocation: Invocation, namespace: str, model: str) -> int:
-    """Say who writes and who asks, and why nothing is found."""
     if namespace and model:
         raise click.UsageError("give a namespace or --model, not both")
     with invocation.client() as client:

@@ -311,3 +311,23 @@ def test_the_bench_of_a_master() -> None:
     assert [row["op"] for row in rows].count("master_pause") == 3
     [memory] = [row for row in rows if row["op"] == "master_memory"]
     assert memory["objects"] == 1000
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_a_terminal_that_is_not_utf8_shows_all_it_can(
+    kv: KV, address: str, world: dict[str, str]
+) -> None:
+    kv("put", "schlüssel-日本", "-", stdin=b"1")
+    for command in (["status"], ["ls"], ["--json", "ls"], ["stat", "schlüssel-日本"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore.cli.main", "--master", address, *command],
+            capture_output=True, timeout=60, check=False, env=os.environ | world,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
