@@ -201,6 +201,11 @@ class AsyncClient:
         self._client.close()
         self._threads.shutdown(wait=True)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As ``Client.__reduce__``."""
+        config = self.config.model_copy(update={"memory": 0})
+        return functools.partial(type(self), config=config), ()
+
     async def __aenter__(self) -> Self:
         return self
 

@@ -65,6 +65,9 @@ class Client:
     child has inherited are the parent's: ``lease`` says that they are not held, an allocation
     cannot be put there, and dropping one gives nothing back. Their bytes can be read for as long
     as the parent holds them. A node or master that the parent contributes is ended by the parent.
+
+    A client that is pickled (for a Ray actor, or ``multiprocessing`` with ``spawn``) arrives as a
+    new one of the same settings, which contributes no memory.
     """
 
     def __init__(
@@ -815,6 +818,13 @@ class Client:
         self._stub.close()
         self._state.views.close()
         self._state.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process gets a new client of the same settings, with nothing of this one's:
+        neither its children nor its views; it contributes no memory. The settings travel as they
+        are, a password in ``etcd://...`` included."""
+        config = self.config.model_copy(update={"memory": 0})
+        return functools.partial(type(self), config=config), ()
 
     def __enter__(self) -> Self:
         return self

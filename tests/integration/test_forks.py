@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import pickle
 import signal
 import traceback
 from collections.abc import Callable
@@ -126,3 +128,32 @@ def test_a_client_of_an_event_loop_begins_anew_in_another_loop(store: Cluster) -
         await client.close()
 
     asyncio.run(use_and_close())
+
+
+def test_a_client_that_is_sent_elsewhere_arrives_as_a_new_one(store: Cluster) -> None:
+    client = store.client(namespace="sent", timeout_ms=5_000)
+    client.put("key", b"value")
+    with pickle.loads(pickle.dumps(client)) as there:
+        assert there.config == client.config
+        assert there.get("key") == b"value"
+        assert there is not client
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(Client.get, (client, "key")) == b"value"
+    assert client.get("key") == b"value"
+
+    async def main() -> None:
+        async with (
+            AsyncClient(store.address, namespace="sent") as client,
+            pickle.loads(pickle.dumps(client)) as there,
+        ):
+            assert await there.get("key") == b"value"
+
+    asyncio.run(main())
+
+
+def test_a_client_that_arrives_elsewhere_contributes_nothing(store: Cluster) -> None:
+    with Client(store.address, memory="8MiB") as client:
+        assert len(store.status().nodes) == 2
+        with pickle.loads(pickle.dumps(client)) as there:
+            assert there.config.memory == 0
+            assert len(store.status().nodes) == 2
