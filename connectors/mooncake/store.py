@@ -19,6 +19,7 @@ from typing import Any, Final
 from kvstore.client.sync import Client
 from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
+from kvstore.config.base import MASTER_VARIABLE
 from kvstore.connectors.guard import Guard, client_of_an_engine
 from kvstore.connectors.mooncake.names import (
     BufferDescriptor,
@@ -79,8 +80,8 @@ class MooncakeDistributedStore(Tensors):
             local_hostname: what ``get_hostname`` returns.
             global_segment_size: bytes that this process contributes, in a child process that ends
                 with it; 0: none. Units of a text are binary, as Mooncake's: ``"16MB"`` is 16 MiB.
-            master_server_addr: the kvstore master (``host:port``, or ``etcd://...``). The
-                variable ``KVSTORE_MASTER`` takes precedence.
+            master_server_addr: the kvstore master (``host:port``, or ``etcd://...``); empty: that
+                of the variable ``KVSTORE_MASTER`` or of a file, as for ``Client``.
             tenant_id: the namespace; ``"default"``: the configured one.
             metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the
                 SSD tier and the HTTP server: have no effect here. ``KVSTORE_CLIENT_PROTOCOL``
@@ -527,8 +528,10 @@ def _connected(master: str, memory: int, tenant: str) -> Client:
         given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
     if tenant != _DEFAULT_TENANT:
         given["namespace"] = tenant
-    if master and not os.environ.get("KVSTORE_MASTER"):
+    if master:
         given["master"] = master
+        if os.environ.get(MASTER_VARIABLE, master) != master:
+            log.warning("setup: %s names another master than the caller's", MASTER_VARIABLE)
     client = client_of_an_engine(**given)
     try:
         client.status()

@@ -648,6 +648,20 @@ def test_setup_takes_a_dictionary_of_strings(ours: Place) -> None:
     store.close()
 
 
+def test_the_callers_master_wins_over_the_environments(
+    ours: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"local_hostname": "here", "master_server_address": ours.address}
+    monkeypatch.setenv("KVSTORE_MASTER", "127.0.0.1:9")
+    store = MooncakeDistributedStore()
+    assert store.setup(settings) == 0
+    assert "KVSTORE_MASTER names another master" in caplog.text
+    store.close()
+    monkeypatch.setenv("KVSTORE_MASTER", ours.address)
+    assert store.setup("here") == 0
+    store.close()
+
+
 def test_setup_contributes_memory(ours: Place) -> None:
     store = MooncakeDistributedStore()
     assert store.setup("here", "P2PHANDSHAKE", 16 * MIB, 0, "tcp", "", ours.address) == 0
