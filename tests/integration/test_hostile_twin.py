@@ -389,6 +389,7 @@ def bodies(schema: Any, document: Any) -> Iterator[Any]:
         schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     true = {name: ["00"] if "keys" in name else "00" for name in schema.get("required", [])}
     for name in schema.get("properties", {}):
+        value: Any
         for value in (None, "", "00", "zz", 0, -1, 1 << 64, 1.5, True, [], [None], ["00"], [0], {}):
             yield true | {name: value}
 
