@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
+from kvstore.background import Job, Workers
 from kvstore.client import forks
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import View
@@ -25,7 +25,7 @@ from kvstore.client.values import Buffer, Payload
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams
-from kvstore.errors import ClosedError, DeadlineExceededError
+from kvstore.errors import DeadlineExceededError
 from kvstore.stopping import Stop
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ ResultT = TypeVar("ResultT")
 
 CALLS_AT_ONCE = 64
 """Threads of one client, made when they are needed; more calls wait for one of them."""
+
+CLOSE_S = 10.0
+"""How long ``close`` waits for calls under way, which fail at once unless a system call hangs."""
 
 
 def _awaited(
@@ -92,6 +95,11 @@ class AsyncClient:
 
     def _give_up(self) -> None:
         self._client._give_up()
+
+    def __del__(self) -> None:
+        threads = self.__dict__.get("_threads")
+        if threads is not None:
+            threads.end()
 
     @classmethod
     async def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
@@ -199,7 +207,7 @@ class AsyncClient:
 
     def _close(self) -> None:
         self._client.close()
-        self._threads.shutdown(wait=True)
+        self._threads.close(CLOSE_S)
 
     def __reduce__(self) -> tuple[object, ...]:
         """As ``Client.__reduce__``."""
@@ -235,7 +243,7 @@ class AsyncClient:
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
-        def tell(_: object) -> None:
+        def tell() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(ended.set)
 
@@ -245,15 +253,12 @@ class AsyncClient:
             with stop.here(), streams.computing_on(theirs):
                 return method(self._client, *args, **named)
 
-        try:
-            call = self._threads.submit(copy_context().run, carry_out)
-        except RuntimeError:  # shut down
-            raise ClosedError("the client is closed") from None
-        call.add_done_callback(tell)
+        call = Job(functools.partial(copy_context().run, carry_out), tell)
+        self._threads.begin(call)
         out_of_time = loop.call_later(timeout_s, call.cancel)  # unless it has begun
         try:
             await ended.wait()
-            if call.cancelled():
+            if call.is_cancelled:
                 raise DeadlineExceededError(
                     f"the call timed out after {timeout_s:.1f} s: {CALLS_AT_ONCE} calls of this "
                     f"client were under way"
@@ -261,18 +266,18 @@ class AsyncClient:
             return call.result()
         except asyncio.CancelledError:
             if not call.cancel() and not stop.set():
-                while not call.done():
+                while not call.is_done:
                     with contextlib.suppress(asyncio.CancelledError):
                         await ended.wait()
             raise
         except GeneratorExit:  # the loop was closed: nothing can be awaited any more
             if not call.cancel() and not stop.set():
-                wait([call])
+                call.wait()
             raise
         finally:
             out_of_time.cancel()
             del call  # its error refers to this frame
 
 
-def _new_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(CALLS_AT_ONCE, "kvstore-aio")
+def _new_threads() -> Workers:
+    return Workers("kvstore-aio", CALLS_AT_ONCE)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from kvstore.background import start_thread
+from kvstore.background import Job, Workers, join_all, start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client import forks
 from kvstore.client.devices import ClientDevices
@@ -23,7 +22,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     SegmentGoneError,
 )
-from kvstore.stopping import Stop, current
+from kvstore.stopping import Latch, Stop, current
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import segment_gone
@@ -41,6 +40,10 @@ SWEEP_S = 1.0
 
 SEGMENTS_AT_ONCE = 8
 """Nodes with which one batch exchanges bytes in parallel."""
+
+CLOSE_S = 10.0
+"""How long ``close`` waits for transfers and the sweep, which end sooner unless a system call of
+theirs hangs."""
 
 
 class Movers:
@@ -89,9 +92,9 @@ class Movers:
         self.devices = ClientDevices(*self._device_bounds)
         self.moved: dict[str, int] = {}
         """Number of transfers, by transport."""
-        self._pool: ThreadPoolExecutor | None = None
+        self._workers = Workers("kvstore-move", SEGMENTS_AT_ONCE)
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = Latch()
         self._sweeping: threading.Thread | None = None
 
     def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
@@ -102,19 +105,17 @@ class Movers:
         """
         if len(transfers) == 1:
             return [self._move_one(transfers[0], deadline)]
-        pool = self._threads()
         stop = current() or Stop()
-        under_way: list[Future[KVStoreError | None]] = []
+        jobs = [
+            Job(functools.partial(self._move_stoppable, transfer, deadline, stop))
+            for transfer in transfers
+        ]
         try:
-            for transfer in transfers:  # if one cannot begin, those that have are in the list
-                move = _submit(pool, self._move_stoppable, transfer, deadline, stop)
-                under_way.append(move)
-            return [future.result() for future in under_way]
+            for job in jobs:
+                self._workers.begin(job)
+            return [job.result() for job in jobs]
         except BaseException:
-            stop.set()
-            for future in under_way:
-                future.cancel()
-            _wait_for(under_way)
+            _cut_short(jobs, stop)
             raise
 
     def shown(self, segment: SegmentInfo) -> memoryview | None:
@@ -190,18 +191,18 @@ class Movers:
         """As ``Forked._begin_anew``. The child's transfer engine starts when it is needed."""
         for transport in self._transports:
             transport.abandon()
-        forks.keep((self._engine, self._pool, self.devices))
+        forks.keep((self._engine, self._workers, self.devices))
         self._make(client_number)
 
     def close(self) -> None:
+        """Idempotent. Waits for ``CLOSE_S`` at most, twice."""
         with self._lock:
             self._closing.set()
         if self._sweeping is not None:
-            self._sweeping.join()
+            join_all([self._sweeping], CLOSE_S)
         for transport in self._transports:
             transport.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        self._workers.close(CLOSE_S)
         self.devices.close()
 
     def _move_one(self, transfer: Transfer, deadline: float) -> KVStoreError | None:
@@ -244,13 +245,16 @@ class Movers:
         )
 
     def _start_sweeping(self) -> None:
-        with self._lock:
-            if self._sweeping is None and not self._closing.is_set():
-                self._sweeping = start_thread("kvstore-sweep", self._sweep_forever)
+        if not self._closing.is_set():
+            start_thread("kvstore-sweep", self._sweep_forever)
 
     def _sweep_forever(self) -> None:
         """Drops old mappings regularly. Memory of a restarted node stays allocated as long as a
         client maps it, and a client may make no call for hours."""
+        with self._lock:
+            if self._sweeping is not None:  # several callers have started it
+                return
+            self._sweeping = threading.current_thread()
         while not self._closing.wait(SWEEP_S):
             for sweep in (*(each.sweep for each in self._transports), self.devices.sweep):
                 try:
@@ -266,28 +270,15 @@ class Movers:
                 return ClosedError("the call was cancelled", settled=1)
             return self._move_one(transfer, deadline)
 
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(SEGMENTS_AT_ONCE, "kvstore-move")
-            return self._pool
 
-
-def _submit(
-    pool: ThreadPoolExecutor,
-    move: Callable[[Transfer, float, Stop], KVStoreError | None],
-    transfer: Transfer,
-    deadline: float,
-    stop: Stop,
-) -> Future[KVStoreError | None]:
-    try:
-        return pool.submit(move, transfer, deadline, stop)
-    except RuntimeError:  # shut down
-        raise ClosedError("the client is closed") from None
-
-
-def _wait_for(under_way: Sequence[Future[KVStoreError | None]]) -> None:
-    """Waits until all transfers, which were cut short, have ended, even if a signal raises."""
-    while not all(future.done() for future in under_way):
-        with contextlib.suppress(KeyboardInterrupt):
-            wait(under_way)
+def _cut_short(jobs: Sequence[Job[KVStoreError | None]], stop: Stop) -> None:
+    """Returns when no transfer touches the caller's memory any more, even if a signal raises."""
+    while not (stop.is_set and all(job.is_done for job in jobs)):
+        try:
+            stop.set()
+            for job in jobs:
+                job.cancel()
+            for job in jobs:
+                job.wait()
+        except BaseException:  # noqa: BLE001, S110  # the first one is being raised
+            pass

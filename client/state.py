@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore import descriptors
+from kvstore import calls, descriptors
+from kvstore.background import Job, in_one_piece, start_from_finalizer
 from kvstore.children import Child, start_node
 from kvstore.client import forks
+from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
-from kvstore.client.lent.views import MakeCall, Views
+from kvstore.client.lent.views import Views
 from kvstore.client.movers import Movers
 from kvstore.client.operations import Operations
 from kvstore.client.registered import RegisteredMemory
@@ -21,9 +24,13 @@ from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.host import address_towards, host_id
 from kvstore.memory.raw import address_of
+from kvstore.stopping import Latch
 
 if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
+
+UNUSED_S: Final = 0.5
+"""How often a client that was dropped looks whether its last view is gone."""
 
 
 class MasterHTTP(NamedTuple):
@@ -57,15 +64,15 @@ class ClientStats(NamedTuple):
 class ClientState:
     """The state of one client: placements, transports, views and leases."""
 
-    def __init__(self, config: ClientConfig, ask: MakeCall) -> None:
-        """
-        Args:
-            ask: makes the calls of the thread that renews leases.
-        """
+    def __init__(self, config: ClientConfig) -> None:
         descriptors.keep_standard()
         self.config = config
         self.host = host_id()
         self.name = self._new_name()
+        self.stub = self._new_stub()
+        self.closed = Latch()
+        """Calls are refused."""
+        self._closing = Job(self._close)
         client_number = _new_number()
         self.movers = Movers(
             config.transports,
@@ -77,7 +84,7 @@ class ClientState:
             device_kernel=config.device_kernel,
         )
         margin_s = config.lease_margin_ms / 1000
-        self.views = Views(ask, lease_margin_s=margin_s, watch=self.movers.watch)
+        self.views = Views(self._ask_within, lease_margin_s=margin_s, watch=self.movers.watch)
         self.context = Context(
             clock=uptime,
             host=self.host,
@@ -103,6 +110,11 @@ class ClientState:
         forks.keep(self.children)
         self.children = []
         self.name = self._new_name()
+        self.stub.abandon()
+        self.stub = self._new_stub()
+        is_closed, self.closed, self._closing = self.closed.is_set(), Latch(), Job(self._close)
+        if is_closed:
+            self.closed.set()
         context = self.context
         context.client = self.name
         context.client_number = _new_number()
@@ -115,6 +127,20 @@ class ClientState:
 
     def _new_name(self) -> str:
         return self.config.name or f"{socket.gethostname()}-{os.getpid()}"
+
+    def _new_stub(self) -> MasterStub:
+        config = self.config
+        return MasterStub(
+            config.master,
+            host=self.host,
+            name=self.name,
+            spin_us=config.spin_us,
+            lane=config.lane,
+            cluster=config.cluster,
+        )
+
+    def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
+        return self.stub.call(request, uptime() + seconds)
 
     def _engine(self) -> MooncakeTransport:
         # Not above: most clients have no engine, and every import takes time.
@@ -177,8 +203,36 @@ class ClientState:
             reached,
         )
 
+    def give_up(self) -> None:
+        """Refuses all calls, without closing anything."""
+        self.closed = Latch()
+        self.closed.set()
+        self._closing = Job(self._close)
+        self._closing.cancel()
+
     def close(self) -> None:
-        """After the stub is closed. Blocks until threads and children have ended."""
+        """Blocks until threads and children have ended, but not for ever. Idempotent."""
+        self.closed.set()
+        if not self._closing.is_done:
+            in_one_piece(self._closing.run)
+            self._closing.wait()
+
+    def let_go(self) -> None:
+        """Called by a finalizer when the program has dropped its client without closing it: closes
+        it in a thread, as soon as the program has no view and no allocation any more."""
+        if not (self.closed.is_set() or sys.is_finalizing()):
+            start_from_finalizer("kvstore-close", self._close_when_unused)
+
+    def _close_when_unused(self) -> None:
+        while len(self.views):
+            if self.closed.wait(UNUSED_S):
+                return
+        self.close()
+
+    def _close(self) -> None:
+        self.views.stop_renewing()
+        self.stub.close()
+        self.views.close()
         self.movers.close()
         for child in self.children:
             child.stop()

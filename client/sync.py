@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
@@ -96,11 +95,9 @@ class Client:
             config = load(ClientConfig, {"master": master, "memory": memory, **settings})
         self.config = config
         self._timeout_s = self.config.timeout_ms / 1000
-        self._state = ClientState(self.config, self._ask_within)
-        self._stub = self._new_stub()
+        self._state = ClientState(self.config)
         self._operations = self._state.operations
         self._tracing = tracing(shown_place(config.master))
-        self._closed = threading.Event()
         forks.watch(self)
         try:
             self._state.contribute(self._stub.join)
@@ -108,30 +105,22 @@ class Client:
             self.close()
             raise
 
-    def _new_stub(self) -> MasterStub:
-        return MasterStub(
-            self.config.master,
-            host=self._state.host,
-            name=self._state.name,
-            spin_us=self.config.spin_us,
-            lane=self.config.lane,
-            cluster=self.config.cluster,
-        )
+    @property
+    def _stub(self) -> MasterStub:
+        return self._state.stub
 
     def _begin_anew(self) -> None:
         """Called automatically in the child of a fork; see the class."""
-        is_closed = self._closed.is_set()
-        self._stub.abandon()
         self._state.begin_anew()
-        self._stub = self._new_stub()
-        self._closed = threading.Event()
-        if is_closed:
-            self._closed.set()
 
     def _give_up(self) -> None:
         """Refuse all calls, without closing anything."""
-        self._closed = threading.Event()
-        self._closed.set()
+        self._state.give_up()
+
+    def __del__(self) -> None:
+        state = self.__dict__.get("_state")
+        if state is not None:
+            state.let_go()
 
     @classmethod
     def embedded(cls, memory: int | str = "1GiB", **settings: Any) -> Self:
@@ -809,14 +798,9 @@ class Client:
     def close(self) -> None:
         """Give everything back. Idempotent; calls under way in other threads fail.
 
-        Views stay readable, but their leases are no longer renewed.
+        Views stay readable, but their leases are no longer renewed. A client that is dropped
+        without this closes itself once its last view and allocation are gone.
         """
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._state.views.stop_renewing()
-        self._stub.close()
-        self._state.views.close()
         self._state.close()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -838,7 +822,8 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Client of {self.config.master}{', closed' if self._closed.is_set() else ''}>"
+        closed = ", closed" if self._state.closed.is_set() else ""
+        return f"<Client of {self.config.master}{closed}>"
 
     # --- driving flows ------------------------------------------------------------------------
 
@@ -850,11 +835,11 @@ class Client:
 
     def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:
         """Carries out the flow's steps until it returns or the time is over."""
-        if self._closed.is_set():
+        if self._state.closed.is_set():
             raise ClosedError("the client is closed")
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
-        call, pause, move = self._stub.call, self._pause, self._state.movers.move
+        call, pause, move = self._state.stub.call, self._pause, self._state.movers.move
         if trace:
             call = functools.partial(call, trace=trace)
         stop = current()
@@ -892,11 +877,8 @@ class Client:
         left = deadline - uptime()
         if left <= seconds:
             raise DeadlineExceededError(f"the call timed out after {timeout_s:.1f} s")
-        if self._closed.wait(seconds):
+        if self._state.closed.wait(seconds):
             raise ClosedError("the client is closed")
-
-    def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
-        return self._stub.call(request, uptime() + seconds)
 
 
 def _lent(memory: Buffer | int, size: int | None) -> memoryview:

@@ -7,16 +7,27 @@ When one ends by an exception, the exception is logged once with its traceback, 
 called with it: the owner knows whether the process can go on without it. ``End`` is for an owner
 that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
 ``watch_loop`` and ``watch_threads`` log the failures of tasks and threads without an owner.
+
+Signal handlers run in the main thread, between any two steps of it, and may raise: Ctrl-C, a
+time-out by SIGALRM, ``sys.exit`` on SIGTERM. So what the main thread must not do by halves is done
+``in_one_piece``, by another thread.
 """
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from queue import SimpleQueue
+from typing import Any, Final, Generic, TypeVar, cast
+
+from kvstore.clocks import uptime
+from kvstore.errors import ClosedError
+from kvstore.stopping import Latch
 
 log = logging.getLogger("kvstore.background")
 
@@ -81,8 +92,202 @@ def start_thread(
             _tell(name, error, died)
 
     thread = threading.Thread(target=run, name=name, daemon=daemon)
-    thread.start()
+    if not _is_main():
+        thread.start()
+        return thread
+    # ``start`` waits for the new thread with a ``threading.Event``. An exception in there would
+    # leave a thread that never begins.
+    started: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def start() -> None:
+        try:
+            thread.start()
+        except Exception as error:  # noqa: BLE001  # raised below
+            started.put(error)
+        else:
+            started.put(None)
+
+    _thread.start_new_thread(start, ())
+    error = started.get()
+    if error is not None:
+        raise error
     return thread
+
+
+def start_from_finalizer(name: str, work: Callable[[], object]) -> None:
+    """As ``start_thread``, where the present thread may hold any lock: waits for nothing. Does
+    nothing when the interpreter is ending."""
+    with contextlib.suppress(RuntimeError):
+        _thread.start_new_thread(start_thread, (name, work))
+
+
+def in_one_piece(work: Callable[[], AnyResult]) -> AnyResult:
+    """What ``work`` returns. It runs to its end, also if a signal handler raises in this thread
+    meanwhile. Costs the main thread some 100 us; any other thread does the work itself."""
+    if not _is_main():
+        return work()
+    job = Job(work)
+    try:
+        start_thread("kvstore-piece", job.run)
+    except RuntimeError:  # the system has no thread left, or the interpreter is ending
+        job.run()
+    return job.result()
+
+
+def _is_main() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+class Job(Generic[AnyResult]):
+    """One piece of work for another thread. Threads: any; no method leaves a lock taken."""
+
+    def __init__(
+        self, work: Callable[[], AnyResult], ended: Callable[[], object] | None = None
+    ) -> None:
+        """``ended``: called when it has ended, in the thread that has ended it."""
+        self._work: Callable[[], AnyResult] | None = work
+        self._tell = ended
+        self._unclaimed: list[None] = [None]
+        self._ended = Latch()
+        self._result: AnyResult | None = None
+        self._error: BaseException | None = None
+        self.is_cancelled = False
+
+    def run(self) -> None:
+        """Does the work, unless it was cancelled."""
+        work, self._work = self._work, None
+        if work is None or not self._claim():
+            return
+        try:
+            self._result = work()
+        except BaseException as error:  # noqa: BLE001  # ``result`` raises it
+            self._error = error
+        del work
+        self._end()
+
+    def cancel(self) -> bool:
+        """Whether the work has not begun, and will not."""
+        if self._claim():
+            self.is_cancelled = True
+            self._work = None
+            self._end()
+        return self.is_cancelled
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_cancelled or self._ended.is_set()
+
+    def wait(self) -> None:
+        """Returns when the work has ended, or was cancelled."""
+        while not self.is_done:
+            self._ended.wait()
+
+    def result(self) -> AnyResult:
+        """Waits, and returns or raises what the work did."""
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame
+        if self.is_cancelled:
+            raise ClosedError("the call was cancelled", settled=1)
+        return cast("AnyResult", self._result)
+
+    def _claim(self) -> bool:
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _end(self) -> None:
+        self._ended.set()
+        if self._tell is not None:
+            self._tell()
+
+
+class _Crew:
+    """What the threads of ``Workers`` share. They do not refer to ``Workers``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self.lock = threading.Lock()  # guards the two below
+        self.threads: set[threading.Thread] = set()
+        self.idle = 0
+
+    def serve(self) -> None:
+        me = threading.current_thread()
+        with self.lock:
+            if len(self.threads) >= self.size:
+                return
+            self.threads.add(me)
+        try:
+            while (job := self.jobs.get()) is not None:
+                job.run()
+                del job  # it refers to its caller's memory
+                with self.lock:
+                    self.idle += 1
+            self.jobs.put(None)  # for the next one
+        finally:
+            with self.lock:
+                self.threads.discard(me)
+
+
+class Workers:
+    """A bounded number of threads, made when they are needed, which do jobs.
+
+    As ``ThreadPoolExecutor``, of which a signal handler that raises can leave a lock taken.
+    Threads: any.
+    """
+
+    def __init__(self, name: str, size: int) -> None:
+        self._name = name
+        self._crew = _Crew(size)
+        self._is_closed = False
+
+    def begin(self, job: Job[Any]) -> None:
+        """Lets one of the threads do the job, at once or as soon as one is free. If this raises,
+        ``cancel`` the job.
+
+        Raises:
+            ClosedError
+        """
+        if self._is_closed:
+            raise ClosedError("the client is closed")
+        crew = self._crew
+        crew.jobs.put(job)
+        with crew.lock:
+            needed = crew.idle <= 0 and len(crew.threads) < crew.size
+            crew.idle = max(0, crew.idle - 1)
+        if needed:
+            start_thread(self._name, crew.serve)
+
+    def end(self) -> None:
+        """Lets the threads end after the jobs that have begun. Finalizers may call it."""
+        self._is_closed = True
+        self._crew.jobs.put(None)
+
+    def close(self, patience_s: float) -> None:
+        """As ``end``, and waits for it, but not longer than this. Idempotent."""
+        self.end()
+        with self._crew.lock:
+            threads = list(self._crew.threads)
+        join_all(threads, patience_s)
+
+
+def join_all(threads: Iterable[threading.Thread], patience_s: float) -> None:
+    """Waits until these threads have ended, but not longer than ``patience_s`` in all. One that has
+    not is named in the log. The present thread is left out."""
+    until = uptime() + patience_s
+    for thread in threads:
+        if thread is threading.current_thread():
+            continue
+        thread.join(max(0.0, until - uptime()))
+        if thread.is_alive():
+            log.warning("thread_goes_on name=%s waited_s=%.1f", thread.name, patience_s)
 
 
 def _tell(name: str, error: BaseException, died: Died | None) -> None:

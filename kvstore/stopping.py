@@ -10,12 +10,161 @@ Code that moves bytes gets the ``current()`` stop. It looks at ``is_set`` in its
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
+from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
+
+AnyResult = TypeVar("AnyResult")
+AnyObject = TypeVar("AnyObject")
+
+TURN_PAUSE_S = 0.001
+TURN_PAUSE_MAX_S = 0.05
+"""The first and the longest pause between two looks at a ``Turn`` that another thread has."""
+
+
+class Bell:
+    """Wakes the threads that wait for a change.
+
+        with self._lock:              # a ``threading.Lock``
+            if self._is_there:
+                return
+            heard = self._bell.listen()
+        self._bell.wait(heard, 0.1)   # and look again
+
+    The methods of ``threading.Condition`` and ``Event`` are Python code. A signal handler that
+    raises in the main thread while that is in them leaves their lock taken for ever, so callers of
+    a client do not come by them. Here is no lock. A signal can cost a wake-up at most: whoever
+    waits for something that ``ring(1)`` announces looks again by itself from time to time.
+    """
+
+    def __init__(self) -> None:
+        self._listening: deque[SimpleQueue[None]] = deque()
+
+    def listen(self) -> SimpleQueue[None]:
+        """What to ``wait`` for: every ``ring`` from now on is heard."""
+        heard: SimpleQueue[None] = SimpleQueue()
+        self._listening.append(heard)
+        return heard
+
+    def wait(self, heard: SimpleQueue[None], seconds: float) -> None:
+        """Returns after the next ``ring``, or when the time is over."""
+        try:
+            heard.get(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
+        except Empty:
+            pass
+        finally:
+            with contextlib.suppress(ValueError):
+                self._listening.remove(heard)
+
+    def ring(self, times: int = 1 << 30) -> None:
+        """Wakes as many threads, those first that have waited longest. Finalizers may call it."""
+        with contextlib.suppress(IndexError):
+            for _ in range(times):
+                self._listening.popleft().put(None)
+
+
+class Latch:
+    """As ``threading.Event`` without ``clear``, for the threads of callers; see ``Bell``."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._bell = Bell()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        """Idempotent. Finalizers may call it."""
+        self._is_set = True
+        self._bell.ring()
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Whether it is set, by the end of this time at the latest."""
+        if not self._is_set:
+            heard = self._bell.listen()
+            self._bell.wait(heard, 0.0 if self.is_set() else seconds)
+        return self._is_set
+
+
+class Known(Generic[AnyObject]):
+    """A set of objects that it does not keep alive. What a signal handler that raises makes a call
+    forget is gone from here as well. (``WeakSet`` learns of that by a callback in Python, which can
+    be cut short, too.)"""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, weakref.ref[AnyObject]] = {}
+
+    def add(self, each: AnyObject) -> None:
+        self.prune()
+        self._objects[id(each)] = weakref.ref(each)
+
+    def discard(self, each: AnyObject) -> None:
+        self._objects.pop(id(each), None)
+
+    def prune(self) -> None:
+        """Leaves out what is gone."""
+        for number, known in list(self._objects.items()):
+            if known() is None:
+                self._objects.pop(number, None)
+
+    def __len__(self) -> int:
+        """How many there are, with those that are gone since the last ``prune`` or ``add``."""
+        return len(self._objects)
+
+    def __iter__(self) -> Iterator[AnyObject]:
+        objects = [known() for known in list(self._objects.values())]
+        return iter([each for each in objects if each is not None])
+
+
+class NotOurTurnError(Exception):
+    """Another thread had the ``Turn`` for all of the time."""
+
+
+class Turn:
+    """A lock that is waited for by a deadline. As those above, it is for the threads of callers:
+    ``acquire(timeout=...)`` can be cut short between the moment in which the lock is taken and the
+    ``try`` that gives it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: dict[object, None] = {}
+
+    @property
+    def is_taken(self) -> bool:
+        return bool(self._holder)
+
+    def run(self, work: Callable[[], AnyResult], seconds: float) -> AnyResult:
+        """What ``work`` returns, which one thread at a time does.
+
+        Raises:
+            NotOurTurnError: it has not begun within this time.
+        """
+        until = uptime() + seconds
+        pause_s = TURN_PAUSE_S
+        me = object()
+        try:
+            while True:
+                with self._lock:
+                    if not self._holder:
+                        self._holder[me] = None
+                        break
+                if uptime() + pause_s >= until:
+                    raise NotOurTurnError
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, TURN_PAUSE_MAX_S)
+            return work()
+        finally:
+            self._holder.pop(me, None)  # one step of the interpreter
 
 
 class CallStoppedError(Exception):

@@ -44,7 +44,8 @@ class Lent:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
-        self.calls = 0
+        self.calls: set[object] = set()
+        """What takes itself out in one step, whatever a signal handler raises."""
         self.in_doubt = False
         """Set by a call that got no answer: the next one gets another channel."""
 
@@ -72,6 +73,7 @@ class Channels:
                 target = grpc_target(address, deadline)
             except UnknownNameError as error:
                 raise CarrierBrokenError(str(error), sent=False) from None
+        me = object()
         with self._lock:
             if self._closed:
                 raise ClosedError("the client is closed")
@@ -80,20 +82,19 @@ class Channels:
                 lent = self._by_address[address] = Lent(
                     grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
                 )
-            lent.calls += 1
+            lent.calls.add(me)
         try:
             yield lent
         finally:
+            lent.calls.discard(me)
             with self._lock:
-                lent.calls -= 1
                 if lent.in_doubt and self._by_address.get(address) is lent:
                     del self._by_address[address]
                     self._retired.add(lent)
-                over = lent in self._retired and not lent.calls
-                if over:
-                    self._retired.discard(lent)
-            if over:
-                lent.channel.close()
+                over = [each for each in self._retired if not each.calls]
+                self._retired.difference_update(over)
+            for each in over:
+                each.channel.close()
 
     def close(self) -> None:
         """Cancels the calls under way. Idempotent."""

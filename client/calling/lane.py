@@ -38,8 +38,8 @@ class LaneConnection:
     """One connection, one call at a time. Threads: the one that took it; ``interrupt``: any."""
 
     def __init__(self, sock: socket.socket, spin_s: float, generation: int) -> None:
-        self.generation = generation
         self._sock = sock
+        self.generation = generation
         self._spin_s = spin_s
         self._reader = FrameReader()
         self._gauge = SpinGauge()
@@ -125,6 +125,10 @@ class LaneConnection:
 
     def close(self) -> None:
         self._sock.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._sock.close()  # of a call that a signal has cut short
 
     def _send(self, data: bytes, deadline: float) -> None:
         sock = self._sock

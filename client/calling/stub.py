@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import random
@@ -14,6 +15,7 @@ from typing import Any, cast
 import grpc
 
 from kvstore.addresses import split_address
+from kvstore.background import in_one_piece
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client import forks
 from kvstore.client.calling.channels import Channels
@@ -43,7 +45,7 @@ from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.native import fast
 from kvstore.ports import what_answers
-from kvstore.stopping import current
+from kvstore.stopping import Known, Latch, NotOurTurnError, Stop, Turn, current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
@@ -96,12 +98,14 @@ class MasterStub:
         self._join = Join(name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster)
         self._spin_s = spin_us / 1e6
         self._on_join = on_join
-        self._joining = threading.Lock()
-        self._closed = threading.Event()
+        self._joining = Turn()
+        self._closed = Latch()
         self._answered = self._told_waiting = False
         self._idle: deque[LaneConnection] = deque()
         self._lock = threading.Lock()  # guards the one below
-        self._connections: set[LaneConnection] = set()
+        self._connections: Known[LaneConnection] = Known()
+        """All that are open. Whatever a signal handler raises in a call, its connection ends with
+        its frames."""
         self._channels = Channels()
 
     @property
@@ -179,9 +183,9 @@ class MasterStub:
     def abandon(self) -> None:
         """Called in the child of a fork: refuses calls, and closes the child's descriptors of the
         parent's connections. Takes no lock."""
-        self._closed = threading.Event()
+        self._closed = Latch()
         self._closed.set()
-        for connection in self._connections:
+        for connection in list(self._connections):
             connection.close()
         forks.keep(self._channels)  # gRPC's threads and locks were the parent's
 
@@ -244,7 +248,9 @@ class MasterStub:
                 raise ClosedError("the client was closed during the call")
             return None
         if isinstance(action, Locate):
-            return find_leader(action.place, uptime() + action.timeout_s)
+            return in_one_piece(
+                functools.partial(find_leader, action.place, uptime() + action.timeout_s)
+            )
         assert call is not None
         if isinstance(action, OnLane):
             connection = self._take() or self._connect(deadline)
@@ -261,16 +267,17 @@ class MasterStub:
         return reply
 
     def _join_at(self, action: JoinAt, deadline: float) -> None:
-        if not self._joining.acquire(timeout=max(deadline - uptime(), 0.0)):
-            raise late(self._link, "Join")
-        try:
+        def join() -> None:
             if self._link.generation == action.generation:
                 until = min(deadline, uptime() + action.timeout_s)
                 payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
                 data = self._on_grpc(action.address, JOIN, payload, until, last=until == deadline)
                 self._accept(cast(Joined, decode_reply(JOIN, data)), action.address)
-        finally:
-            self._joining.release()
+
+        try:
+            self._joining.run(join, deadline - uptime())
+        except NotOurTurnError:
+            raise late(self._link, "Join") from None
 
     def _accept(self, joined: Joined, address: str) -> None:
         if self._on_join is not None:
@@ -287,6 +294,21 @@ class MasterStub:
         *,
         last: bool = True,
     ) -> bytes:
+        # gRPC's channels are guarded by conditions of Python, which a signal handler that raises
+        # would leave taken for ever.
+        return in_one_piece(
+            functools.partial(self._send, address, call, payload, deadline, last, current())
+        )
+
+    def _send(
+        self,
+        address: str,
+        call: Call[Any, Any],
+        payload: bytes,
+        deadline: float,
+        last: bool,
+        stop: Stop | None,
+    ) -> bytes:
         left_s = deadline - uptime()
         if left_s <= 0:
             raise late(self._link, call.name)
@@ -294,7 +316,7 @@ class MasterStub:
         with self._channels.lend(address, deadline) as lent:
             try:
                 send = lent.channel.unary_unary(call.path)
-                stop, metadata = current(), self._link.metadata(call)
+                metadata = self._link.metadata(call)
                 if trace := trace_of(payload):
                     metadata = (*metadata, (TRACE_METADATA, trace))
                 if stop is None and call is not JOIN:
@@ -316,15 +338,11 @@ class MasterStub:
         raise failure
 
     def _result(self, calling: grpc.Future[bytes], call: Call[Any, Any], deadline: float) -> bytes:
-        try:
-            if call is JOIN:
-                with contextlib.suppress(grpc.FutureTimeoutError):
-                    return calling.result(TELL_S)
-                self._tell_waiting(NO_ANSWER, deadline)
-            return calling.result()
-        except KeyboardInterrupt:
-            calling.cancel()
-            raise
+        if call is JOIN:
+            with contextlib.suppress(grpc.FutureTimeoutError):
+                return calling.result(TELL_S)
+            self._tell_waiting(NO_ANSWER, deadline)
+        return calling.result()
 
     def _tell_waiting(self, reason: str, deadline: float) -> None:
         """Logs what a call waits for; once, until a master is joined."""
@@ -397,6 +415,7 @@ class MasterStub:
         with self._lock:
             if self._closed.is_set():
                 raise ClosedError("the client is closed")
+            self._connections.prune()
             if len(self._connections) >= LANE_CONNECTIONS_MAX:
                 return None
         now = uptime()

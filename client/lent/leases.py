@@ -25,6 +25,7 @@ finalizers, the thread and the lock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -131,8 +132,9 @@ class Lease:
         self._mounted = mounted
         self._clock = clock
         self._kept = True
-        self.holders = 1
-        """Number of arrays over this memory; 0: the program has dropped all of them."""
+        self.holders: set[object] = set()
+        """What stands for the arrays over this memory; none: the program has dropped all of them.
+        A set, because a signal handler that raises makes no member of it count twice."""
         self.header = bytearray()
         """Of an allocation: the header that a commit has written in front of it."""
         self.unanswered: Named | None = None
@@ -247,7 +249,7 @@ class LeaseTable:
         self._leases: dict[int, Lease] = {}  # the newest, by address of the first payload byte
         self._older: dict[int, list[Lease]] = {}  # replaced ones, by the same address
 
-    def add(
+    def lease_for(
         self,
         address: int,
         size: int,
@@ -256,30 +258,37 @@ class LeaseTable:
         mounted: Mounted,
         place: Place | None = None,
     ) -> Lease:
-        """One more holder of the memory at ``address``."""
+        """The lease of the memory at ``address``, for one more holder. A new one counts from
+        ``enter``."""
         lease = self._leases.get(address)
         if lease is not None and lease.what == held and lease.held:
-            lease.holders += 1
             lease.extend(until)
             return lease
-        if lease is not None:
-            self._older.setdefault(address, []).append(lease)
-        lease = self._leases[address] = Lease(held, until, size, mounted, self.clock, place)
-        return lease
+        return Lease(held, until, size, mounted, self.clock, place)
 
-    def let_go(self, address: int, lease: Lease) -> Granted | None:
-        """Removes one holder; returns the allocation if it can no longer be put."""
-        lease.holders -= 1
+    def enter(self, address: int, lease: Lease, holder: object) -> None:
+        """Called once ``holder`` is certain to ``let_go`` at last."""
+        lease.holders.add(holder)
+        newest = self._leases.get(address)
+        if newest is not None and newest is not lease:
+            self._older.setdefault(address, []).append(newest)
+        self._leases[address] = lease
+
+    def let_go(self, address: int, lease: Lease, holder: object) -> Granted | None:
+        """Removes one holder; returns the allocation if it can no longer be put. Idempotent."""
+        lease.holders.discard(holder)
         if lease.holders:
             return None
         is_ours = lease.held
         lease.end()
         if self._leases.get(address) is lease:
-            del self._leases[address]
-        elif address in self._older:
-            self._older[address].remove(lease)
-            if not self._older[address]:
-                del self._older[address]
+            self._leases.pop(address, None)
+        older = self._older.get(address)
+        if older is not None:
+            with contextlib.suppress(ValueError):
+                older.remove(lease)
+            if not older:
+                self._older.pop(address, None)
         return lease.what if is_ours and isinstance(lease.what, Granted) else None
 
     def starts_at(self, address: int) -> bool:

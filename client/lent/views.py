@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
@@ -23,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import calls
-from kvstore.background import start_thread
+from kvstore.background import join_all, start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client.lent.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
+from kvstore.stopping import Latch
 
 if TYPE_CHECKING:
     from kvstore.client.values import Value
@@ -36,6 +36,9 @@ log = logging.getLogger("kvstore.client")
 
 BROKEN_PAUSE_S: Final = 0.2
 """The pause of the renewing thread after an exception that is a bug."""
+
+CLOSE_S: Final = 10.0
+"""How long ``close`` waits for the renewing thread, whose calls end when their stub is closed."""
 
 MakeCall = Callable[[calls.Request, float], calls.Reply]
 """Takes a request and the seconds that the call may last; raises KVStoreError."""
@@ -49,16 +52,16 @@ them the value that was made of it."""
 class _Watch(weakref.ref["NDArray[np.generic]"]):
     """A weak reference to an array, at a sixth of the cost of ``weakref.finalize``."""
 
-    __slots__ = ("address", "allocated", "array", "lease", "storage")
+    __slots__ = ("address", "array", "lease", "storage", "wakes")
 
     address: int
-    allocated: bool
-    """Whether it came from ``allocate``."""
     array: int
     """``id`` of the array, unique for as long as the array lives."""
     lease: Lease
     storage: int
     """Identifies the storage of the tensor over it; 0: there is none."""
+    wakes: weakref.ref[NDArray[np.generic]] | None
+    """Of an allocation: wakes the renewing thread when it is gone."""
 
     __hash__ = object.__hash__  # of the reference: an array has no hash
 
@@ -74,8 +77,10 @@ class Watches:
     that trace is lost (a tensor that the program made of an array, DLPack), the address decides; if
     the memory was leased more than once, the answer is the lease that promises least.
 
-    ``let_go`` may be called anywhere, also by a finalizer. Any thread may read; only one thread at
-    a time may call the other methods.
+    The end of an array runs calls of C, ``deque.append`` and ``SimpleQueue.put``: it may come
+    between any two steps of any thread, whatever locks that holds, and a signal handler that raises
+    must not cut it short. ``settle`` does the rest. Any thread may read; only one thread at a time
+    may call the other methods.
     """
 
     def __init__(
@@ -83,65 +88,89 @@ class Watches:
         clock: Callable[[], float] = uptime,
     ) -> None:
         self.leases = LeaseTable(clock)
-        self.allocated = 0
-        """Arrays alive that came from ``allocate``."""
-        self.closed = False
-        self.wake: Callable[[], None] = _nothing
-        """Called by finalizers when an allocation is to be revoked, and always once ``closed``. It
-        must not wait for a lock."""
+        self._allocations: set[_Watch] = set()
+        self.woken: SimpleQueue[object] = SimpleQueue()
+        """Wakes the renewing thread, also when an allocation is gone, to be revoked. Its ``put``
+        takes no lock and may interrupt another one: made for finalizers."""
         self._arrays: dict[int, _Watch] = {}
         self._storages: dict[int, _Watch] = {}
         self._let_go: deque[weakref.ref[NDArray[np.generic]]] = deque()
+        self.let_go = self._let_go.append
+        """Notes that an array is gone."""
+
+    @property
+    def allocated(self) -> int:
+        """Arrays alive that came from ``allocate``."""
+        return len(self._allocations)
 
     def add(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]:
-        """As ``Views.add_many``."""
+        """As ``Views.add_many``.
+
+        A signal handler may raise between any two steps. Until the watch is in ``_arrays`` the
+        lease is in no table; from then on the end of the array lets go of whatever there is.
+        """
         leases: list[Lease] = []
-        add, watches, let_go = self.leases.add, self._arrays, self.let_go
+        lease_for = self.leases.lease_for
         for array, address, held, until, place, value in arrays:
-            lease = add(address, array.nbytes, held, until, mounted, place)
-            watch = _Watch(array, let_go)
-            watch.address, watch.lease = address, lease
-            watch.array, watch.storage = id(array), 0
-            watch.allocated = type(held) is Granted
-            self.allocated += watch.allocated
-            watches[id(array)] = watch
-            if value is not array and (storage := _storage(value)):
-                watch.storage = storage
-                self._storages[storage] = watch
+            lease = lease_for(address, array.nbytes, held, until, mounted, place)
+            storage = 0 if value is array else _storage(value)
+            self._watch_array(array, address, lease, storage, self.let_go)
             leases.append(lease)
         return leases
 
-    def let_go(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
-        """Notes that the array is gone. As a finalizer it may run between any two steps of any
-        thread, whatever locks that thread holds. So it takes none, and leaves the rest to
-        ``settle``."""
-        self._let_go.append(watch)
-        assert isinstance(watch, _Watch)
-        if self.closed or type(watch.lease.what) is Granted:
-            self.wake()
+    def _watch_array(
+        self,
+        array: NDArray[np.generic],
+        address: int,
+        lease: Lease,
+        storage: int,
+        ended: Callable[[weakref.ref[NDArray[np.generic]]], object],
+    ) -> None:
+        is_granted = type(lease.what) is Granted
+        wakes = weakref.ref(array, self.woken.put) if is_granted else None  # called after ``ended``
+        watch = _Watch(array, ended)
+        watch.wakes = wakes
+        watch.address, watch.lease = address, lease
+        watch.array, watch.storage = id(array), storage
+        self._arrays[id(array)] = watch
+        self.leases.enter(address, lease, watch)
+        if is_granted:
+            self._allocations.add(watch)
+        if storage:
+            self._storages[storage] = watch
 
-    @property
-    def unsettled(self) -> bool:
-        return bool(self._let_go)
+    def settle_alone(self) -> None:
+        """From now on no thread settles: the end of an array does."""
+        for watch in list(self._arrays.values()):
+            array = watch()
+            if array is not None:
+                self._watch_array(
+                    array, watch.address, watch.lease, watch.storage, self._settle_last
+                )
+                watch.lease.holders.discard(watch)
+                self._allocations.discard(watch)
+        self.settle([])
 
-    def settle(self) -> list[Granted]:
-        """Removes arrays that are gone; returns the allocations that can no longer be put."""
-        dropped: list[Granted] = []
-        while True:
-            try:
-                watch = self._let_go.popleft()
-            except IndexError:
-                break
+    def _settle_last(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
+        self.let_go(watch)
+        self.settle([])
+
+    def settle(self, dropped: list[Granted]) -> None:
+        """Removes arrays that are gone; adds the allocations that can no longer be put to
+        ``dropped``. Each watch leaves the queue last: what a signal has cut short is done again."""
+        while self._let_go:
+            watch = self._let_go[0]
             assert isinstance(watch, _Watch)
             if self._arrays.get(watch.array) is watch:  # else another array has its id by now
-                del self._arrays[watch.array]
+                self._arrays.pop(watch.array, None)
             if watch.storage and self._storages.get(watch.storage) is watch:
-                del self._storages[watch.storage]
-            self.allocated -= watch.allocated
-            granted = self.leases.let_go(watch.address, watch.lease)
+                self._storages.pop(watch.storage, None)
+            self._allocations.discard(watch)
+            granted = self.leases.let_go(watch.address, watch.lease, watch)
             if granted is not None:
                 dropped.append(granted)
-        return dropped
+            with contextlib.suppress(IndexError, ValueError):  # another thread was faster
+                self._let_go.remove(watch)
 
     def of(self, value: object) -> Lease | None:
         """As ``Views.of``."""
@@ -216,13 +245,9 @@ class Views:
     def _begin(self) -> None:
         # Reentrant: the collector may run a program's own finalizer here, which calls the client.
         self._lock = threading.RLock()
-        # Its ``put`` takes no lock and may interrupt another one: made for finalizers.
-        self._woken: SimpleQueue[None] = SimpleQueue()
-        self._settling = threading.Lock()
-        self._watches.wake = partial(self._woken.put, None)
         self._dropped: list[Granted] = []  # allocations dropped without a put, to be revoked
         self._wake_at = math.inf
-        self._closing = threading.Event()
+        self._closing = Latch()
         self._thread: threading.Thread | None = None
 
     def add(
@@ -256,10 +281,10 @@ class Views:
         with self._lock:
             self._settle()
             leases = self._watches.add(arrays, mounted)
-            if self._thread is None and not self._closing.is_set():
-                self._thread = start_thread("kvstore-renew", self._renew_forever)
             if leases and min(lease.renew_at for lease in leases) < self._wake_at:
-                self._woken.put(None)
+                self._watches.woken.put(None)
+        if self._thread is None and not self._closing.is_set():
+            start_thread("kvstore-renew", self._renew_forever)
         return leases
 
     def of(self, value: Value | memoryview) -> Lease | None:
@@ -279,17 +304,14 @@ class Views:
     def stop_renewing(self) -> None:
         """Stops renewals. A call to the master may still be under way; closing its stub ends it."""
         self._closing.set()
-        self._woken.put(None)
+        self._watches.woken.put(None)
 
     def close(self) -> None:
         """Stops renewals. Views stay readable; their leases run out."""
         self.stop_renewing()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        self._watches.wake = self._settle_closed
-        self._watches.closed = True
-        self._settle_closed()
+        if self._thread is not None:
+            join_all([self._thread], CLOSE_S)
+        self._watches.settle_alone()
 
     def begin_anew(self) -> None:
         """As ``Forked._begin_anew``: the leases are the parent's, which renews and ends them."""
@@ -298,23 +320,15 @@ class Views:
         self._begin()
         if closed:
             self._closing.set()
-            self._watches.wake = self._settle_closed
+            self._watches.settle_alone()
 
     def __len__(self) -> int:
         with self._lock:
             self._settle()
             return len(self._watches.leases)
 
-    def _settle_closed(self) -> None:
-        """Settles without the thread: finalizers call it, one at a time, and do not wait."""
-        while self._watches.unsettled and self._settling.acquire(blocking=False):
-            try:
-                self._watches.settle()
-            finally:
-                self._settling.release()
-
     def _settle(self) -> None:
-        self._dropped += self._watches.settle()
+        self._watches.settle(self._dropped)
 
     def _follow(self, moved: list[Lease]) -> None:
         """Asks for objects whose segments were mounted anew, one by one, until a call fails."""
@@ -344,6 +358,10 @@ class Views:
                 lease.mounted_again(self._watch(segment), until)
 
     def _renew_forever(self) -> None:
+        with self._lock:
+            if self._thread is not None:  # several callers have started it
+                return
+            self._thread = threading.current_thread()
         while not self._closing.is_set():
             try:
                 self._wait()
@@ -363,10 +381,12 @@ class Views:
         pause = min(self._wake_at - uptime(), threading.TIMEOUT_MAX)
         if pause > 0 and not self._dropped:
             with contextlib.suppress(Empty):
-                self._woken.get(timeout=pause)
+                self._watches.woken.get(timeout=pause)
         with contextlib.suppress(Empty):
             while True:
-                self._woken.get_nowait()
+                self._watches.woken.get_nowait()
+        with self._lock:
+            self._settle()
 
     def _renew(self) -> None:
         with self._lock:
@@ -392,10 +412,6 @@ class Views:
                 self._ask(calls.PutRevoke(lost.epoch, [lost.token], True), 1.0)
             except KVStoreError as error:
                 log.debug("revoke_failed token=%d error=%s", lost.token, str(error))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _storage(value: object) -> int:

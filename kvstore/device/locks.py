@@ -29,7 +29,8 @@ class Locked:
         self.is_mounted = is_mounted
         self.windows: dict[int, bool] = {}
         """By number: whether it could be locked."""
-        self.users = 0
+        self.users: set[object] = set()
+        """Each takes itself out in one step, whatever a signal handler raises."""
         self.locking = threading.Lock()
 
 
@@ -55,18 +56,19 @@ class Locks:
             memory: all of it, the same object for each mapping.
             is_mounted: see ``Transport.watch``; once it says no, ``sweep`` unlocks the memory.
         """
+        me = object()
         with self._changing:
             segment = self._segments.get(id(memory))
             if segment is None:
                 segment = self._segments[id(memory)] = Locked(memory, is_mounted)
-            segment.users += 1
         try:
+            with self._changing:
+                # It may have been unlocked since, which ``lock`` does again.
+                self._segments.setdefault(id(memory), segment).users.add(me)
             yield segment
         finally:
-            with self._changing:
-                segment.users -= 1
-                is_last = self._is_closed and not segment.users
-            if is_last:
+            segment.users.discard(me)
+            if self._is_closed and not segment.users:
                 self._unlock(lambda segment: True)
 
     def lock(self, segment: Locked, offset: int, size: int) -> bool:

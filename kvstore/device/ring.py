@@ -8,10 +8,14 @@ from typing import Final
 from kvstore.clocks import uptime
 from kvstore.device.driver import Driver
 from kvstore.errors import ClosedError, DeadlineExceededError
+from kvstore.stopping import Bell
 
 SLOTS: Final = 8
 """Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is
 emptied."""
+
+LOOK_AGAIN_S: Final = 0.1
+"""How often a call that waits for a slot looks for one by itself; see ``Bell``."""
 
 
 class Ring:
@@ -24,7 +28,8 @@ class Ring:
         self._size = size
         self._memory: memoryview | None = None
         self._free: list[memoryview] = []
-        self._changing = threading.Condition()
+        self._changing = threading.Lock()
+        self._given = Bell()
         self._is_closed = False
         self.taken = 0
 
@@ -37,33 +42,36 @@ class Ring:
         Raises:
             ClosedError, DeadlineExceededError
         """
-        with self._changing:
-            self._prepare()
-            left = max(0.0, deadline - uptime())
-            if not self._changing.wait_for(lambda: self._free or self._is_closed, left):
+        while True:
+            with self._changing:
+                self._prepare()
+                if self._free:
+                    return self._pop()
+                heard = self._given.listen()
+            left = deadline - uptime()
+            if left <= 0:
                 raise DeadlineExceededError(
                     "no page-locked memory became free by the deadline",
                     advice="Give the client a larger device_ring.",
                     settled=1,
                 )
-            self._prepare()
-            return self._pop()
+            self._given.wait(heard, min(left, LOOK_AGAIN_S))
 
     def give(self, slot: memoryview) -> None:
         """Gives a slot back; no copy of it is under way."""
         with self._changing:
             self._free.append(slot)
             self.taken -= 1
-            self._changing.notify()
             if self._is_closed:
                 self._release()
+        self._given.ring(1)
 
     def close(self) -> None:
         """Releases the memory, when all slots have been given back. Idempotent."""
         with self._changing:
             self._is_closed = True
-            self._changing.notify_all()
             self._release()
+        self._given.ring()
 
     def _release(self) -> None:
         """The caller holds the lock."""

@@ -14,8 +14,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
+from kvstore.background import in_one_piece, join_all, start_thread
 from kvstore.memory import header as layout
 from kvstore.memory.entries import SHM_PREFIX, directories
 from kvstore.memory.pages import POPULATE_READ, populate
@@ -24,6 +26,10 @@ from kvstore.memory.taking import RESERVE_BYTES
 
 _SHOWN: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 """The read-only mappings of this process, as arrays of ctypes, by address."""
+
+CLOSE_S: Final = 5.0
+"""How long ``close`` waits for the threads that fill page tables: the kernel fills one piece in
+milliseconds, and longer only on a host without free memory."""
 
 
 class Mapping:
@@ -95,11 +101,14 @@ class Mapping:
         may not have so many addresses (``ulimit -v``).
         """
         if not self._is_shown:
-            with self._showing:
-                if not self._is_shown:
-                    self._shown = self._map_again()
-                    self._is_shown = True
+            in_one_piece(self._show)
         return self._shown
+
+    def _show(self) -> None:
+        with self._showing:
+            if not self._is_shown:
+                self._shown = self._map_again()
+                self._is_shown = True
 
     def _map_again(self) -> memoryview | None:
         try:
@@ -151,15 +160,11 @@ class Mapping:
         self._is_closed = True
         with self._showing:
             populating = self._populating.copy()
-        for thread in populating:
-            thread.join()
+        join_all(populating, CLOSE_S)
 
     def _start_populating(self, mapped: mmap.mmap | memoryview) -> None:
-        thread = threading.Thread(
-            target=self._populate, args=(mapped,), name="kvstore-populate", daemon=True
-        )
+        thread = start_thread("kvstore-populate", partial(self._populate, mapped))
         self._populating.append(thread)
-        thread.start()
 
     def _populate(self, mapped: mmap.mmap | memoryview) -> None:
         with contextlib.suppress(OSError):  # then pages are faulted in at their first use

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.background import in_one_piece
 from kvstore.calls import DevicePlace, SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
@@ -82,7 +83,8 @@ class Attachment:
         self._words: Final = self._memory.cast("Q")
         self._alive: Final = self._memory.cast("I")
         self._fd = fd
-        self._users = 0
+        self._users: set[object] = set()
+        """Each takes itself out in one step, whatever a signal handler raises."""
         self._is_ending = False
         self._is_closed = False
         self._changing = threading.Lock()
@@ -139,17 +141,17 @@ class Attachment:
     @contextmanager
     def lent(self) -> Iterator[bool]:
         """Keeps the memory open. False: it has been closed already."""
-        with self._changing:
-            is_open = not self._is_ending
-            self._users += is_open
+        me = object()
         try:
+            with self._changing:
+                is_open = not self._is_ending
+                if is_open:
+                    self._users.add(me)
             yield is_open
         finally:
-            with self._changing:
-                self._users -= is_open
-                is_last = self._is_last()
-            if is_last:
-                self._close()
+            self._users.discard(me)
+            if self._is_ending:
+                in_one_piece(self.settle)
 
     def lend(self, offset: int, size: int) -> Lent:
         """A tensor over these bytes. The memory stays open while it lives, and until ``settle``.
@@ -158,7 +160,6 @@ class Attachment:
         owner = np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), np.uint8)
         tensor = self.device.driver.tensor_over(address, size, owner)
         with self._changing:
-            self._users += 1
             watch = weakref.ref(owner, self._returned.append)
             self._lent[id(watch)] = watch
         return Lent(tensor, owner, address)
@@ -188,9 +189,10 @@ class Attachment:
     def _is_last(self) -> bool:
         """Whether the memory is to be closed now; only once. The caller holds the lock."""
         while self._returned:
-            del self._lent[id(self._returned.popleft())]
-            self._users -= 1
-        is_last = self._is_ending and not self._users and not self._is_closed
+            self._lent.pop(id(self._returned[0]), None)
+            self._returned.popleft()
+        in_use = self._users or self._lent
+        is_last = self._is_ending and not in_use and not self._is_closed
         self._is_closed = self._is_closed or is_last
         return is_last
 
@@ -347,6 +349,10 @@ class DeviceTransport(Transport):
         place = segment.device
         if place is None or segment.host != host_id():
             return None
+        return in_one_piece(partial(self._open, place, segment))
+
+    def _open(self, place: DevicePlace, segment: SegmentInfo) -> Attachment | None:
+        uuid = segment.uuid
         with self._changing:
             if self._closed:
                 return None

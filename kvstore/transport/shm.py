@@ -14,8 +14,10 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
+from kvstore.background import in_one_piece
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
@@ -196,6 +198,10 @@ class ShmTransport(Transport):
             pass
         if segment.host != host_id() or not segment.shm_name:
             return None
+        return in_one_piece(partial(self._attach, segment))
+
+    def _attach(self, segment: SegmentInfo) -> Mapping | None:
+        uuid = segment.uuid
         with self._changing:
             if self._closed:
                 return None

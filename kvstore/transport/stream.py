@@ -164,6 +164,13 @@ class Stream:
         """In the child of a fork: give up our descriptor. The connection is the parent's."""
         self._sock.close()
 
+    def __del__(self) -> None:
+        # Of a call that a signal has cut short: nothing more of it leaves this host.
+        if (sock := getattr(self, "_sock", None)) is not None and sock.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            sock.close()
+
     def reset(self) -> None:
         """As ``close``, but sent bytes that have not left this host yet are dropped."""
         with self._ending, contextlib.suppress(OSError):

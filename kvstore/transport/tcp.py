@@ -18,7 +18,7 @@ from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
-from kvstore.stopping import Stop, current
+from kvstore.stopping import Bell, Known, Stop, current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
@@ -27,6 +27,10 @@ from kvstore.transport.tcp_protocol import RANGES_MAX
 CONNECTIONS_MAX: Final = 8
 """Per segment; further calls wait for one. One stream saturates what one core can receive and hash,
 so more serve calls from several threads only."""
+
+LOOK_AGAIN_S: Final = 0.1
+"""How often a call that waits for a connection looks for one by itself: a call that a signal has
+cut short may have given its connection back without a word."""
 
 ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", ReadRow, WriteRow)
@@ -41,7 +45,8 @@ class _Pool:
         self.idle: list[ClientConnection] = []
         """The most recently used one is last, and is used next; the others grow old and are
         dropped."""
-        self.lent: set[ClientConnection] = set()
+        self.lent: Known[ClientConnection] = Known()
+        """Whatever a signal handler raises in a call, its connection goes with its frames."""
 
 
 class TcpTransport(Transport):
@@ -65,7 +70,8 @@ class TcpTransport(Transport):
         self._connections_max = connections_max
         self._stall_s = stall_s
         self._pools: dict[_PoolKey, _Pool] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._given_back = Bell()
         self._closed = False
 
     def reaches(self, segment: SegmentInfo) -> bool:
@@ -120,10 +126,10 @@ class TcpTransport(Transport):
 
     def close(self) -> None:
         """As ``Transport.close``."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             lent = [connection for pool in self._pools.values() for connection in pool.lent]
-            self._changed.notify_all()
+        self._given_back.ring()
         self._drop(self._keys())
         for connection in lent:
             connection.interrupt()
@@ -131,7 +137,7 @@ class TcpTransport(Transport):
     def sweep(self) -> None:
         """As ``Transport.sweep``."""
         ended: list[ClientConnection] = []
-        with self._changed:
+        with self._lock:
             for key, pool in list(self._pools.items()):
                 ended += [each for each in pool.idle if each.has_ended]
                 pool.idle = [each for each in pool.idle if each not in ended]
@@ -148,10 +154,10 @@ class TcpTransport(Transport):
 
     def check_invariants(self) -> None:
         """Raises AssertionError: a bug of ours."""
-        with self._changed:
+        with self._lock:
             for pool in self._pools.values():
                 assert len(pool.idle) + len(pool.lent) <= self._connections_max
-                assert pool.lent.isdisjoint(pool.idle)
+                assert set(pool.lent).isdisjoint(pool.idle)
 
     @contextmanager
     def _lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
@@ -172,56 +178,60 @@ class TcpTransport(Transport):
     def _take(
         self, key: _PoolKey, segment: SegmentInfo, deadline: float, stop: Stop | None
     ) -> tuple[_Pool, ClientConnection]:
-        waking = nullcontext() if stop is None else stop.wakes(self._wake)
-        with waking, self._changed:
+        with nullcontext() if stop is None else stop.wakes(self._given_back.ring):
             while True:
                 if self._closed:
                     raise ClosedError("the transport was closed", settled=1)
                 if stop is not None:
                     stop.check()
-                pool = self._pools.get(key)
-                if pool is None:
-                    break
-                if pool.idle:
-                    connection = pool.idle.pop()
-                    pool.lent.add(connection)
+                with self._lock:
+                    pool = self._pools.get(key)
+                    is_new = pool is None
+                    if pool is None:
+                        pool = self._pools[key] = _Pool()
+                    connection = self._connection(pool, segment)
+                    heard = self._given_back.listen() if connection is None else None
+                if connection is not None:
+                    if is_new:
+                        self._drop([e for e in self._keys() if e[1] == segment.uuid and e != key])
                     return pool, connection
-                if len(pool.lent) < self._connections_max:
-                    break
                 remaining = deadline - uptime()
-                if remaining <= 0 or not self._changed.wait(remaining):
+                if remaining <= 0:
                     raise deadline_exceeded(segment)
-            connection = ClientConnection(segment, self._client_number, stall_s=self._stall_s)
-            older = []
-            if pool is None:
-                older = [other for other in self._pools if other[1] == segment.uuid]
-                pool = self._pools[key] = _Pool()
-            pool.lent.add(connection)
-        self._drop(older)
-        return pool, connection
+                if heard is not None:
+                    self._given_back.wait(heard, min(remaining, LOOK_AGAIN_S))
 
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def _connection(self, pool: _Pool, segment: SegmentInfo) -> ClientConnection | None:
+        """One that is free, or a new one if there may be more of them. The caller holds the
+        lock."""
+        pool.lent.prune()
+        if pool.idle:
+            connection = pool.idle.pop()
+        elif len(pool.lent) < self._connections_max:
+            connection = ClientConnection(segment, self._client_number, stall_s=self._stall_s)
+        else:
+            return None
+        pool.lent.add(connection)
+        return connection
 
     def _give_back(
         self, key: _PoolKey, pool: _Pool, connection: ClientConnection, *, is_usable: bool
     ) -> None:
-        with self._changed:
+        with self._lock:
             pool.lent.discard(connection)
             is_kept = is_usable and not self._closed and self._pools.get(key) is pool
             if is_kept:
                 pool.idle.append(connection)
-            self._changed.notify()
+        self._given_back.ring(1)
         if not is_kept:
             connection.close() if is_usable else connection.reset()
 
     def _keys(self) -> list[_PoolKey]:
-        with self._changed:
+        with self._lock:
             return list(self._pools)
 
     def _drop(self, keys: list[_PoolKey]) -> None:
-        with self._changed:
+        with self._lock:
             pools = [pool for key in keys if (pool := self._pools.pop(key, None)) is not None]
             idle = [connection for pool in pools for connection in pool.idle]
             for pool in pools:

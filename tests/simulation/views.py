@@ -116,7 +116,8 @@ class SimViews:
         assert watch is not None
         assert watch.lease is lease
         self._watches.let_go(watch)
-        dropped = self._watches.settle()
+        dropped: list[Granted] = []
+        self._watches.settle(dropped)
         if not lease.holders:
             del self._held[lease]
         for lost in dropped:

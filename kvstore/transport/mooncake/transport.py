@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
@@ -34,7 +34,7 @@ from kvstore.errors import (
 )
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
-from kvstore.stopping import current
+from kvstore.stopping import NotOurTurnError, Turn, current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
@@ -63,6 +63,12 @@ closed."""
 SETTLE_S: Final = 0.5
 """How long a read that failed waits for its engine to end, so that the caller's memory is its own
 again; a batch that failed has returned, and only calls of other threads are waited for."""
+
+GREETED_S: Final = 10.0
+"""How long the connection of a witness is waited for where no deadline is given; a greeting lasts
+two seconds at most."""
+
+ResultT = TypeVar("ResultT")
 
 log = logging.getLogger("kvstore.mooncake")
 
@@ -432,43 +438,40 @@ class _Witness:
     def __init__(self, segment: SegmentInfo) -> None:
         self._segment = segment
         self._connection = ClientConnection(segment)
-        self._using = threading.Lock()
+        self._using = Turn()
 
     @property
     def is_open(self) -> bool:
-        with self._using:
-            return self._connection.is_open
+        return self._alone(lambda: self._connection.is_open)
 
     @property
     def has_ended(self) -> bool:
         """Whether its node has ended it; not told while it is in use."""
-        if not self._using.acquire(blocking=False):
-            return False
-        try:
-            return self._connection.has_ended
-        finally:
-            self._using.release()
+        return not self._using.is_taken and self._connection.has_ended
 
     def greet(self, deadline: float, *, anew: bool = False) -> None:
         """Raises as ``TcpTransport.read``, settled: the node does not vouch for it."""
-        if not self._using.acquire(timeout=max(0.0, deadline - uptime())):
-            raise deadline_exceeded(self._segment)
-        try:
+
+        def greet() -> None:
             if anew:
                 self._connection.close()
             self._connection.greet(deadline)
-        finally:
-            self._using.release()
+
+        self._alone(greet, deadline - uptime())
 
     def distrust(self) -> None:
         """Makes the next call ask again, even if the connection seems to be open."""
-        with self._using:
-            self._connection.close()
+        self._alone(self._connection.close)
 
     def abandon(self) -> None:
         self._connection.abandon()
 
     def close(self) -> None:
         self._connection.interrupt()
-        with self._using:
-            self._connection.close()
+        self._alone(self._connection.close)
+
+    def _alone(self, use: Callable[[], ResultT], seconds: float = GREETED_S) -> ResultT:
+        try:
+            return self._using.run(use, seconds)
+        except NotOurTurnError:
+            raise deadline_exceeded(self._segment) from None

@@ -471,7 +471,8 @@ def test_a_lease_of_a_second_outlives_a_master_that_stalls_for_a_third_of_one() 
     for begin in (number / 50 for number in range(100)):
         now = 0.0
         table = LeaseTable(lambda: now)  # noqa: B023 - called before the next round
-        lease = table.add(4096, 64, named(1), 0.8, always, PLACE)
+        lease = table.lease_for(4096, 64, named(1), 0.8, always, PLACE)
+        table.enter(4096, lease, object())
         broken = False
         while now < begin + 2 and is_held(lease):
             now = table.wake_at()
@@ -517,6 +518,7 @@ def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: Views) -> N
 def test_a_renewal_that_promises_no_more_than_before_is_not_repeated_at_once() -> None:
     """Such as a master's with a shorter lease."""
     table = LeaseTable(lambda: 10.0)
-    lease = table.add(4096, 64, named(1), 100.0, always, PLACE)
+    lease = table.lease_for(4096, 64, named(1), 100.0, always, PLACE)
+    table.enter(4096, lease, object())
     lease.renewed(11.0)
     assert lease.renew_at == 40.0
