@@ -22,6 +22,7 @@ from kvstore.memory.entries import (
     SHM_PREFIX,
     check_name,
     directories,
+    freed_by_removal,
     group_id,
     left_superblock,
     let_in,
@@ -30,6 +31,7 @@ from kvstore.memory.entries import (
     open_left,
     open_locked,
     raw_owner,
+    read_left,
     reclaim_elsewhere,
     unlink_entry,
 )
@@ -144,6 +146,12 @@ class Segment:
         reclaim_elsewhere(shm_name, directory)
         size -= size % step_of(directory)
         path = f"{directory}/{shm_name}"
+        left = read_left(path)
+        if left is not None and left.node:  # its objects are only thrown away for what has room
+            freed = freed_by_removal(path)
+            check_room(directory, size - freed)
+            if directory == SHM_DIRECTORY:
+                cgroup.check(max(0, size - freed))
         fd = open_locked(path)
         try:
             check_room(directory, size)
@@ -182,6 +190,7 @@ class Segment:
         options: MemoryOptions | None = None,
         owner: layout.Owner | None = None,
         adopt: bool = False,
+        discard: bool = False,
     ) -> Segment | None:
         """The segment ``/dev/shm/kvstore.<name>`` that a previous process left, with its objects;
         None: there is none. Arguments as ``create``.
@@ -191,6 +200,9 @@ class Segment:
         Args:
             owner: the cluster that asks; None: the segment's own, whichever it is.
             adopt: take the segment even if it belongs to another cluster.
+            discard: without its objects: it gets another uuid and seed, under which no header in it
+                is valid. Clients that have it mapped keep the memory, so that new memory beside it
+                may find no room.
 
         Raises:
             ClusterMismatchError: the segment belongs to another cluster; it is left unchanged.
@@ -216,7 +228,7 @@ class Segment:
                 if left is not None and left.on_device:  # nothing is left: ``create`` removes it
                     os.close(fd)
                     continue
-                if left is not None and owner is not None and not adopt:
+                if left is not None and owner is not None and not (adopt or discard):
                     why = layout.why_not_of(left, owner)
                     if why:
                         raise of_another_cluster(path, left, why)
@@ -241,6 +253,11 @@ class Segment:
                 if options.huge_pages == "transparent" and not pages.huge_bytes(mapped):
                     raise of_no_use(path, "it has small pages")
                 let_in(fd, path, group)
+                if discard:
+                    uuid, seed = secrets.token_bytes(16), secrets.randbits(64)
+                    superblock = superblock._replace(uuid=uuid, seed=seed)
+                    packed = layout.pack_superblock(superblock)
+                    mapped[: len(packed)] = packed
                 segment = cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
             except BaseException:
                 os.close(fd)

@@ -95,7 +95,8 @@ def _too_small(directory: str, size: int, available: int) -> SharedMemoryTooSmal
     return SharedMemoryTooSmallError(
         f"{directory} has {available >> 20} MiB left, the segment needs {size >> 20} MiB",
         advice=(
-            f"Ask for less memory, or enlarge it: mount -o remount,size=... {directory}, "
+            "Ask for less memory; or end the programs that still use the memory of an earlier node "
+            f"of this name; or enlarge it: mount -o remount,size=... {directory}, "
             "docker run --shm-size=..., an emptyDir of medium Memory in Kubernetes."
         ),
         needed_bytes=size,

@@ -303,7 +303,7 @@ def _named(config: NodeConfig, progress: Callable[[int, int], None], kind: _Kind
     while True:
         try:
             segment = None
-            if not config.discard and not config.device:
+            if not config.device:
                 segment = _left(name, config, options, progress, owner, kind)
             return segment or create(name)
         except NodeNameTakenError:
@@ -361,12 +361,15 @@ def _left(
             options=options,
             owner=owner,
             adopt=config.adopt,
+            discard=config.discard,
         )
     except ClusterMismatchError:
         if config.name:
             raise
         raise _OfNoUseError from None  # a node was killed after the name was chosen
     except LeftOverMemoryError as error:
+        if config.discard:
+            return None  # new memory takes its place
         if not kind.is_child:
             raise
         if not kind.of_master and not error.fields.get("volatile"):

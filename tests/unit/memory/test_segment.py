@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from kvstore.errors import ConfigError, NodeNameTakenError, SharedMemoryTooSmall
 from kvstore.host import host_id
 from kvstore.limits import Key, Namespace
 from kvstore.memory import taking
-from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, why_not_mapped
+from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, freed_by_removal, why_not_mapped
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, pack_into, unpack
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import Segment
@@ -62,6 +63,45 @@ def killed_owner(name: str) -> bytes:
         uuid = bytes.fromhex(owner.stdout.readline().decode())
         owner.kill()
     return uuid
+
+
+def test_discarded_memory_stays_where_it_is_without_its_objects(name: str) -> None:
+    """A client that has it mapped would keep it, and new memory beside it might find no room."""
+    before = killed_owner(name)
+    inode = entry(name).stat().st_ino
+    header = Header(Namespace("n"), Key(b"k"), None, 5, 1, 9, 0, b"")
+    left = Segment.attach(name, MIB)
+    assert left is not None
+    place = left.memory[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + HEADER_BYTES]
+    pack_into(place, header, left.seed, SUPERBLOCK_BYTES)
+    assert len(list(left.scan())) == 1
+    generation = left.generation
+    left.close(unlink=False)
+    again = Segment.attach(name, MIB, discard=True)
+    assert again is not None
+    assert entry(name).stat().st_ino == inode
+    assert again.uuid != before
+    assert again.generation > generation, "writers of before stop"
+    assert list(again.scan()) == []
+    again.close()
+
+
+def test_memory_is_not_thrown_away_for_other_memory_without_room(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_owner(name)
+    path = str(entry(name))
+    assert freed_by_removal(path) == MIB
+    held = os.open(path, os.O_RDWR)
+    with mmap.mmap(held, MIB):
+        os.close(held)
+        assert freed_by_removal(path) == 0, "another process has it mapped"
+        full = os.statvfs_result((4096, 4096, 1024, 0, 0, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _: full)
+        with pytest.raises(SharedMemoryTooSmallError):
+            Segment.create(name, 2 * MIB)
+        assert entry(name).exists()
+    assert freed_by_removal(path) == MIB
 
 
 def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
