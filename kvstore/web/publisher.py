@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import marshal
 import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import zmq
@@ -25,10 +26,36 @@ from kvstore.background import start_task
 from kvstore.errors import StartupError, UnavailableError
 from kvstore.web.feed import GONE_SIZE, Event
 from kvstore.web.journal import HEARTBEAT_S, Journal, Place, Streams
+from kvstore.web.peers import Peers
+
+log = logging.getLogger("kvstore.web")
+
+PEERS_MAX: Final = 256
+"""Of each socket; one more takes the place of another one (``Subscribers``)."""
 
 BATCHES_WAITING_MAX: Final = 500
 """Batches that wait for one subscriber, some 400 KiB each at most; further ones are dropped for it,
 and it sees a gap in their numbers."""
+
+WAITING_BYTES_MAX: Final = 256 << 20
+"""Batches that are kept or wait for any peer, each counted once, because peers share them. Beyond
+it, peers that are behind are cut."""
+
+LOOK_S: Final = 1.0
+"""How often that is looked at."""
+
+BEHIND_BYTES: Final = 64 << 10
+"""What the kernel holds for a peer that is behind."""
+
+REPLAYS_MAX: Final = 16
+"""Replays at once; more peers stand in line."""
+
+REPLAY_WAITING_MAX: Final = 8
+"""Batches of a replay that wait for its peer."""
+
+FULL_S: Final = 0.005
+STALLED_S: Final = 10.0
+"""When a replay looks again whether its peer has read, and when it gives up."""
 
 REPLAY_BYTES_MAX: Final = 64 << 20
 REPLAY_BATCHES_MAX: Final = 10_000
@@ -53,6 +80,14 @@ Model = tuple[str, int]
 
 Fleet = Mapping[str, Model]
 """By namespace."""
+
+
+class Batch(NamedTuple):
+    """As it was published."""
+
+    topic: bytes
+    number: int
+    payload: zmq.Frame
 
 
 class Publisher:
@@ -86,23 +121,43 @@ class Publisher:
         self._known: set[bytes] = set()
         # Above those of the process before, so that subscribers notice that they missed something.
         self._batch = itertools.count(time.time_ns() // 1_000)
-        self._sent: deque[tuple[bytes, bytes, bytes]] = deque()
+        self._sent: deque[Batch] = deque()
+        """The last ones, with numbers in a row."""
         self._sent_bytes = 0
+        self._alive: list[tuple[zmq.MessageTracker, int]] = []
+        """Payloads that ``_sent`` or libzmq may still hold, with their sizes."""
+        self._looked = 0.0
+        self._asked: dict[bytes, int] = {}
+        """The first batch that each peer wants again; ordered."""
+        self._served: set[bytes] = set()
+        """Peers of the replays under way."""
+        self._wanted = asyncio.Event()
         self._context = zmq.asyncio.Context()
+        self._peers: list[Peers] = []
+        self._tasks: list[asyncio.Task[None]] = []
         at, _, replay_at = addresses.partition(",")
         self._socket = self._bound(zmq.PUB, at, BATCHES_WAITING_MAX)
-        self._tasks = [start_task("publisher", self._run())]
+        self._tasks.append(start_task("publisher", self._run()))
         if replay_at:
-            self._router = self._bound(zmq.ROUTER, replay_at, REPLAY_BATCHES_MAX)
-            self._tasks.append(start_task("replay", self._replay_forever()))
+            self._router = self._bound(zmq.ROUTER, replay_at, REPLAY_WAITING_MAX)
+            self._tasks.append(start_task("replay requests", self._hear_forever()))
+            for _ in range(REPLAYS_MAX):
+                self._tasks.append(start_task("replay", self._replay_forever()))
 
     def _bound(self, kind: int, address: str, waiting_max: int) -> zmq.asyncio.Socket:
         made: zmq.asyncio.Socket = self._context.socket(kind)
         made.set_hwm(waiting_max)
         made.linger = 0
+        if kind == zmq.ROUTER:
+            made.set(zmq.ROUTER_MANDATORY, 1)  # says so if a peer does not read
+        peers = Peers(made, PEERS_MAX)
+        self._peers.append(peers)
+        self._tasks.append(start_task("peers", peers.watch()))
         try:
             made.bind(address)
         except zmq.ZMQError as error:
+            for task in self._tasks:
+                task.cancel()
             self._context.destroy(0)
             raise StartupError(
                 f"events cannot be published at {address}: {error}",
@@ -172,25 +227,77 @@ class Publisher:
             self._topics.add(topic)
             self._known.add(topic)
             events = [CLEARED, *events]
-        payload: Any = msgpack.packb([time.time(), events, 0])
-        number = next(self._batch).to_bytes(8, "big")
-        self._sent.append((topic, number, payload))
-        self._sent_bytes += len(payload)
+        packed: Any = msgpack.packb([time.time(), events, 0])
+        payload = zmq.Frame(packed, copy=False, track=True)
+        number = next(self._batch)
+        self._sent.append(Batch(topic, number, payload))
+        self._sent_bytes += len(packed)
         while self._sent_bytes > REPLAY_BYTES_MAX or len(self._sent) > REPLAY_BATCHES_MAX:
-            self._sent_bytes -= len(self._sent.popleft()[2])
-        await self._socket.send_multipart((topic, number, payload))
+            self._sent_bytes -= len(self._sent.popleft().payload)
+        self._bound_waiting(payload)
+        await self._socket.send_multipart((topic, number.to_bytes(8, "big"), payload))
+
+    def _bound_waiting(self, payload: zmq.Frame) -> None:
+        self._alive.append((payload.tracker, len(payload)))
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        self._alive = [each for each in self._alive if not each[0].done]
+        waiting = sum(size for _, size in self._alive)
+        if waiting > WAITING_BYTES_MAX:
+            cut = sum(each.cut_those_behind(BEHIND_BYTES) for each in self._peers)
+            log.warning("event_peers_cut count=%d waiting_bytes=%d", cut, waiting)
 
     # --- replaying ------------------------------------------------------------------------------
 
-    async def _replay_forever(self) -> None:
+    async def _hear_forever(self) -> None:
         while True:
             request = await self._router.recv_multipart()
             if len(request) != 3 or len(request[2]) != _HASH_BYTES:
                 continue
-            for batch in list(self._sent):
-                if batch[1] >= request[2]:
-                    await self._router.send_multipart((request[0], b"", *batch))
-            await self._router.send_multipart((request[0], b"", b"", END, b""))
+            if request[0] in self._asked or len(self._asked) < 2 * PEERS_MAX:
+                self._asked[request[0]] = int.from_bytes(request[2], "big")
+                self._wanted.set()
+
+    async def _replay_forever(self) -> None:
+        while True:
+            waiting = (each for each in self._asked if each not in self._served)
+            peer = next(waiting, None)
+            if peer is None:
+                self._wanted.clear()
+                await self._wanted.wait()
+                continue
+            self._served.add(peer)
+            try:
+                await self._replay(peer, self._asked.pop(peer))
+            finally:
+                self._served.remove(peer)
+                self._wanted.set()
+
+    async def _replay(self, peer: bytes, first: int) -> None:
+        """Also what is published meanwhile; what is not kept any more by then is left out."""
+        while self._sent and first <= self._sent[-1].number:
+            first = max(first, self._sent[0].number)
+            topic, number, payload = self._sent[first - self._sent[0].number]
+            if not await self._hand(peer, (topic, number.to_bytes(8, "big"), payload)):
+                return
+            first += 1
+        await self._hand(peer, (b"", END, b""))
+
+    async def _hand(self, peer: bytes, frames: tuple[bytes, bytes, zmq.Frame | bytes]) -> bool:
+        """False: it has left, or does not read."""
+        until = time.monotonic() + STALLED_S
+        while time.monotonic() < until:
+            try:
+                await self._router.send_multipart((peer, b"", *frames), flags=zmq.DONTWAIT)
+            except zmq.Again:
+                await asyncio.sleep(FULL_S)
+            except zmq.ZMQError:
+                return False
+            else:
+                return True
+        return False
 
 
 def described(event: Event, model: Model) -> dict[str, Any]:

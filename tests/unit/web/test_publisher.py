@@ -1,0 +1,217 @@
+"""Peers of ZeroMQ that read nothing: what they cost, and that others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import zmq
+import zmq.asyncio
+from zmq.utils import garbage
+
+from kvstore.demo.processes import free_port
+from kvstore.errors import StartupError
+from kvstore.web import publisher as publisher_module
+from kvstore.web import subscribers
+from kvstore.web.journal import Journal
+from kvstore.web.publisher import END, Publisher
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(16) + b"\0" + bytes(31)
+SUBSCRIBES = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB" + b"\0\1\1"
+DEALS = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+ASKS_FOR_ALL = b"\1\0" + b"\0\x08" + bytes(8)
+
+BATCH = 100_000
+"""About how many bytes a batch of these tests has."""
+
+
+class Store:
+    """A publisher, its peers, and strangers."""
+
+    def __init__(self) -> None:
+        self.ports = free_port(), free_port()
+        self.context = zmq.asyncio.Context()
+        self.strangers: list[socket.socket] = []
+        self.published = 0
+        at, replay_at = (f"tcp://127.0.0.1:{port}" for port in self.ports)
+        self.at, self.replay_at = at, replay_at
+        self.publisher = Publisher(f"{at},{replay_at}", "pool", Journal(), mock.Mock(), mock.Mock())
+
+    async def publish(self, count: int) -> None:
+        for _ in range(count):
+            self.published += 1
+            await self.publisher._send(b"topic", [{"key": "x" * BATCH}])
+            await asyncio.sleep(0)
+
+    async def stranger(self, port: int, said: bytes) -> None:
+        """Says this, and reads nothing."""
+        loop = asyncio.get_running_loop()
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2_048)
+        sock.setblocking(False)
+        self.strangers.append(sock)
+        with contextlib.suppress(ConnectionError):
+            await loop.sock_connect(sock, ("127.0.0.1", port))
+            await loop.sock_sendall(sock, GREETING)
+            await asyncio.sleep(0.01)
+            await loop.sock_sendall(sock, said)
+
+    async def subscriber(self) -> zmq.asyncio.Socket:
+        made: zmq.asyncio.Socket = self.context.socket(zmq.SUB)
+        made.subscribe(b"")
+        made.connect(self.at)
+        while not await made.poll(50):
+            await self.publish(1)
+        return made
+
+    async def replayed(self, first: int = 0) -> list[int]:
+        """The numbers that an honest peer gets."""
+        asking: zmq.asyncio.Socket = self.context.socket(zmq.DEALER)
+        asking.connect(self.replay_at)
+        await asking.send_multipart([b"", first.to_bytes(8, "big")])
+        numbers = []
+        async with asyncio.timeout(20):
+            while (frames := await asking.recv_multipart())[2] != END:
+                numbers.append(int.from_bytes(frames[2], "big"))
+        asking.close(0)
+        return numbers
+
+    @property
+    def held_bytes(self) -> int:
+        """Payloads that are in memory, once each."""
+        return sum(size for tracker, size in self.publisher._alive if not tracker.done)
+
+
+def run(test: Callable[[Store], Any]) -> None:
+    async def inside() -> None:
+        async with _open() as store:
+            await test(store)
+
+    asyncio.run(inside())
+
+
+@contextlib.asynccontextmanager
+async def _open() -> AsyncIterator[Store]:
+    store = Store()
+    try:
+        yield store
+    finally:
+        for each in store.strangers:
+            each.close()
+        store.context.destroy(0)
+        await store.publisher.close()
+        garbage.gc.stop()  # pyzmq's thread, which frees what libzmq has sent
+
+
+def test_replays_that_nobody_reads_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "REPLAY_BYTES_MAX", 20 * BATCH)
+    monkeypatch.setattr(publisher_module, "REPLAYS_MAX", 4)
+    monkeypatch.setattr(publisher_module, "STALLED_S", 0.2)
+
+    async def test(store: Store) -> None:
+        await store.publish(30)
+        for _ in range(10):
+            await store.stranger(store.ports[1], DEALS + ASKS_FOR_ALL * 20)
+        await asyncio.sleep(0.5)
+        assert len(store.publisher._asked) <= 10
+        assert len(await store.replayed()) == 19
+        await store.publish(100)
+        waiting = publisher_module.REPLAY_WAITING_MAX + 4  # and what is on its way to the kernel
+        assert store.held_bytes < (20 + waiting) * (BATCH + 100), "peers share what they wait for"
+        numbers = await store.replayed()
+        assert numbers == list(range(numbers[0], numbers[0] + 19))
+
+    run(test)
+
+
+def test_a_replay_goes_on_where_it_can_while_batches_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "REPLAY_BYTES_MAX", 20 * BATCH)
+
+    async def test(store: Store) -> None:
+        await store.publish(30)
+        first = store.publisher._sent[0].number
+        assert await store.replayed(first + 3) == list(range(first + 3, first + 19))
+        assert await store.replayed(first + 19) == []
+        publishing = asyncio.create_task(store.publish(100))
+        numbers = await store.replayed()
+        await publishing
+        assert numbers == sorted(set(numbers))
+        assert numbers[0] >= first
+
+    run(test)
+
+
+def test_peers_that_are_behind_are_cut_when_too_much_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "REPLAY_BYTES_MAX", 20 * BATCH)
+    monkeypatch.setattr(publisher_module, "WAITING_BYTES_MAX", 100 * BATCH)
+    monkeypatch.setattr(publisher_module, "LOOK_S", 0.05)
+
+    async def test(store: Store) -> None:
+        honest = await store.subscriber()
+        for _ in range(10):
+            await store.stranger(store.ports[0], SUBSCRIBES)
+        await asyncio.sleep(0.1)
+        most, last = 0, [b""] * 3
+        for _ in range(40):
+            await store.publish(10)
+            while await honest.poll(20):
+                last = await honest.recv_multipart()
+            most = max(most, store.held_bytes)
+        assert most < 150 * BATCH
+        assert int.from_bytes(last[1], "big") == store.publisher._sent[-1].number
+        assert len(store.publisher._peers[0]) < 5, "the strangers are gone"
+
+    run(test)
+
+
+def test_the_number_of_peers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "PEERS_MAX", 4)
+
+    async def test(store: Store) -> None:
+        peers = store.publisher._peers[0]
+        for _ in range(12):
+            await store.stranger(store.ports[0], SUBSCRIBES)
+        await asyncio.sleep(0.2)
+        assert len(peers) == 4
+        monkeypatch.setattr(subscribers, "TENURE_S", 0.0)
+        honest = await store.subscriber()
+        assert len(peers) == 4
+        honest.close(0)
+        for each in store.strangers:
+            each.close()
+        await asyncio.sleep(0.2)
+        assert len(peers) == len(peers._subscribers) == 0
+
+    run(test)
+
+
+def test_a_peer_says_little_at_once() -> None:
+    async def test(store: Store) -> None:
+        endless = DEALS + b"\x02" + struct.pack(">Q", 1 << 40) + b"x" * 10_000
+        await store.stranger(store.ports[1], endless)
+        await store.publish(1)
+        await asyncio.sleep(0.1)
+        assert len(store.publisher._peers[1]) == 0
+        assert len(await store.replayed()) == 1
+
+    run(test)
+
+
+def test_an_address_that_cannot_be_had() -> None:
+    async def test() -> None:
+        port = free_port()
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(StartupError):
+            Publisher(f"tcp://127.0.0.1:{port}", "pool", Journal(), mock.Mock(), mock.Mock())
+        await asyncio.sleep(0)
+
+    asyncio.run(test())
