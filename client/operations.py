@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, cast
 
@@ -49,6 +50,7 @@ from kvstore.client.values import (
     writable,
 )
 from kvstore.config import ClientConfig
+from kvstore.device.memory import DeviceMemory
 from kvstore.device.streams import computing_on, handle_of
 from kvstore.errors import (
     BufferMismatchError,
@@ -78,7 +80,9 @@ from kvstore.limits import (
     check_namespace,
 )
 from kvstore.memory.header import HEADER_BYTES
+from kvstore.memory.mapping import is_shown
 from kvstore.memory.raw import address_of
+from kvstore.memory.regions import overlap
 from kvstore.native.kinds import CORRUPT, STALE, ReadRow
 from kvstore.texts import key_text
 
@@ -519,15 +523,10 @@ class Operations:
             targets = [Target(check_key(keys), *fillable(one, self.devices))]
         else:
             checked = check_keys(keys, distinct=False)
-            several = cast("Sequence[Buffer | Sequence[Buffer]]", buffers)
-            if len(several) != len(checked):
-                raise InvalidArgumentError(
-                    f"{len(checked)} keys and {len(several)} buffers",
-                    advice="Give one buffer, or one list of buffers, per key.",
-                )
-            pairs = zip(checked, several, strict=True)
+            pairs = zip(checked, _per_key(checked, buffers, "buffers"), strict=True)
             targets = [Target(key, *fillable(each, self.devices)) for key, each in pairs]
         device = _device_of(targets)
+        _check_apart([(target.key, target.views or []) for target in targets])
         kind = ObjectReads
         if device is not None:
             yield _ready(device, [target.views or [] for target in targets], stream)
@@ -547,13 +546,9 @@ class Operations:
             wanted = [_parts(check_key(keys), cast("Sequence[Range]", ranges))]
         else:
             checked = check_keys(keys, distinct=False)
-            if len(ranges) != len(checked):
-                raise InvalidArgumentError(
-                    f"{len(checked)} keys and {len(ranges)} lists of ranges",
-                    advice="Give one list of (offset, buffer) pairs per key.",
-                )
-            several = cast("Sequence[Sequence[Range]]", ranges)
-            wanted = [_parts(key, each) for key, each in zip(checked, several, strict=True)]
+            pairs = zip(checked, _per_key(checked, ranges, "lists of ranges"), strict=True)
+            wanted = [_parts(key, each) for key, each in pairs]
+        _check_apart([(parts.key, [view for _, view in parts.ranges]) for parts in wanted])
         space = self._namespace(namespace)
         yield from get_ranges(self.context, space, wanted, timeout_ms)
         return [None if parts.placed is None else parts.placed.size for parts in wanted]
@@ -871,14 +866,63 @@ def _duration_ms(name: str, duration_s: float, most_ms: int) -> int:
     return math.ceil(duration_s * 1000)
 
 
+def _per_key(keys: Sequence[Key], given: Any, what: str) -> list[Any]:
+    """What is given for each key. Raises InvalidArgumentError: not one for each."""
+    try:
+        each = list(given)
+    except TypeError:
+        raise InvalidArgumentError(f"{what} come in a sequence, one for each key") from None
+    if len(each) != len(keys):
+        raise InvalidArgumentError(
+            f"{len(keys)} keys and {len(each)} {what}", advice="Give one for each key."
+        )
+    return each
+
+
 def _parts(key: Key, ranges: Sequence[Range]) -> Parts:
     flat: list[tuple[int, memoryview]] = []
-    for offset, buffer in ranges:
+    try:
+        pairs = [(operator.index(offset), buffer) for offset, buffer in ranges]
+    except (TypeError, ValueError):
+        raise InvalidArgumentError("ranges are pairs of an offset in bytes and a buffer") from None
+    for offset, buffer in pairs:
         if offset < 0:
             raise InvalidArgumentError(f"a range begins at {offset}: offsets are not negative")
         views, _ = writable(buffer)
         flat += [(offset, view) for view in views if len(view)]
     return Parts(key, flat)
+
+
+def _check_apart(targets: Sequence[tuple[Key, Payload]]) -> None:
+    """Checks the memory that one call fills, which is all of the host or all of one device.
+
+    Raises:
+        InvalidArgumentError: some of it is given twice, and would hold bytes of two values.
+        BufferMismatchError: it is a view of the pool.
+    """
+    host: list[memoryview] = []
+    on_device: list[DeviceMemory] = []
+    for _, payload in targets:
+        if isinstance(payload, list):
+            host += payload
+        else:
+            on_device.append(payload)
+    if on_device and DeviceMemory.joined(on_device).overlaps_itself:
+        raise _not_apart("the buffers")
+    if len(host) > 1 and (two := overlap(host)) is not None:
+        of = [key for key, payload in targets if isinstance(payload, list) for _ in payload]
+        raise _not_apart(f"buffers of {' and '.join(key_text(of[each]) for each in two)}")
+    if any(map(is_shown, host)):
+        raise BufferMismatchError(
+            "a view of the pool is read-only", advice="Get into memory of your own."
+        )
+
+
+def _not_apart(what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{what} share memory: the bytes of one value would overwrite those of another",
+        advice="Give each value memory of its own.",
+    )
 
 
 LIST_PAGE = 1_000

@@ -74,6 +74,8 @@ class RegisteredMemory:
         Raises:
             InvalidArgumentError: a run is not within one region, or elsewhere than the others.
         """
+        if len(addresses) != len(sizes):
+            raise InvalidArgumentError(f"{len(addresses)} addresses and {len(sizes)} sizes")
         parts = [each for each in zip(addresses, sizes, strict=True) if each[1]]
         if not parts or not self._devices:
             return [self.at(*each) for each in parts]
@@ -98,10 +100,16 @@ class RegisteredMemory:
         return DeviceMemory(device, starts, lengths)
 
     def _holding(self, address: int, size: int) -> Region:
-        region = self._regions.holding(address, size) if size >= 0 else None
+        try:
+            region = self._regions.holding(address, size) if size >= 0 else None
+            at = f"{address:#x}"
+        except (TypeError, ValueError):
+            raise InvalidArgumentError(
+                f"an address and a size are whole numbers, not {address!r} and {size!r}"
+            ) from None
         if region is None:
             raise InvalidArgumentError(
-                f"{size} bytes at {address:#x} are not within memory that was registered",
+                f"{size} bytes at {at} are not within memory that was registered",
                 advice="register(address, size) first, once for each of the engine's buffers.",
             )
         return region

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
+import numpy as np
+
 from kvstore import calls
 from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import PutOutcome
@@ -328,8 +330,8 @@ class Client:
             copy: False gives a view of the pool's own memory where that is on this host (a copy
                 elsewhere), leased for as long as the view or anything made of it lives. It is
                 read-only: arrays refuse to be written to; torch cannot express that, and a write
-                into a tensor ends the process (SIGSEGV). bytes come as a memoryview. Only the header is checked then, not the payload, unless
-                ``verify="all"``.
+                into a tensor ends the process (SIGSEGV). bytes come as a memoryview. Only the
+                header is checked then, not the payload, unless ``verify="all"``.
             kind: ``"torch"``, ``"numpy"`` or ``"bytes"``, instead of the kind that was put.
             device: return a torch tensor there (``"cuda:0"``), whose bytes have arrived when this
                 returns. Bytes come as a tensor of ``uint8``. With ``copy=False`` it is the pool's
@@ -410,6 +412,8 @@ class Client:
         Raises:
             BufferMismatchError: too small (nothing was read for that key), or of another dtype
                 (the buffer's contents are undefined). Other buffers of the batch may be filled.
+                Or it cannot be written to, as a view of the pool; nothing was read.
+            InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
         return self._run(
             self._operations.get_into(keys, buffers, namespace, timeout_ms, stream), timeout_ms
@@ -437,6 +441,7 @@ class Client:
 
         Raises:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
+            InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
         return self._run(
             self._operations.get_ranges(keys, ranges, namespace, timeout_ms), timeout_ms
@@ -454,7 +459,7 @@ class Client:
         Args:
             memory: a writable tensor, array or buffer, which is kept alive; or the address of
                 ``size`` bytes of this process or of a CUDA device, which the caller keeps
-                allocated.
+                allocated. Memory that is mapped read-only can be put from, and not be filled.
 
         Raises:
             InvalidArgumentError: it is registered already, in part or whole; or it is an address
@@ -462,16 +467,26 @@ class Client:
             DeviceError: the device cannot be used.
             TransferEngineError: the engine refuses it.
         """
-        if isinstance(memory, int) and size and is_of_cuda_device(memory):
-            self._state.registered.add_of(self.device(cuda.device_of(memory)), memory, size)
+        if isinstance(memory, int | np.integer):
+            memory = int(memory)
+            size = _size(size)
+            if is_of_cuda_device(memory):
+                self._state.registered.add_of(self.device(cuda.device_of(memory)), memory, size)
+            else:
+                self._state.register(memory_at(memory, size))
+        elif size is None:
+            self._state.register(writable(memory)[0][0])
         else:
-            self._state.register(_lent(memory, size))
+            raise InvalidArgumentError("register(buffer) takes no size: a buffer has one")
 
     def unregister(self, memory: Buffer | int) -> None:
         """Take memory back, named by the registered buffer or its address. Returns when nothing can
         be written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
         ignored."""
-        self._state.unregister(memory if isinstance(memory, int) else writable(memory)[0][0])
+        if isinstance(memory, int | np.integer):
+            self._state.unregister(int(memory))
+        else:
+            self._state.unregister(writable(memory)[0][0])
 
     def memory_at(self, address: int, size: int) -> memoryview:
         """``size`` bytes at an address of registered memory of the host: a value to put, or a
@@ -881,14 +896,13 @@ class Client:
             raise ClosedError("the client is closed")
 
 
-def _lent(memory: Buffer | int, size: int | None) -> memoryview:
-    if isinstance(memory, int):
-        if size is None:
-            raise InvalidArgumentError("register(address) needs the size of the memory, in bytes")
-        return memory_at(memory, size)
-    if size is not None:
-        raise InvalidArgumentError("register(buffer) takes no size: a buffer has one")
-    return writable(memory)[0][0]
+def _size(size: int | None) -> int:
+    """Of the memory at an address."""
+    if not isinstance(size, int | np.integer) or size <= 0:
+        raise InvalidArgumentError(
+            f"register(address) needs the size of the memory in bytes, not {size!r}"
+        )
+    return int(size)
 
 
 def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:

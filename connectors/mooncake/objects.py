@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvstore.connectors.guard import Guard
 from kvstore.connectors.mooncake.names import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX
+from kvstore.memory.regions import overlap
 
 log = logging.getLogger("kvstore.mooncake")
 
@@ -30,6 +32,14 @@ _OUTCOMES: Final = {
 ResultT = TypeVar("ResultT")
 Found = list[memoryview] | Code
 """The host's memory at some addresses, or the code that says why there is none."""
+
+
+def share_memory(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
+    """Whether two of some runs of memory, as addresses and sizes, have a byte in common."""
+    spans = sorted(
+        (at, at + size) for each in runs for at, size in zip(*each, strict=False) if size
+    )
+    return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
 
 class Objects:
@@ -161,7 +171,8 @@ class Objects:
         return dict(zip((name for name, _ in items), codes, strict=True))
 
     def get_into(self, keys: Sequence[str], buffers: Sequence[Payload | Code]) -> list[int]:
-        if len(keys) != len(buffers):
+        host = [part for each in buffers if isinstance(each, list) for part in each]
+        if len(keys) != len(buffers) or overlap(host) is not None:
             return [Code.INVALID_PARAMS] * len(keys)
         codes: list[int] = [
             each if isinstance(each, Code) else Code.OBJECT_NOT_FOUND for each in buffers
@@ -200,7 +211,7 @@ class Objects:
         code = self.get_range(key, pointers, sizes, offsets)
         if code >= 0:
             return list(sizes)
-        if code != Code.INVALID_PARAMS or len(sizes) <= 1:
+        if code != Code.INVALID_PARAMS or len(sizes) <= 1 or share_memory([(pointers, sizes)]):
             return [code] * len(sizes)
         each = zip(pointers, sizes, offsets, strict=True)
         return [self.get_range(key, [at], [size], [offset]) for at, size, offset in each]

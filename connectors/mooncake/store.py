@@ -16,6 +16,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, Final
 
+import numpy as np
+
+from kvstore.client.dtypes import is_plain
 from kvstore.client.sync import Client
 from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
@@ -32,7 +35,7 @@ from kvstore.connectors.mooncake.names import (
     ReplicateConfig,
     code_of,
 )
-from kvstore.connectors.mooncake.objects import Objects, log, name_of, names_of
+from kvstore.connectors.mooncake.objects import Objects, log, name_of, names_of, share_memory
 from kvstore.connectors.mooncake.sessions import PutSessions
 from kvstore.connectors.mooncake.tensors import Tensors
 from kvstore.errors import ClosedError, KVStoreError
@@ -350,7 +353,7 @@ class MooncakeDistributedStore(Tensors):
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if its value is longer
-        than ``size``, or another code."""
+        than ``size``, or another code. INVALID_PARAMS for all, if their memory overlaps."""
         return self._objects.get_into(keys, self._objects.payloads_of(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
@@ -373,12 +376,15 @@ class MooncakeDistributedStore(Tensors):
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
         """Ranges of several objects into several buffers: per buffer, key and range the bytes read,
-        or a code; INVALID_PARAMS for what has lists of different lengths."""
+        or a code; INVALID_PARAMS for what has lists of different lengths, or memory that overlaps
+        that of another key of the buffer."""
         results = []
         lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         for index, start in enumerate(buffer_ptrs):
             of_buffer = [each[index] if index < len(each) else [] for each in lists]
-            if {len(each) for each in lists} == {len(buffer_ptrs)} and _are_even(of_buffer):
+            is_even = {len(each) for each in lists} == {len(buffer_ptrs)} and _are_even(of_buffer)
+            runs: Any = zip(of_buffer[1], of_buffer[3], strict=False)
+            if is_even and (len(of_buffer[0]) < 2 or not share_memory(runs)):
                 results.append([self._ranges_of(start, *each) for each in zip(*of_buffer)])
             else:
                 results.append([[Code.INVALID_PARAMS]] * max(1, len(of_buffer[0])))
@@ -416,7 +422,8 @@ class MooncakeDistributedStore(Tensors):
     ) -> list[int]:
         """Ranges of objects of a get session into buffers; per key the bytes read, or a code."""
         lists = (all_buffer_ptrs, all_sizes, all_src_offsets)
-        if not _are_even([keys, *lists]):
+        is_even = _are_even([keys, *lists])
+        if not is_even or share_memory(zip(all_buffer_ptrs, all_sizes, strict=True)):
             return [Code.INVALID_PARAMS] * len(keys)
         return [
             self._objects.get_range(key, pointers, sizes, offsets)
@@ -541,14 +548,19 @@ def _connected(master: str, memory: int, tenant: str) -> Client:
     return client
 
 
-def _bytes(value: Buffer | bytes) -> memoryview:
-    """The bytes of any buffer. Raises TypeError: not a buffer."""
+def _bytes(value: Buffer | bytes) -> memoryview | Code:
+    """The bytes of any buffer, but INVALID_PARAMS for one of pointers or with a mask. Raises
+    TypeError: not a buffer."""
     data = memoryview(value)  # type: ignore[arg-type]
+    if not is_plain(data) or isinstance(value, np.ma.MaskedArray):
+        return Code.INVALID_PARAMS
     return data.cast("B") if data.c_contiguous and data.nbytes else memoryview(data.tobytes())
 
 
-def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview]:
-    return [_bytes(part) for part in parts]
+def _joined(parts: Iterable[Buffer | bytes]) -> list[memoryview] | Code:
+    several = [_bytes(part) for part in parts]
+    plain = [part for part in several if not isinstance(part, Code)]
+    return plain if len(plain) == len(several) else Code.INVALID_PARAMS
 
 
 def _are_even(lists: Sequence[Sized]) -> bool:

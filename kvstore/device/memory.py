@@ -62,6 +62,13 @@ class DeviceMemory:
         sizes[-1] -= ends[count - 1] - size
         return DeviceMemory(self.device, self.addresses[:count], sizes, self.after, self.keep, size)
 
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether two of its runs share a byte."""
+        order = np.argsort(self.addresses)
+        starts = self.addresses[order]
+        return bool((starts[:-1] + self.sizes[order][:-1] > starts[1:]).any())
+
     @staticmethod
     def joined(memories: Sequence[DeviceMemory]) -> DeviceMemory:
         """Memories of one device, one after the other."""

@@ -184,8 +184,9 @@ def _readable(mapped: mmap.mmap) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def is_shown(address: int) -> bool:
-    """Whether the memory at this address is of a mapping that the processor cannot write to."""
-    return bool(_SHOWN) and any(
-        start <= address < start + len(each) for start, each in list(_SHOWN.items())
-    )
+def is_shown(memory: memoryview) -> bool:
+    """Whether this memory is of a mapping that the processor cannot write to."""
+    if not _SHOWN:
+        return False
+    address = address_of(memory)
+    return any(start <= address < start + len(each) for start, each in list(_SHOWN.items()))

@@ -25,7 +25,8 @@ def address_of(memory: memoryview) -> int:
 
 
 def memory_at(address: int, size: int) -> memoryview:
-    """This process's memory at an address, flat and writable. Does not keep it alive.
+    """This process's memory at an address, flat; read-only where it is mapped so. Does not keep it
+    alive.
 
     Raises:
         InvalidArgumentError: not a range of addresses, or memory that the processor cannot read: of
@@ -39,20 +40,45 @@ def memory_at(address: int, size: int) -> memoryview:
             "copy",
             advice="Register the engine's host memory, and let the engine copy between the two.",
         )
-    unreadable = _unreadable(address, size)
+    unreadable, is_writable = _mapped(address, size)
+    if unreadable is None:
+        unreadable = _unreadable(address, size)
     if unreadable is not None:
         raise InvalidArgumentError(
             f"{size} bytes at {address:#x}: the processor cannot read the byte at {unreadable:#x}; "
             "that is memory of a device, or no memory at all",
             advice="Register host memory, and keep it allocated until unregister() has returned.",
         )
-    array = (ctypes.c_char * size).from_address(address)
-    return memoryview(array).cast("B")
+    memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    return memory if is_writable else memory.toreadonly()
+
+
+def _mapped(address: int, size: int) -> tuple[int | None, bool]:
+    """How the range is mapped: the first address that cannot be read, or None; and whether all of
+    it can be written. Without ``/proc`` that is not known, and believed."""
+    at, is_writable = address, True
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            for line in maps:
+                span, how, *_ = line.split(maxsplit=2)
+                start, stop = (int(each, 16) for each in span.split(b"-"))
+                if stop <= at:
+                    continue
+                if start > at or not how.startswith(b"r"):
+                    return at, False
+                is_writable &= how.startswith(b"rw")
+                at = stop
+                if at >= address + size:
+                    return None, is_writable
+    except OSError:
+        return None, True
+    return at, False
 
 
 def _unreadable(address: int, size: int) -> int | None:
-    """The first of some addresses in the range that cannot be read; None: all can. The kernel
-    copies a byte from each into a pipe, and reports EFAULT instead of killing the process."""
+    """The first of some addresses in the range that cannot be read although they are mapped: of a
+    device, or beyond the end of a file. None: all can. The kernel copies a byte from each into a
+    pipe, and reports EFAULT instead of killing the process."""
     step = max(1, (size - 1) // (PROBES_MAX - 1))
     probes: list[int] = [*range(address, address + size, step), address + size - 1]
     libc = ctypes.CDLL(None, use_errno=True)

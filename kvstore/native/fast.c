@@ -295,6 +295,55 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     return Py_BuildValue("iiiN", status, spin_until != 0, kind, payload);
 }
 
+/* --- buffers ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    uintptr_t start, stop;
+    Py_ssize_t index;
+} Span;
+
+static int by_start(const void *left, const void *right) {
+    const Span *one = left, *other = right;
+    return (one->start > other->start) - (one->start < other->start);
+}
+
+PyDoc_STRVAR(overlap_doc, "overlap(buffers)\nSee kvstore.native.kinds.Fast.");
+
+/* twin: kvstore.memory.regions.overlap */
+static PyObject *overlap(PyObject *self, PyObject *buffers) {
+    (void)self;
+    if (!PyList_CheckExact(buffers)) {
+        PyErr_SetString(PyExc_TypeError, "buffers come in a list");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(buffers), used = 0, index;
+    Span *spans = PyMem_Malloc((size_t)(count ? count : 1) * sizeof *spans);
+    if (!spans)
+        return PyErr_NoMemory();
+    int in_order = 1;
+    for (index = 0; index < count; index++) {
+        Py_buffer buffer;
+        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, index), &buffer, PyBUF_SIMPLE)) {
+            PyMem_Free(spans);
+            return NULL;
+        }
+        uintptr_t start = (uintptr_t)buffer.buf;
+        if (buffer.len) {
+            in_order &= !used || spans[used - 1].start <= start;
+            spans[used++] = (Span){start, start + (size_t)buffer.len, index};
+        }
+        PyBuffer_Release(&buffer);
+    }
+    if (!in_order)
+        qsort(spans, (size_t)used, sizeof *spans, by_start);
+    for (index = 1; index < used && spans[index - 1].stop <= spans[index].start; index++)
+        ;
+    PyObject *found = index < used ? Py_BuildValue("nn", spans[index - 1].index, spans[index].index)
+                                   : Py_NewRef(Py_None);
+    PyMem_Free(spans);
+    return found;
+}
+
 /* --- the module -------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(data, seed=0)\nSee kvstore.native.kinds.Fast.");
@@ -320,6 +369,7 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 static PyMethodDef METHODS[] = {
     {"exchange", exchange, METH_VARARGS, exchange_doc},
     {"get_many", get_many, METH_VARARGS, get_many_doc},
+    {"overlap", overlap, METH_O, overlap_doc},
     {"pack_keys", pack_keys, METH_O, pack_keys_doc},
     {"read_objects", read_objects, METH_VARARGS, read_objects_doc},
     {"write_objects", write_objects, METH_VARARGS, write_objects_doc},

@@ -106,6 +106,10 @@ class Fast(Protocol):
         """The record of each key of ``data``, looked up in ``shards[hash(key) & mask]``."""
         ...
 
+    def overlap(self, buffers: list[memoryview], /) -> tuple[int, int] | None:
+        """Two of these that share a byte, as their places in the list; None: no two do."""
+        ...
+
     def exchange(
         self,
         fd: int,

@@ -211,7 +211,8 @@ def test_addresses(place: Place) -> None:
         0, 0, 0,
     ]  # fmt: skip
     assert store.get("h") == place.bytes_at(100, 100)
-    read = store.batch_get_into(["g", "missing", "h"], [start + MIB] * 3, [100, 100, 50])
+    into = [start + MIB, start + MIB + 100, start + MIB + 200]
+    read = store.batch_get_into(["g", "missing", "h"], into, [100, 100, 50])
     assert read == [100, MISS, INVALID]
     assert store.batch_put_from(["i", "j"], [start], [100]) == [INVALID, INVALID]
     assert store.batch_get_into(["g"], [start], []) == [INVALID]
@@ -248,6 +249,37 @@ def test_ranges(place: Place) -> None:
     assert store.get_into_ranges([start + MIB], [["no"]], [[[0]]], [[[5]]], [[[3]]]) == [[[MISS]]]
     behind = store.get_into_ranges([start + MIB], [["f"]], [[[0]]], [[[990]]], [[[30]]])
     assert behind == [[[INVALID]]]
+
+
+def test_memory_that_is_given_twice(ours: Place) -> None:
+    store, start = ours.store, ours.start
+    assert store.put_batch(["a", "b"], [b"a" * 100, b"b" * 100]) == 0
+    for second in (start, start + 50, start + 99):
+        assert store.batch_get_into(["a", "b"], [start, second], [100, 100]) == [INVALID] * 2
+    into = [[start, start + 50], [start + 99]]
+    sizes = [[50, 50], [100]]
+    assert store.batch_get_into_multi_buffers(["a", "b"], into, sizes) == [INVALID] * 2
+    assert store.batch_get_into_multi_buffers(["a"], [[start, start + 49]], [[50, 50]]) == [INVALID]
+    ranges = store.get_into_ranges
+    assert ranges([start], [["a"]], [[[0, 3]]], [[[0, 9]]], [[[4, 4]]]) == [[[INVALID] * 2]]
+    assert ranges([start], [["a", "b"]], [[[0], [3]]], [[[0], [0]]], [[[4], [4]]]) == [
+        [[INVALID]] * 2
+    ]
+    assert store.batch_get_session_start(["a", "b"]) == [0, 0]
+    get = store.batch_get_into_multi_buffer_ranges
+    assert get(["a", "b"], [[start], [start + 3]], [[4], [4]], [[0], [0]]) == [INVALID] * 2
+    assert get(["a", "b"], [[start], [start + 4]], [[4], [4]], [[0], [0]]) == [4, 4]
+    assert store.batch_get_session_end(["a", "b"]) == 0
+    assert store.batch_get_into(["a", "b"], [start, start + 100], [100, 100]) == [100, 100]
+    assert ours.bytes_at(0, 200) == b"a" * 100 + b"b" * 100
+
+
+def test_buffers_that_are_more_than_bytes(ours: Place) -> None:
+    masked: Any = np.ma.masked_array
+    for value in (masked([1.0, 2.0], mask=[True, False]), np.array([None]), np.array([None]).data):
+        assert ours.store.put("p", value) == INVALID
+        assert ours.store.put_parts("p", b"head", value) == INVALID
+    assert ours.store.is_exist("p") == 0
 
 
 def test_get_sessions(place: Place) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import warnings
 from typing import Any
 
@@ -305,6 +307,75 @@ def test_a_mask_is_not_lost(verbs: Any) -> None:
     with pytest.raises(UnsupportedValueError, match="MaskedArray"):
         verbs.put("masked", masked([1.0, 2.0], mask=[True, False]))
     assert not verbs.exists("masked")
+
+
+# --- memory that is given twice ------------------------------------------------------------------
+
+
+def test_memory_of_two_values_is_refused_and_not_touched(verbs: Any) -> None:
+    verbs.put_many([("a", b"a" * 100), ("b", b"b" * 100)])
+    area = np.zeros(150, np.uint8)
+    for buffers in (
+        [area[:100], area[:100]], [area[:100], area[50:]], [area[50:], area[:100]],
+        [[area[:60], area[40:]], bytearray(100)], [area[:100], memoryview(area.data)[99:]],
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match="share memory"):
+            verbs.get_into(["a", "b"], buffers)
+    ranges = [(0, area[:10]), (50, area[5:20])]
+    for keys, wanted in (("a", ranges), (["a", "b"], [ranges[:1], ranges[1:]])):
+        with pytest.raises(InvalidArgumentError, match="share memory"):
+            verbs.get_ranges(keys, wanted)
+    assert not area.any()
+    assert verbs.get_into(["a", "b"], [bytearray(100), bytearray(100)]) == [100, 100]
+    assert verbs.get_into("a", [area[:50], area[50:]]) == [100]
+    assert verbs.get_into(["b", "none"], [area, bytearray(5)]) == [100, None]
+
+
+def test_views_of_the_pool_are_not_filled(verbs: Any) -> None:
+    verbs.put_many([("a", torch.ones(25)), ("b", torch.zeros(25))])
+    view = verbs.get("a", copy=False)
+    if verbs.lease(view) is None:
+        pytest.skip("a copy, over tcp")
+    for target in (view, view[3:], view.numpy(), view.numpy().data):
+        with pytest.raises(BufferMismatchError, match="read-only"):
+            verbs.get_into("b", target)
+        with pytest.raises(BufferMismatchError, match="read-only"):
+            verbs.get_ranges("b", [(0, target)])
+    assert torch.equal(verbs.get("a"), torch.ones(25))
+
+
+def test_ranges_and_buffers_that_are_none(verbs: Any) -> None:
+    verbs.put("a", b"abc")
+    ranges: list[Any] = [None, 5, [5], [(0.5, bytearray(1))], [("0", bytearray(1))],
+                         [(None, bytearray(1))], [(0,)], [(0, bytearray(1), 2)]]  # fmt: skip
+    for wanted in ranges:
+        with pytest.raises(InvalidArgumentError):
+            verbs.get_ranges("a", wanted)
+    for given in (None, 5, [], [bytearray(3)] * 2):
+        with pytest.raises(InvalidArgumentError):
+            verbs.get_into(["a"], given)
+        with pytest.raises(InvalidArgumentError):
+            verbs.get_ranges(["a"], given)
+
+
+def test_memory_that_is_mapped_read_only(verbs: Any) -> None:
+    verbs.put("a", bytes(range(100)))
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory[:3] = b"xyz"
+    libc = ctypes.CDLL(None)
+    assert not libc.mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ)
+    verbs.register(np.uint64(address), np.int64(mmap.PAGESIZE))
+    with pytest.raises(BufferMismatchError, match="writable"):
+        verbs.get_into("a", verbs.memory_at(address, 100))
+    assert verbs.put("b", verbs.memory_at(address, 3)) is STORED
+    assert verbs.get("b") == b"xyz"
+    verbs.unregister(address)
+    for size in (None, 0, -1, 1.5, "5"):
+        with pytest.raises(InvalidArgumentError):
+            verbs.register(address, size)
+    with pytest.raises(InvalidArgumentError):
+        verbs.register(bytearray(5), 5)
 
 
 # --- the other verbs ---------------------------------------------------------------------------

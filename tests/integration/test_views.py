@@ -93,7 +93,8 @@ print("has written")
 """
     with store.client() as client:
         client.put("w", torch.ones(1000))
-        view, again = client.get("w", copy=False), client.get("w", copy=False)
+        views: list[Any] = [client.get("w", copy=False) for _ in range(2)]
+        view, again = views
         assert isinstance(view, torch.Tensor)
         assert view.data_ptr() == again.data_ptr()
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
@@ -101,9 +102,11 @@ print("has written")
         assert (done.returncode, done.stdout) == (expected, b"")
         assert torch.equal(view, torch.ones(1000))
         assert torch.equal(client.get("w"), torch.ones(1000))
-        assert client.lease(view).held
+        lease = client.lease(view)
+        assert lease is not None
+        assert lease.held
         assert not client.stats().counters.get("checksum_mismatches")
-        allocated = client.allocate(1000, torch.float32)
+        allocated: Any = client.allocate(1000, torch.float32)
         allocated.fill_(3)  # this memory is the program's until it is put
         client.put("a", allocated)
         assert torch.equal(client.get("a", copy=False), allocated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import random
@@ -15,6 +16,8 @@ from types import ModuleType
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore import native
 from kvstore.calls import Presence, SegmentOffer
@@ -24,6 +27,7 @@ from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.records import NamespaceTable, Segment
+from kvstore.memory import regions
 from kvstore.memory.header import (
     GENERATION_OFFSET,
     HEADER_BYTES,
@@ -376,6 +380,21 @@ def test_an_exchange_with_nobody(compiled: Fast) -> None:
         assert exchange(compiled, ours)[0] == kinds.UNASKED
         ours.shutdown(socket.SHUT_RDWR)
         assert exchange(compiled, ours)[0] == kinds.UNASKED
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6)), max_size=12))
+def test_buffers_that_share_memory(spans: list[tuple[int, int]]) -> None:
+    area = memoryview(bytearray(66))
+    buffers = [area[start : start + size] for start, size in spans]
+    used = [set(range(start, start + size)) for start, size in spans]
+    shared = any(one & other for one, other in itertools.combinations(used, 2))
+    for each in (None, fast):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(regions, "fast", each)
+            found = regions.overlap(buffers)
+        assert (found is not None) == shared
+        if found is not None:
+            assert used[found[0]] & used[found[1]]
 
 
 @pytest.mark.skipif(fast is None, reason="kvstore.native.fast is not built or not used here")

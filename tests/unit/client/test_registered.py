@@ -5,16 +5,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvstore import Client
 from kvstore.client.registered import RegisteredMemory
+from kvstore.client.values import encode, writable
 from kvstore.device.device import Device
 from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import BufferMismatchError, InvalidArgumentError
 from kvstore.memory.raw import address_of, memory_at
 
 PAGE = mmap.PAGESIZE
@@ -46,6 +48,89 @@ def test_memory_at_an_address_is_that_memory() -> None:
 def test_what_is_no_range_of_addresses_is_refused(address: int, size: int) -> None:
     with pytest.raises(InvalidArgumentError, match="are no memory"):
         memory_at(address, size)
+
+
+def protected(pages: int, which: int, how: int) -> tuple[mmap.mmap, int]:
+    """Anonymous memory one page of which is protected so, and its address."""
+    memory = mmap.mmap(-1, pages * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    page = ctypes.c_void_p(address + which * PAGE)
+    assert not ctypes.CDLL(None).mprotect(page, PAGE, how)
+    return memory, address
+
+
+@pytest.mark.parametrize("which", [0, 1, 500, 998, 999])
+def test_a_hole_is_found_wherever_it_is(which: int) -> None:
+    memory, address = protected(1000, which, 0)
+    with pytest.raises(InvalidArgumentError, match=f"the byte at {address + which * PAGE:#x}"):
+        memory_at(address, 1000 * PAGE)
+    for start, pages in ((0, which), (which + 1, 999 - which)):
+        if pages:
+            memory_at(address + start * PAGE, pages * PAGE)
+    with pytest.raises(InvalidArgumentError):
+        memory_at(address + which * PAGE + 5, 3)
+    del memory
+
+
+@pytest.mark.parametrize("which", [0, 2, 4])
+def test_memory_that_is_mapped_read_only_is_lent_read_only(which: int) -> None:
+    memory, address = protected(5, which, mmap.PROT_READ)
+    assert memory_at(address, 5 * PAGE).readonly
+    assert memory_at(address + which * PAGE, 1).readonly
+    beside = address + (4 if which == 0 else 0) * PAGE
+    assert not memory_at(beside, PAGE).readonly
+    lent = RegisteredMemory()
+    lent.add(memory_at(address, 5 * PAGE))
+    with pytest.raises(BufferMismatchError, match="writable"):
+        writable(lent.at(address + 7, 100))
+    assert encode(lent.at(address + 7, 100)).data.nbytes == 100
+    del memory
+
+
+def test_memory_beyond_the_end_of_its_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 * PAGE))
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 3 * PAGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        memory_at(address, 3 * PAGE)
+        file.truncate(2 * PAGE)
+    with pytest.raises(InvalidArgumentError, match="cannot read the byte"):
+        memory_at(address, 3 * PAGE)
+    with pytest.raises(InvalidArgumentError, match=f"the byte at {address + 2 * PAGE:#x}"):
+        memory_at(address, 2 * PAGE + 1)  # the last byte is the only one
+    memory_at(address, 2 * PAGE)
+    del memory
+
+
+def test_without_proc_the_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(OSError()))
+    memory, address = protected(3, 2, 0)
+    assert not memory_at(address, 2 * PAGE).readonly
+    with pytest.raises(InvalidArgumentError):
+        memory_at(address, 3 * PAGE)
+    del memory
+
+
+def test_runs_of_a_device_that_share_memory() -> None:
+    device = Device(FakeDriver("cuda:0"), ring_bytes=8, locked_max=0)
+    for runs, shares in (
+        ([(0, 10)], False), ([(0, 10), (10, 5)], False), ([(10, 5), (0, 10)], False),
+        ([(0, 10), (9, 5)], True), ([(9, 5), (100, 1), (0, 10)], True), ([(5, 5), (5, 5)], True),
+    ):  # fmt: skip
+        starts, sizes = np.array(runs, np.int64).T
+        assert DeviceMemory(device, starts, sizes).overlaps_itself is shares
+
+
+@pytest.mark.parametrize(
+    ("addresses", "sizes"),
+    [([4096], [1, 2]), ([1.5], [1]), (["a"], [1]), ([None], [1]), ([4096], ["1"])],
+)
+def test_runs_that_are_none(addresses: list[int], sizes: list[int]) -> None:
+    lent = RegisteredMemory()
+    lent.add(memoryview(bytearray(10)))
+    with pytest.raises(InvalidArgumentError):
+        lent.payload(addresses, sizes)
 
 
 def test_what_the_processor_cannot_read_is_refused_and_not_touched() -> None:
