@@ -35,7 +35,7 @@
     │   ├── ClusterMismatchError        a node, its memory or a client belongs to another cluster
     │   ├── LeftOverMemoryError         memory of that name was left, and is no use as it is
     │   ├── SharedMemoryTooSmallError
-    │   ├── MemoryLimitError            a control group (a container) allows less memory
+    │   ├── MemoryLimitError            a control group (a container) or ulimit -v allows less
     │   └── TransferEngineError         Mooncake's engine is missing, or cannot do what was asked
     ├── DeviceError                 the memory of a GPU cannot be copied: no driver, or it failed
     └── InternalError               a bug of ours, reported by the peer

@@ -191,17 +191,6 @@ def group_id(group: str) -> int:
         ) from None
 
 
-def why_not_mapped(shm_name: str) -> str:
-    """Why this process cannot map an entry of a node on its host: one line, for a log."""
-    for directory in directories():
-        path = f"{directory}/{shm_name}"
-        if os.path.lexists(path):
-            if not os.access(path, os.R_OK | os.W_OK):
-                return f"{path} belongs to another user; kvstore-node --shm-group lets a group in"
-            return f"{path} is not the memory of that node, or is shorter than it says"
-    return f"{SHM_DIRECTORY}/{shm_name} is not here: the node has ended, or is in another container"
-
-
 def let_in(fd: int, path: str, group: int) -> None:
     """Lets the owner's user, and the members of ``group`` unless that is -1, map the entry.
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 from kvstore.background import in_one_piece, join_all, start_thread
 from kvstore.memory import header as layout
-from kvstore.memory.entries import SHM_PREFIX, directories
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories
 from kvstore.memory.pages import POPULATE_READ, populate
 from kvstore.memory.raw import address_of
-from kvstore.memory.taking import RESERVE_BYTES
+from kvstore.memory.taking import RESERVE_BYTES, not_mapped
 
 _SHOWN: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 """The read-only mappings of this process, as arrays of ctypes, by address."""
@@ -64,31 +64,60 @@ class Mapping:
         because a get that has to fault its pages in runs at a third of its speed and a put at a
         tenth.
         """
-        if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
-            return None
-        for directory in directories():
-            mapping = cls._attach(f"{directory}/{shm_name}", uuid)
-            if mapping is not None:
-                return mapping
-        return None
+        mapping, _ = cls._attach(shm_name, uuid)
+        return mapping
 
     @classmethod
-    def _attach(cls, path: str, uuid: bytes) -> Mapping | None:
+    def why_not(cls, shm_name: str, uuid: bytes) -> str:
+        """Why ``attach`` returns None: tries it once more. One line, for a log."""
+        mapping, why = cls._attach(shm_name, uuid)
+        if mapping is not None:
+            mapping.close()
+        return why
+
+    @classmethod
+    def _attach(cls, shm_name: str, uuid: bytes) -> tuple[Mapping | None, str]:
+        """The mapping, or why there is none."""
+        if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
+            return None, f"{shm_name!r} is no name of a segment"
+        entry = f"{SHM_DIRECTORY}/{shm_name}"
+        why = f"{entry} is not here: its node has ended, or is in another container"
+        for directory in directories():
+            try:
+                return cls._map(f"{directory}/{shm_name}", uuid), "it can be mapped now"
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                why = str(error)
+        return None, why
+
+    @classmethod
+    def _map(cls, path: str, uuid: bytes) -> Mapping:
+        """
+        Raises:
+            FileNotFoundError: there is no such entry; else OSError, ValueError: ``str`` says why
+                it cannot be mapped.
+        """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return None
+        except PermissionError:
+            raise PermissionError(
+                f"{path} belongs to another user; kvstore-node --shm-group lets a group in"
+            ) from None
         try:
             superblock = layout.unpack_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
             if superblock is None or superblock.uuid != uuid:
-                return None
+                raise ValueError(f"{path} is the memory of another node, or of an earlier start")
             there = os.fstat(fd)
             if superblock.size != there.st_size:
-                return None
-            mapped = mmap.mmap(fd, superblock.size)
+                raise ValueError(
+                    f"{path} has {there.st_size} bytes, and its superblock says {superblock.size}"
+                )
+            try:
+                mapped = mmap.mmap(fd, superblock.size)
+            except OSError as error:
+                raise OSError(not_mapped(path, superblock.size, error)) from None
             return cls(mapped, superblock, path, (there.st_dev, there.st_ino))
-        except (OSError, ValueError):
-            return None
         finally:
             os.close(fd)
 

@@ -248,7 +248,7 @@ class Segment:
                     raise of_no_use(path, f"memory of {wanted} was asked for")
                 if directory == SHM_DIRECTORY:
                     cgroup.check(max(0, size - os.fstat(fd).st_blocks * 512))
-                mapped = mmap.mmap(fd, superblock.size)
+                mapped = map_file(fd, directory, superblock.size)
                 locked = take_pages(fd, mapped, directory, options, progress, is_left=True)
                 if options.huge_pages == "transparent" and not pages.huge_bytes(mapped):
                     raise of_no_use(path, "it has small pages")

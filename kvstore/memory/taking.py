@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final, Literal
 
-from kvstore.errors import SharedMemoryTooSmallError, StartupError
+from kvstore.errors import MemoryLimitError, SharedMemoryTooSmallError, StartupError
 from kvstore.memory import pages
 from kvstore.memory.entries import SHM_DIRECTORY, directories
 from kvstore.memory.pages import POPULATE_WRITE, populate
@@ -68,10 +68,30 @@ def step_of(directory: str) -> int:
     return SIZE_STEP if directory == SHM_DIRECTORY else os.statvfs(directory).f_bsize
 
 
+def address_limit() -> int | None:
+    """The bytes of addresses that this process may have (``ulimit -v``); None: no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def not_mapped(what: str, size: int, error: OSError) -> str:
+    """Why ``size`` bytes could not be mapped, in words."""
+    limit = address_limit()
+    by = f"; ulimit -v allows this process {limit >> 20} MiB of addresses" if limit else ""
+    why = (error.strerror or str(error)).lower()
+    return f"{what} of {size >> 20} MiB cannot be mapped: {why}{by}"
+
+
 def map_file(fd: int, directory: str, size: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size)
     except OSError as error:
+        if error.errno == errno.ENOMEM and address_limit() is not None:
+            raise MemoryLimitError(
+                not_mapped(f"a segment in {directory}", size, error),
+                advice="Raise that limit (ulimit -v unlimited; LimitAS= of systemd), or give less "
+                "--memory.",
+            ) from None
         if error.errno != errno.ENOMEM or directory == SHM_DIRECTORY:
             raise
         page = os.statvfs(directory).f_bsize

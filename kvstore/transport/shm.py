@@ -22,7 +22,6 @@ from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
 from kvstore.host import host_id
-from kvstore.memory.entries import why_not_mapped
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping
 from kvstore.native import fast
@@ -224,7 +223,7 @@ class ShmTransport(Transport):
                 "shm_not_mapped node=%s entry=%s reason=%s",
                 segment.node,
                 segment.shm_name,
-                why_not_mapped(segment.shm_name),
+                Mapping.why_not(segment.shm_name, segment.uuid),
             )
 
     def _run(

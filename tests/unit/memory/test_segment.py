@@ -17,7 +17,7 @@ from kvstore.errors import ConfigError, NodeNameTakenError, SharedMemoryTooSmall
 from kvstore.host import host_id
 from kvstore.limits import Key, Namespace
 from kvstore.memory import taking
-from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, freed_by_removal, why_not_mapped
+from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, freed_by_removal
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, pack_into, unpack
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import Segment
@@ -280,8 +280,43 @@ def test_a_shortened_entry_is_not_attached(segment: Segment) -> None:
     path = Path(SHM_DIRECTORY, f"{segment.shm_name}-short")
     path.write_bytes(bytes(segment.memory[:SUPERBLOCK_BYTES]))
     assert Mapping.attach(path.name, segment.uuid) is None
+    assert "its superblock says" in Mapping.why_not(path.name, segment.uuid)
     path.write_bytes(b"short")
     assert Mapping.attach(path.name, segment.uuid) is None
+
+
+def test_what_cannot_be_attached_says_why(segment: Segment) -> None:
+    assert "of another node" in Mapping.why_not(segment.shm_name, bytes(16))
+    assert "is not here" in Mapping.why_not("kvstore.no-such-segment", segment.uuid)
+    assert "no name" in Mapping.why_not("../shm/" + segment.shm_name, segment.uuid)
+
+
+LIMITED = """
+import resource, sys
+from kvstore.errors import MemoryLimitError
+from kvstore.memory.mapping import Mapping
+from kvstore.memory.segment import Segment
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
+print(Mapping.why_not(sys.argv[1], bytes.fromhex(sys.argv[2])))
+try:
+    Segment.create(sys.argv[3], 64 << 20)
+except MemoryLimitError as error:
+    print(error)
+"""
+
+
+def test_a_limit_of_addresses_is_named(name: str) -> None:
+    segment = Segment.create(name, 64 << 20)
+    command = [sys.executable, "-c", LIMITED, segment.shm_name, segment.uuid.hex(), f"{name}-b"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    finally:
+        segment.close()
+    mapped, made = done.stdout.splitlines()
+    for said in (mapped, made):
+        assert "of 64 MiB cannot be mapped: cannot allocate memory; ulimit -v allows" in said
+    assert not entry(f"{name}-b").exists()
 
 
 def test_wiping_takes_that_version_and_no_other(segment: Segment) -> None:
@@ -343,7 +378,7 @@ def can_map(segment: Segment, *, groups: list[int]) -> bool:
             os.setuid(OTHER_USER)
             code = 0 if Mapping.attach(segment.shm_name, segment.uuid) is not None else 1
             if code:
-                assert "--shm-group" in why_not_mapped(segment.shm_name)
+                assert "--shm-group" in Mapping.why_not(segment.shm_name, segment.uuid)
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
