@@ -139,14 +139,14 @@ class SegmentTable:
             self._of = epoch, known
         return known
 
-    def forget(self, segment: SegmentInfo) -> bool:
-        """Drops the segment, so that it is looked up again; returns whether it was of the epoch
-        that is remembered."""
-        _, known = self._of
+    def forget(self, segment: SegmentInfo) -> int:
+        """Drops the segment, so that it is looked up again; returns its epoch, 0 if that is not the
+        one that is remembered."""
+        epoch, known = self._of
         if known.get(segment.segment_id) is not segment:
-            return False
+            return 0
         known.pop(segment.segment_id, None)
-        return True
+        return epoch
 
     @property
     def failing(self) -> bool:

@@ -186,7 +186,7 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
     """
     if not isinstance(error, UnavailableError | InvalidRangeError | PermissionDeniedError):
         raise error
-    of_this_epoch = context.segments.forget(segment)
+    epoch = context.segments.forget(segment)
     context.count("failed_transfers")
     if isinstance(error, SegmentGoneError):
         return  # the node has left or joined anew: the master knows that already
@@ -199,10 +199,10 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
     # by itself); a node that no transport reaches, since it was not tried; and a segment of another
     # epoch, whose number now names another segment.
     tried = error.fields.get("tried", 1)
-    if isinstance(error, DeadlineExceededError) or not tried or not of_this_epoch:
+    if isinstance(error, DeadlineExceededError) or not tried or not epoch:
         return
     report = calls.ReportFailure(
-        [segment.segment_id], context.client, context.host, _one_line(error.message)
+        [segment.segment_id], context.client, context.host, _one_line(error.message), epoch
     )
     try:
         yield from ask(report, calls.Reported)

@@ -965,11 +965,14 @@ class ReportFailureRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """Who reports: the client's name and host. A node is suspect to all once several hosts report it."""
     host: _builtins.str
     reason: _builtins.str
     """What failed, for the master's log: one line of at most 256 characters."""
+    epoch: _builtins.int
+    """Of the segment ids, which may name other segments under another master. Left out: this one's."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At most 16,384. Only those that were tried."""
@@ -981,10 +984,11 @@ class ReportFailureRequest(_message.Message):
         client: _builtins.str = ...,
         host: _builtins.str = ...,
         reason: _builtins.str = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "host", b"host", "reason", b"reason", "segment_ids", b"segment_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "epoch", b"epoch", "host", b"host", "reason", b"reason", "segment_ids", b"segment_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

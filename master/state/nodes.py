@@ -143,7 +143,8 @@ class Nodes:
     def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.Reported:
         common = self._common
         common.changing = True
-        for segment_id in request.segment_ids:
+        is_ours = request.epoch in (0, common.epoch)
+        for segment_id in request.segment_ids if is_ours else ():
             segment = common.pool.segments.get(segment_id)
             if segment is not None:
                 self._membership.reported(now_ms, segment.node, request)

@@ -276,7 +276,7 @@ def test_a_report_says_who_where_and_why() -> None:
     world.failing[1] = [SILENT]
     world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
     get(world, A)
-    expected = calls.ReportFailure([1], "me", "host", "node one: moved no byte")
+    expected = calls.ReportFailure([1], "me", "host", "node one: moved no byte", EPOCH)
     assert world.requests(calls.ReportFailure) == [expected]
 
 

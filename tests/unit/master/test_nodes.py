@@ -385,6 +385,17 @@ def test_a_report_of_what_is_not_there_is_ignored(new_cluster: NewCluster) -> No
     assert cluster.state.nodes.report_failure(0, calls.ReportFailure([77])).suspects == 0
 
 
+@pytest.mark.parametrize(("epoch", "suspects"), [(EPOCH, 1), (0, 1), (EPOCH - 1, 0)])
+def test_a_report_about_a_segment_of_another_master_is_about_no_node_of_this_one(
+    new_cluster: NewCluster, epoch: int, suspects: int
+) -> None:
+    cluster = new_cluster(one=4, two=4)
+    for host in ("host-a", "host-b"):
+        report = calls.ReportFailure([1], "client", host, "refused", epoch)
+        reply = cluster.state.nodes.report_failure(cluster.now_ms, report)
+    assert reply.suspects == suspects
+
+
 def test_a_broken_stream_and_a_reported_failure_are_death(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     cluster.put("a")
