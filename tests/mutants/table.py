@@ -19,11 +19,20 @@ TRANSPORT: Final = (
 )  # fmt: skip
 MEMORY: Final = ("tests/unit/memory", "tests/model/test_allocator.py", "tests/unit/node")
 CONNECTOR: Final = ("tests/unit/connectors",)
+KEPT: Final = (
+    "tests/unit/master/test_keeping.py", "tests/unit/master/test_ends.py",
+    "tests/model/test_master_state.py",
+)  # fmt: skip
+TOLD: Final = ("tests/unit/master/test_chains.py",)
 ASKING: Final = "master/state/asking.py"
+CHAINS: Final = "master/state/chains.py"
 COMMON: Final = "master/state/common.py"
+ENDS: Final = "master/state/ends.py"
 GRANTING: Final = "master/state/granting.py"
+KEEPING: Final = "master/state/keeping.py"
 MARKS: Final = "master/state/marks.py"
 NODES: Final = "master/state/nodes.py"
+PINS: Final = "master/state/pins.py"
 PUTTING: Final = "master/state/putting.py"
 REMOVING: Final = "master/state/removing.py"
 RETURNING: Final = "master/state/returning.py"
@@ -50,7 +59,7 @@ MUTANTS: Final = (
     Mutant(
         "granted-before-wiped",
         PUTTING,
-        "return self._common.when_wiped(now_ms, [], result, unwiped) if unwiped else result",
+        "return self._common.when_wiped(now_ms, [], result, earlier) if earlier else result",
         "return result",
         MASTER,
     ),
@@ -221,9 +230,8 @@ MUTANTS: Final = (
     Mutant(
         "removal-does-not-wait-for-readers-of-dead-nodes",
         REMOVING,
-        "            still_read += self._reclaim.still_read(record)\n"
-        "            if record is not None and",
-        "            if record is not None and",
+        "            still_read += readers\n",
+        "",
         MASTER,
     ),
     Mutant(
@@ -422,8 +430,57 @@ MUTANTS: Final = (
     Mutant(
         "renewed-though-a-replica-died",
         ASKING,
-        "                and all(s.alive or not s.segment_id for s, _ in record.extents())\n",
-        "",
+        "else all(s.alive or not s.segment_id for s, _ in record.extents())\n",
+        "else True\n",
+        MASTER,
+    ),
+    Mutant(
+        "renewed-where-the-replica-died",
+        ASKING,
+        "        if at == offset and segment.alive and segment.offer.uuid == uuid:\n",
+        "        if at == offset and segment.offer.uuid == uuid:\n",
+        MASTER,
+    ),
+    Mutant(
+        "renewed-elsewhere",
+        ASKING,
+        "                    _is_at(record, request.uuids[index], request.offsets[index])\n",
+        "                    True\n",
+        MASTER,
+    ),
+    Mutant(
+        "put-is-acknowledged-while-the-removed-is-read",
+        PUTTING,
+        "still_read += self._reclaim.being_read((put.record.namespace, put.record.key))",
+        "pass",
+        MASTER,
+    ),
+    Mutant(
+        "commit-is-acknowledged-while-the-removed-is-read",
+        PUTTING,
+        "            still_read = self._reclaim.being_read((namespace, key))\n",
+        "            still_read = []\n",
+        MASTER,
+    ),
+    Mutant(
+        "found-is-acknowledged-while-the-removed-is-read",
+        COMMON,
+        "                    orders += self.reclaim.being_read((request.namespace, key))\n",
+        "                    pass\n",
+        MASTER,
+    ),
+    Mutant(
+        "stored-during-a-removal-is-forbidden",
+        PUTTING,
+        "            self._common.allow(record, version)\n",
+        "            pass\n",
+        MASTER,
+    ),
+    Mutant(
+        "lost-above-a-put-is-not-told",
+        "master/state/sweeping.py",
+        "self._above_puts = [each.parent for each in records if each.parent is not None]",
+        "pass",
         MASTER,
     ),
     Mutant(
@@ -694,5 +751,419 @@ MUTANTS: Final = (
         "parent = run.keys[start - 1] if start else run.parent",
         "parent = run.parent",
         CONNECTOR,
+    ),
+    # --- what is kept and what ends, and how it is told -------------------------------------------
+    Mutant(
+        "over-comes-back",
+        KEEPING,
+        "            remains = Remains.of(record, forbid=True)\n",
+        "            remains = Remains.of(record)\n",
+        KEPT,
+    ),
+    Mutant(
+        "bad-comes-back",
+        REMOVING,
+        "                gone.append(Remains.of(record, forbid=True))\n",
+        "                gone.append(Remains.of(record))\n",
+        MASTER,
+    ),
+    Mutant(
+        "forgets-what-a-dead-node-had-to-wipe",
+        RECLAIM,
+        "            for version in wiping.forbidden:\n"
+        "                self._tombstones.add_version(version)\n",
+        "            pass\n",
+        MASTER,
+    ),
+    Mutant(
+        "over-with-children-is-free-at-once",
+        KEEPING,
+        "record.children or record.lease_until_ms > now_ms",
+        "record.lease_until_ms > now_ms",
+        KEPT,
+    ),
+    Mutant(
+        "over-with-a-lease-is-free-at-once",
+        KEEPING,
+        "            is_read = record.children or record.lease_until_ms > now_ms\n",
+        "            is_read = record.children > 0\n",
+        KEPT,
+    ),
+    Mutant(
+        "over-is-copied-on",
+        KEEPING,
+        "            self._granting.end_copies(now_ms, (record.namespace, record.key))\n",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "over-is-not-counted",
+        KEEPING,
+        '            common.counters["expired_bytes"] += remains.size\n',
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "room-of-what-is-over-wakes-no-put",
+        KEEPING,
+        "            common.effects += common.reclaim.clean(freed)\n"
+        "            self._waiting.room_made()\n",
+        "            common.effects += common.reclaim.clean(freed)\n",
+        KEPT,
+    ),
+    Mutant(
+        "over-is-not-wiped",
+        KEEPING,
+        "            common.effects += common.reclaim.clean(freed)\n",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "key-of-what-is-over-waits-its-turn",
+        KEEPING,
+        "self._take_back(now_ms, [r for r in records if self._lifetimes.ended(r, now_ms)])",
+        "pass",
+        KEPT,
+    ),
+    Mutant(
+        "evicts-before-what-is-over",
+        KEEPING,
+        "        self.expire(now_ms)\n\n    def next_ms",
+        "\n    def next_ms",
+        KEPT,
+    ),
+    Mutant(
+        "slices-of-what-is-over-end",
+        KEEPING,
+        "self._goes_on |= now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)",
+        "pass",
+        KEPT,
+    ),
+    Mutant(
+        "a-slice-has-no-bound",
+        KEEPING,
+        "now_ms >= self._lifetimes.next_ms and len(ended) < EXPIRED_PER_STEP",
+        "now_ms >= self._lifetimes.next_ms",
+        KEPT,
+    ),
+    Mutant(
+        "pins-of-a-slice-have-no-bound",
+        KEEPING,
+        "now_ms >= self._pins.ends.next_ms and pins < ENDED_PER_STEP",
+        "now_ms >= self._pins.ends.next_ms",
+        KEPT,
+    ),
+    Mutant(
+        "counts-of-pins-are-left",
+        KEEPING,
+        "        return self._goes_on or self._pins.unsettled\n",
+        "        return self._goes_on\n",
+        KEPT,
+    ),
+    Mutant(
+        "an-end-of-pins-wakes-no-put",
+        KEEPING,
+        "        self._waiting.room_made()  # it can be evicted\n",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "unpinned-keeps-its-place",
+        KEEPING,
+        "                self._pool.let_evict(record)\n",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "over-is-pinned",
+        KEEPING,
+        "record.complete and not self._lifetimes.ended(record, now_ms)",
+        "record.complete",
+        KEPT,
+    ),
+    Mutant(
+        "bound-of-pins-is-reached",
+        KEEPING,
+        "before + wanted > bound",
+        "before + wanted >= bound",
+        KEPT,
+    ),
+    Mutant(
+        "pinned-again-is-refused",
+        KEEPING,
+        "        if wanted and before + wanted > bound:\n",
+        "        if before + wanted > bound:\n",
+        KEPT,
+    ),
+    Mutant(
+        "ancestors-do-not-count",
+        KEEPING,
+        "                at = at.parent\n",
+        "                at = None\n",
+        KEPT,
+    ),
+    Mutant(
+        "pins-past-the-bound-of-steps",
+        KEEPING,
+        "if len(added) == PIN_STEPS:",
+        "if len(added) > PIN_STEPS:",
+        KEPT,
+    ),
+    Mutant(
+        "next-pin-does-not-wake",
+        KEEPING,
+        "times = (self._lifetimes.next_ms, self._pins.ends.next_ms)",
+        "times = (self._lifetimes.next_ms,)",
+        KEPT,
+    ),
+    Mutant(
+        "end-is-rounded-down",
+        ENDS,
+        "-(-end_ms // STEP_MS) * STEP_MS",
+        "end_ms // STEP_MS * STEP_MS",
+        KEPT,
+    ),
+    Mutant(
+        "ends-a-moment-late",
+        ENDS,
+        "return 0 < self.of(record) <= now_ms",
+        "return 0 < self.of(record) < now_ms",
+        KEPT,
+    ),
+    Mutant(
+        "bucket-ends-a-moment-late",
+        ENDS,
+        "            if time > now_ms:\n",
+        "            if time >= now_ms:\n",
+        KEPT,
+    ),
+    Mutant(
+        "next-end-is-the-last-set",
+        ENDS,
+        "self.next_ms = min(self.next_ms, end_ms)",
+        "self.next_ms = end_ms",
+        KEPT,
+    ),
+    Mutant(
+        "two-ends-of-one-record",
+        ENDS,
+        '        """Sets the record\'s end, in place of an earlier one."""\n'
+        "        self.drop(record)\n",
+        '        """Sets the record\'s end, in place of an earlier one."""\n',
+        KEPT,
+    ),
+    Mutant(
+        "parents-end-before-children",
+        ENDS,
+        "                record, _ = bucket.popitem()\n"
+        "                bucket[record] = None  # ``drop`` removes it\n",
+        "                record = next(iter(bucket))\n",
+        KEPT,
+    ),
+    Mutant(
+        "empty-buckets-stay",
+        ENDS,
+        "            self._buckets.clear()\n            self._times.clear()\n",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "next-end-stays-in-the-past",
+        ENDS,
+        "        self.next_ms = NO_END_MS\n        return None\n",
+        "        return None\n",
+        KEPT,
+    ),
+    Mutant(
+        "later-pin-shortens",
+        PINS,
+        "self.ends.set(record, max(end_ms, self.ends.of(record)))",
+        "self.ends.set(record, end_ms)",
+        KEPT,
+    ),
+    Mutant(
+        "a-lost-pin-holds",
+        PINS,
+        "        self.ends.drop(record)\n        self._set(pin, 0, 0)\n",
+        "        self._set(pin, 0, 0)\n",
+        KEPT,
+    ),
+    Mutant(
+        "only-one-replica-is-pinned",
+        PINS,
+        " * sum(segment.alive for segment, _ in record.extents())",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "ancestors-stay-pinned",
+        PINS,
+        "            above.below -= 1\n"
+        "            if not above.below:\n"
+        "                self._ending.append(above)\n"
+        "\n"
+        "    def stored",
+        "            above.below -= 1\n\n    def stored",
+        KEPT,
+    ),
+    Mutant(
+        "new-place-keeps-old-ancestors",
+        PINS,
+        "        above, pin.above = pin.above, None\n"
+        "        above.below -= 1\n"
+        "        if not above.below:\n"
+        "            self._ending.append(above)\n"
+        "\n"
+        "    def check",
+        "\n    def check",
+        KEPT,
+    ),
+    Mutant(
+        "pin-of-the-lost-pins-the-new",
+        PINS,
+        "        self.drop(record)  # the pin of a lost object does not pin the new one\n",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "what-is-stored-again-does-not-count",
+        PINS,
+        "            self._measure(self._shards[hash(record) % TABLE_SHARDS][record])\n",
+        "            pass\n",
+        KEPT,
+    ),
+    Mutant(
+        "loss-of-a-node-changes-no-count",
+        PINS,
+        "            self._shards_to_measure = list(range(TABLE_SHARDS))\n",
+        "            pass\n",
+        KEPT,
+    ),
+    Mutant(
+        "ended-pin-goes-although-another-holds",
+        PINS,
+        "if not (pin.dropped or pin.below or self.ends.of(pin.record)):",
+        "if not (pin.dropped or pin.below):",
+        KEPT,
+    ),
+    Mutant(
+        "pin-of-a-chain-counts-all-of-it-again",
+        PINS,
+        "            if known is not None:\n                break\n",
+        "",
+        KEPT,
+    ),
+    Mutant(
+        "over-counts-in-chains",
+        CHAINS,
+        "                or (some_ended and self._lifetimes.ended(at, now_ms))\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "over-is-a-tip",
+        CHAINS,
+        "        return record.complete and not self._lifetimes.ended(record, now_ms)\n",
+        "        return record.complete\n",
+        TOLD,
+    ),
+    Mutant(
+        "lost-counts-in-chains",
+        CHAINS,
+        "                or not (segment.alive or at.complete)\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "written-counts-as-missing",
+        CHAINS,
+        "                    branch.being_written += 1\n",
+        "                    branch.missing += 1\n",
+        TOLD,
+    ),
+    Mutant(
+        "dead-replicas-count-in-chains",
+        CHAINS,
+        "                    if other.alive:\n",
+        "                    if other:\n",
+        TOLD,
+    ),
+    Mutant(
+        "removed-tip-is-walked",
+        CHAINS,
+        "                if self._forest.get(record.namespace, record.key) is not record:\n"
+        "                    continue  # it has been removed or evicted meanwhile\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "newest-are-not-looked-at",
+        CHAINS,
+        "            steps += self._look_at_newest(question, table)\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "forks-end-no-branch",
+        CHAINS,
+        "elif parent.children > 1 or parent in marks:",
+        "elif parent in marks:",
+        TOLD,
+    ),
+    Mutant(
+        "known-tips-end-no-branch",
+        CHAINS,
+        "elif parent.children > 1 or parent in marks:",
+        "elif parent.children > 1:",
+        TOLD,
+    ),
+    Mutant(
+        "branches-have-no-bound",
+        CHAINS,
+        "        if len(question.branches) == BRANCHES_MAX:\n",
+        "        if len(question.branches) == 1 << 30:\n",
+        TOLD,
+    ),
+    Mutant(
+        "counts-of-branches-do-not-add-up",
+        CHAINS,
+        "                above.matched += branch.matched\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "use-below-does-not-count",
+        CHAINS,
+        "                above.used_ms = max(above.used_ms, branch.used_ms)\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "lease-below-does-not-count",
+        CHAINS,
+        "                above.leased_ms = max(above.leased_ms, branch.leased_ms)\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "oldest-count-is-lost",
+        CHAINS,
+        "                above.counted_ms = min(above.counted_ms, branch.counted_ms)\n",
+        "",
+        TOLD,
+    ),
+    Mutant(
+        "cut-branches-are-not-told",
+        CHAINS,
+        "                        branch.cut = True\n                        return\n",
+        "                        return\n",
+        TOLD,
+    ),
+    Mutant(
+        "questions-have-no-bound",
+        CHAINS,
+        "        if len(self._questions) >= WAITING_MAX:\n",
+        "        if len(self._questions) > WAITING_MAX:\n",
+        TOLD,
     ),
 )

@@ -35,6 +35,17 @@ def found(
     return answer
 
 
+def found_at_once(cluster: Cluster) -> calls.ChainsFound:
+    """Before any other work is done."""
+    later = cluster.state.chains.find(cluster.now_ms, calls.Chains(NAMESPACE))
+    while cluster.state.chains.walks():
+        cluster.state.chains.walk_on(cluster.now_ms)
+    cluster._settle()
+    answer = cluster.answers.pop(later.ticket)
+    assert isinstance(answer, calls.ChainsFound)
+    return answer
+
+
 def rows(answer: calls.ChainsFound) -> list[tuple[str, str, int]]:
     """First and last block of each branch, and the branch that it continues."""
     return [(row.first.decode(), row.last.decode(), row.above) for row in answer.branches]
@@ -143,6 +154,48 @@ def test_missing_blocks_cut_a_chain_for_matches_and_are_shown(new_cluster: NewCl
     assert block(cluster, "f").state == "being_written"
     assert block(cluster, "?").state == "absent"
     assert cluster.match("abc") == 1
+
+
+def test_what_is_over_counts_as_missing_before_it_is_taken_back(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=20)
+    cluster.put("a")
+    request = calls.PutStart(
+        NAMESPACE, keys_of("b"), [BLOCK], Key(b"a"), True, 1, False, 0, "", ttl_ms=640
+    )
+    grants = cluster.state.putting.put_start(cluster.now_ms, request)
+    assert isinstance(grants, calls.Grants)
+    cluster.end(grants)
+    cluster.put("cd", parent="b")
+    cluster.start("b", overwrite=True)
+    (row,) = found_at_once(cluster).branches
+    assert (row.blocks, row.missing, row.being_written, row.size) == (4, 0, 0, 4 * BLOCK)
+
+    cluster.now_ms += 640  # no tick
+
+    (row,) = found_at_once(cluster).branches
+    assert (row.blocks, row.missing, row.being_written) == (4, 0, 1)
+    assert (row.size, list(row.replicas)) == (3 * BLOCK, [3])
+
+
+def test_what_is_lost_counts_as_missing_before_it_is_swept(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=20, two=20)
+    cluster.put("ab", host="host-one")
+    cluster.put("c", parent="b", replicas=2)
+    first, second = cluster.where("c")
+    assert (first, second) == ("one", "two")
+    cluster.break_stream(second)
+    cluster.put("d", parent="c", host="host-one")
+    cluster.report(second)  # it is dead from now on
+    (row,) = found_at_once(cluster).branches
+    assert (row.blocks, row.missing, row.size) == (4, 0, 4 * BLOCK)
+    assert [cluster.segments[segment] for segment in row.segments] == ["one"]
+    assert list(row.replicas) == [4]
+
+    cluster.break_stream(first)
+    cluster.report(first)
+
+    (row,) = found_at_once(cluster).branches
+    assert (row.blocks, row.missing, row.size, list(row.segments)) == (4, 4, 0, [])
 
 
 def test_the_chains_of_chosen_blocks(new_cluster: NewCluster) -> None:
