@@ -242,7 +242,7 @@ REQUESTS: dict[type, st.SearchStrategy[Any]] = {
     calls.Clear: st.builds(calls.Clear, ANY_NAMESPACE, st.integers(1, 16_384)),
     calls.DescribeSegments: st.builds(calls.DescribeSegments, st.lists(U64, max_size=40)),
     calls.ReportFailure: st.builds(
-        calls.ReportFailure, st.lists(U64, max_size=40), *[st.just("") | NAME] * 3
+        calls.ReportFailure, st.lists(U64, max_size=40), *[st.just("") | NAME] * 3, U64
     ),
     calls.ReportCorrupt: corrupt_reports(),
     calls.Status: st.builds(calls.Status, U64),

@@ -344,7 +344,7 @@ class ReportFailure(NamedTuple):
     host: NameOrEmpty = ""
     reason: NameOrEmpty = ""
     """What failed: one line, for the master's log."""
-    epoch: Epoch = 0
+    epoch: int = 0
     """Of the segment ids, which may name other segments under another master; 0: that of the
     master that hears this."""
 
