@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.config import NATIVE_VARIABLE
-from tests import apart, leaks
+from tests import apart, fake_device, leaks
 
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
@@ -74,6 +74,8 @@ settings.register_profile(
 )
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
 settings.load_profile(PROFILE)
+
+fake_device.add()
 
 _at_start: leaks.Snapshot
 _left_behind: list[str] = []

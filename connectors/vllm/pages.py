@@ -190,7 +190,7 @@ class _Table(NamedTuple):
 class CUDAPages:
     """Implements ``Pages`` for a cache in a GPU's memory.
 
-    Has not been run on a GPU, but with ``kvstore.device.fake``: see docs/vllm.md.
+    Has not been run on a GPU, but with the fake GPU of the tests: see docs/vllm.md.
     """
 
     def __init__(self, geometry: Geometry, device: Device) -> None:

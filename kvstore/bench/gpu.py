@@ -11,7 +11,7 @@
 * *interpreter*: processor time of the thread that saves 1,000 blocks of 64 pages: to describe the
   copies, and in the whole call.
 
-With ``--fake`` the GPU is memory of the host. That tests the benchmark; its numbers mean nothing.
+The tests have a GPU that is memory of the host, and run the benchmark on it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -31,7 +32,7 @@ import numpy as np
 from rich.table import Table
 
 from kvstore.bench.machine import in_words, machine, today
-from kvstore.bench.ours import PAUSE_SECONDS, own_store
+from kvstore.bench.ours import PAUSE_SECONDS, Store, own_store
 from kvstore.bench.results import Spread
 from kvstore.bench.rows import KIB, MIB, SHM, TCP, size_name
 from kvstore.bench.session import require
@@ -58,12 +59,9 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 NAME: Final = "gpu"
 DEVICE: Final = "cuda:0"
-FAKE_DEVICE: Final = "fake:0"
-"""Which the processes of a store share, as they share a GPU's memory."""
 PACKAGES: Final = ("torch", "numpy")
 BATCH_BYTES: Final = 1 << 30
 QUICK_BYTES: Final = 128 * MIB
-FAKE_BYTES: Final = 12 * MIB
 POOL_PARTS: Final = 5
 """Batches that the pool has room for: removed ones are free one lease later."""
 SETTLE_SECONDS: Final = 20.0
@@ -71,12 +69,11 @@ TCP_PART: Final = 4
 """Batches over tcp are this many times smaller: they take longer."""
 SLOWDOWN_GOAL: Final = 0.03
 """The most by which a save may slow an engine's work."""
-FAKE_NOTE: Final = "The GPU is a fake, made of the host's memory: these numbers mean nothing."
 EXAMPLE = """\b
 Examples:
   python -m kvstore.bench.gpu
   python -m kvstore.bench.gpu --rounds 9 --out /tmp/found
-  python -m kvstore.bench.gpu --fake --quick
+  python -m kvstore.bench.gpu --quick
 """
 
 
@@ -166,8 +163,9 @@ class Engine:
 class Found:
     """All results of one run."""
 
-    is_fake: bool
     rounds: int
+    note: str = ""
+    """What a reader must know first."""
     rows: list[Row] = field(default_factory=list)
     engine: dict[str, Engine] = field(default_factory=dict)
     """By path."""
@@ -195,24 +193,36 @@ class Found:
 class GPU:
     """The device as this benchmark uses it: memory, plain copies, an engine's work."""
 
-    def __init__(self, is_fake: bool) -> None:
+    name = DEVICE
+    note = ""
+
+    def __init__(self) -> None:
         """Raises DeviceError: it cannot be used."""
         import torch
 
         self.torch = torch
-        self.is_fake = is_fake
-        self.name = FAKE_DEVICE if is_fake else DEVICE
         self.driver = driver_of(self.name)
+
+    @property
+    def title(self) -> str:
+        """As its maker names it."""
+        return str(self.torch.cuda.get_device_name(DEVICE))
+
+    def batch_bytes(self, *, quick: bool) -> int:
+        return QUICK_BYTES if quick else BATCH_BYTES
+
+    def store_on_it(self, pool_bytes: int) -> AbstractContextManager[Store]:
+        """A store whose node pools its memory."""
+        return own_store(pool_bytes, device=self.name)
 
     def memory(self, size: int) -> torch.Tensor:
         return self.driver.empty(size)
 
     def page_locked(self, size: int) -> torch.Tensor:
-        return self.torch.empty(size, dtype=self.torch.uint8, pin_memory=not self.is_fake)
+        return self.torch.empty(size, dtype=self.torch.uint8, pin_memory=True)
 
     def wait(self) -> None:
-        if not self.is_fake:
-            self.torch.cuda.synchronize()
+        self.torch.cuda.synchronize()
 
     def plain_ms(self, to: torch.Tensor, source: torch.Tensor) -> float:
         self.wait()
@@ -223,10 +233,11 @@ class GPU:
 
     def products(self) -> Callable[[], float]:
         """A function that multiplies matrices for a while, and says for how many ms."""
-        side, count = (64, 200) if self.is_fake else (4096, 3_000)
-        dtype = self.torch.float32 if self.is_fake else self.torch.bfloat16
-        place = "cpu" if self.is_fake else DEVICE
-        one, other = (self.torch.randn(side, side, dtype=dtype, device=place) for _ in range(2))
+        matrices = self.torch.randn(2, 4096, 4096, dtype=self.torch.bfloat16, device=DEVICE)
+        return self.products_of(matrices, 3_000)
+
+    def products_of(self, matrices: torch.Tensor, count: int) -> Callable[[], float]:
+        one, other = matrices
         result = self.torch.empty_like(one)
 
         def multiply() -> float:
@@ -270,7 +281,7 @@ def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, in
     Raises:
         KVStoreError: a process failed, or the GPU.
     """
-    found = Found(is_fake=gpu.is_fake, rounds=rounds)
+    found = Found(rounds=rounds, note=gpu.note)
     size = batch_bytes + 2 * max(shape.pages * shape.page for shape in SHAPES)
     pool_bytes = POOL_PARTS * batch_bytes + 64 * MIB
     with own_store(pool_bytes) as store:
@@ -288,10 +299,7 @@ def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, in
                 ring = device.ring.slot_bytes * SLOTS
                 found.page_locked_mib[path] = (device.locks.locked_bytes + ring) / MIB
         del locked
-    with (
-        own_store(pool_bytes, device=gpu.name) as store,
-        _client(store.address, ON_GPU) as client,
-    ):
+    with gpu.store_on_it(pool_bytes) as store, _client(store.address, ON_GPU) as client:
         _rows(gpu, client, found, ON_GPU, gpu.memory(size), batch_bytes, progress)
     return found
 
@@ -445,7 +453,7 @@ def sentences(found: Found) -> list[str]:
     """What is beside the table."""
     locked = "; ".join(f"{path}: {mib:,.0f} MiB" for path, mib in found.page_locked_mib.items())
     return [
-        *([FAKE_NOTE] if found.is_fake else []),
+        *([found.note] if found.note else []),
         *[
             f"An engine's products of matrices beside saves by {path} ({each.saved_blocks:,} blocks"
             f" in {found.rounds} rounds) take {each.slowdown:+.1%} of their time more (goal at most"
@@ -479,9 +487,9 @@ def as_markdown(found: Found) -> str:
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
               help="Rounds of each row.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="One round of small batches.")
-@click.option("--fake", is_flag=True, help="Without a GPU: to test that the benchmark works.")
 @out_option
-def main(rounds: int, quick: bool, fake: bool, out: Path | None) -> None:
+@click.pass_obj
+def main(new_gpu: Callable[[], GPU] | None, rounds: int, quick: bool, out: Path | None) -> None:
     """Measure saves and loads between a GPU and the store, beside plain copies.
 
     Needs torch, and the GPU cuda:0. With --out writes gpu.md and gpu.json. The exit status is 0
@@ -489,13 +497,10 @@ def main(rounds: int, quick: bool, fake: bool, out: Path | None) -> None:
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("torch is not installed: pip install torch")
-    batch = FAKE_BYTES if fake else QUICK_BYTES if quick else BATCH_BYTES
     with ended_by_signals(), exit_with("bench"), bar(steps()) as progress:
-        gpu = GPU(fake)
-        found = measure(gpu, 1 if quick else rounds, batch, progress)
-    found.machine = machine(PACKAGES) | {"date": today()}
-    if not fake:
-        found.machine["gpu"] = gpu.torch.cuda.get_device_name(DEVICE)
+        gpu = (new_gpu or GPU)()
+        found = measure(gpu, 1 if quick else rounds, gpu.batch_bytes(quick=quick), progress)
+    found.machine = machine(PACKAGES) | {"date": today(), "gpu": gpu.title}
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for row in found.rows:
         table.add_row(*cells_of(row))

@@ -38,7 +38,7 @@ from kvstore.config.values import (
 
 
 def _device(value: str) -> str:
-    if value and not re.fullmatch(r"(cuda|fake):\d{1,3}", value, re.ASCII):
+    if value and not re.fullmatch(r"[a-z]+:\d{1,3}", value, re.ASCII):
         raise RefusedError("must name a device", "As in: cuda:0.")
     return value
 

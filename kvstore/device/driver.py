@@ -1,9 +1,9 @@
 """What kvstore needs of an accelerator's driver, and the drivers of this process by device.
 
 A driver queues copies and says when they have ended. It decides nothing: what is copied, in which
-pieces and after what, is said by ``kvstore.device.device`` and above. Two implementations:
-``cuda`` for NVIDIA's, and ``fake``, whose device is memory of the host and whose copies run late
-and in any order that a real device might choose.
+pieces and after what, is said by ``kvstore.device.device`` and above. ``cuda`` is that of NVIDIA's
+devices. The tests have another one, which they add themselves: what peers and settings name is
+looked up in ``_kinds``, so nothing may be in there that is safe in tests only.
 """
 
 from __future__ import annotations
@@ -193,17 +193,22 @@ def driver_of_handle(name: str, handle: str) -> Driver:
 
 def use(name: str, driver: Driver | None) -> None:
     """Makes ``driver`` the driver of this device in this process; None: the usual one again. For
-    tests, with ``kvstore.device.fake``."""
+    tests."""
     with _lock:
         _drivers.pop(name, None)
         if driver is not None:
             _drivers[name] = driver
 
 
+def add_kind(kind: str, make: Callable[[int], Driver]) -> None:
+    """Makes devices of another kind known in this process. For tests."""
+    _kinds[kind] = make
+
+
 def _new(name: str) -> Driver:
     kind, _, number = name.partition(":")
-    make = _KINDS.get(kind)
-    if make is None or not number.isdigit():
+    make = _kinds.get(kind)
+    if make is None or not (number.isascii() and number.isdigit()):
         raise DeviceError(
             f"{name} is no device whose memory kvstore can copy",
             advice="Name a CUDA device, such as cuda:0.",
@@ -218,11 +223,4 @@ def _cuda(number: int) -> Driver:
     return CUDADriver(number)
 
 
-def _fake(number: int) -> Driver:
-    from kvstore.device.fake import FakeDriver  # for tests only
-
-    return FakeDriver(f"fake:{number}", eager=True)
-
-
-_KINDS: Final[dict[str, Callable[[int], Driver]]] = {"cuda": _cuda, "fake": _fake}
-"""``fake`` is memory of the host that takes a device's part in tests of real processes."""
+_kinds: Final[dict[str, Callable[[int], Driver]]] = {"cuda": _cuda}

@@ -16,6 +16,7 @@ import fcntl
 import grp
 import os
 import re
+import stat
 from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple
 
@@ -207,6 +208,12 @@ def let_in(fd: int, path: str, group: int) -> None:
             advice="The node's own user has to be a member of --shm-group.",
             path=path,
         ) from error
+
+
+def is_of_a_node(there: os.stat_result) -> bool:
+    """Whether an entry is as ``let_in`` leaves it: a file that only a user and a group may open.
+    Everybody may make entries, and a node only names one: what is not so was not made by a node."""
+    return stat.S_ISREG(there.st_mode) and not there.st_mode & 0o007
 
 
 def reclaim_elsewhere(shm_name: str, directory: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from kvstore.background import in_one_piece, join_all, start_thread
 from kvstore.memory import header as layout
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_of_a_node
 from kvstore.memory.pages import POPULATE_READ, populate
 from kvstore.memory.raw import address_of
 from kvstore.memory.taking import RESERVE_BYTES, not_mapped
@@ -57,8 +57,8 @@ class Mapping:
     def attach(cls, shm_name: str, uuid: bytes) -> Mapping | None:
         """Maps the entry ``shm_name`` if it exists and is the segment of this ``uuid``.
 
-        Returns None if the entry is gone, replaced, another user's, or in another container's
-        ``/dev/shm``. Clients reach such a segment over the network instead.
+        Returns None if the entry is gone, replaced, another user's, not made by a node, or in
+        another container's ``/dev/shm``. Clients reach such a segment over the network instead.
 
         Page tables are filled in the background (150 ms per GiB of small pages, 1 ms of huge ones),
         because a get that has to fault its pages in runs at a third of its speed and a put at a
@@ -113,6 +113,8 @@ class Mapping:
                 raise ValueError(
                     f"{path} has {there.st_size} bytes, and its superblock says {superblock.size}"
                 )
+            if not is_of_a_node(there):
+                raise ValueError(f"{path} was not made by a node: everybody may open it")
             try:
                 mapped = mmap.mmap(fd, superblock.size)
             except OSError as error:

@@ -35,11 +35,13 @@ from kvstore.device.driver import driver_of_handle
 from kvstore.errors import ClosedError, DeviceError, KVStoreError, NodeUnreachableError
 from kvstore.host import host_id
 from kvstore.memory import alive
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node
 from kvstore.memory.header import (
     ALIVE_OFFSET,
     GENERATION_OFFSET,
+    OWNER_OFFSET,
     SUPERBLOCK_BYTES,
+    unpack_owner,
     unpack_superblock,
 )
 from kvstore.stopping import check_current
@@ -104,17 +106,20 @@ class Attachment:
         except OSError as error:
             raise _not_here(segment, f"{SHM_DIRECTORY}/{name}: {error.strerror}") from None
         try:
-            found = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
-            there = os.fstat(fd).st_size
-            if found is None or there != SUPERBLOCK_BYTES or found.uuid != segment.uuid:
+            page, there = os.pread(fd, SUPERBLOCK_BYTES, 0), os.fstat(fd)
+            found = unpack_superblock(page)
+            if found is None or len(page) != there.st_size or found.uuid != segment.uuid:
                 raise _not_here(segment, f"{SHM_DIRECTORY}/{name} is another segment's")
+            owner = unpack_owner(page[OWNER_OFFSET:])
+            if owner is None or not owner.on_device or not is_of_a_node(there):
+                raise _not_here(segment, f"{SHM_DIRECTORY}/{name} was not made by a node")
             if found.size != segment.size:
                 raise _not_here(segment, f"it has {found.size} bytes, not {segment.size}")
             lock = LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0)
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, lock)
-            page = mmap.mmap(fd, SUPERBLOCK_BYTES)
+            mapped = mmap.mmap(fd, SUPERBLOCK_BYTES)
             device = device_of(place)
-            return cls(device, device.driver.open(place.handle), page, fd)
+            return cls(device, device.driver.open(place.handle), mapped, fd)
         except OSError as error:
             os.close(fd)
             raise _not_here(segment, f"{SHM_DIRECTORY}/{name}: {error.strerror}") from None

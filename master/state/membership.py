@@ -18,6 +18,7 @@ from kvstore.errors import (
     InvalidArgumentError,
     NodeNameTakenError,
     SegmentGoneError,
+    UnavailableError,
 )
 from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.state import liveness
@@ -58,6 +59,8 @@ class Membership:
         self.mounted: list[Segment] = []
         self.effects: list[Effect] = []
         self._by_session: dict[int, Node] = {}
+        self._holders: dict[bytes, Node] = {}
+        """Who has mounted this memory (uuid)."""
         self._epoch = epoch
         self._cluster = cluster
         self._rules = rules
@@ -133,6 +136,7 @@ class Membership:
             NodeNameTakenError: another living node has that name.
             SegmentGoneError: nothing to resume; fence, then join anew.
             DrainedError: nothing to resume; leave.
+            UnavailableError: another node has mounted that memory.
             ProtocolError, InvalidArgumentError, BusyError, ClusterMismatchError
         """
         protocol = self.check(join)
@@ -147,6 +151,15 @@ class Membership:
             node.heard_ms = now_ms
             self._notice("node_resumed", node)
             return self._accepted(node, join, protocol)
+        for uuid in uuids:
+            holder = self._holders.get(uuid, known)
+            if holder is not None and holder.name != join.name:
+                raise UnavailableError(
+                    f"memory that node {join.name} offers is mounted by node {holder.name}",
+                    advice="A segment belongs to one node. If that one has ended, try again once "
+                    "it counts as dead.",
+                    node=holder.name,
+                )
         if known is None and len(self.nodes) >= NODES_MAX:
             raise BusyError(f"{NODES_MAX} nodes have joined, the limit")
         if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
@@ -171,6 +184,7 @@ class Membership:
             self.declare_dead(known, "replaced")
         for uuid in uuids:
             self._gone.pop(uuid, None)
+            self._holders[uuid] = node
         self.nodes[node.name] = node
         self._by_session[session] = node
         self.segments[node.name] = segments
@@ -303,6 +317,7 @@ class Membership:
         self.lost += gone
         for segment in gone:
             self._gone[segment.offer.uuid] = segment.allocated_until_ms
+            del self._holders[segment.offer.uuid]
         while len(self._gone) > GONE_MAX:
             del self._gone[next(iter(self._gone))]
 
@@ -321,6 +336,9 @@ class Membership:
             assert all(s.alive and s.node is node for s in self.segments[name])
             assert node.session is None or self._by_session[node.session] is node
         assert self.segments.keys() == self.nodes.keys()
+        assert self._holders == {
+            segment.offer.uuid: segment.node for each in self.segments.values() for segment in each
+        }
         assert not any((self.lost, self.mounted, self.effects)), (
             "changes that nothing has taken note of"
         )

@@ -22,6 +22,7 @@ from kvstore.memory.segment import Segment
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
+from tests import fake_device
 from tests.programs import ENGINE
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,7 @@ class Peer:
 
 
 def main() -> None:
+    fake_device.add()
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     metadata_server, device = sys.argv[4:6]
     segment = DeviceSegment.on(device, name, size) if device else Segment.create(name, size)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvstore.device import driver
-from kvstore.device.fake import FakeDriver
 from kvstore.errors import InvalidRangeError, SegmentGoneError, UnavailableError
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.native.kinds import CORRUPT, STALE
@@ -20,6 +19,7 @@ from kvstore.transport.device import DeviceTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
 from tests.conformance.test_objects import MIB, DeviceWay, Way, one_go, reads, values, writes
+from tests.fake_device import FakeDriver
 
 POOLED = "fake:0"
 

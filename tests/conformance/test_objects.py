@@ -20,7 +20,6 @@ from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
-from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
     DeadlineExceededError,
@@ -39,6 +38,7 @@ from kvstore.transport.base import Transport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
+from tests.fake_device import FakeDriver
 
 MIB = 1 << 20
 SPACE = Namespace("space")

@@ -50,7 +50,7 @@ def steps(is_fake: bool, wheels: str) -> list[Step]:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", PYTHON,
            "install", "--quiet"]  # fmt: skip
     found = ["--no-index", "--find-links", wheels] if wheels else []
-    fake = ["--fake"] if is_fake else []
+    bench = "tests.gpu.bench_on_a_fake" if is_fake else "kvstore.bench.gpu"
     results = str(ENVIRONMENT / "results")
     return [
         Step("machine", 20, [["sh", "-c", _MACHINE]]),
@@ -72,7 +72,7 @@ def steps(is_fake: bool, wheels: str) -> list[Step]:
             [[PYTHON, "-m", "pytest", "tests/gpu", "-W", "default", "-q", "--timeout", "100",
               "--durations", "15", "-p", "no:cacheprovider"]],
         ),
-        Step("bench-gpu", 120, [[PYTHON, "-m", "kvstore.bench.gpu", *fake, "--rounds", "5",
+        Step("bench-gpu", 120, [[PYTHON, "-m", bench, "--rounds", "5",
                                  "--out", results]]),
         Step("demo", 60, [[PYTHON, "-m", "kvstore.demo", "--no-stay"]], needs="transformers"),
         Step("bench", 90, [[PYTHON, "-m", "kvstore.bench", "--rounds", "1", "--seconds", "0.2",

@@ -20,7 +20,7 @@ import torch
 from kvstore.client.operations import Stream
 from kvstore.device.cuda import CUDADriver
 from kvstore.device.driver import driver_of, use
-from kvstore.device.fake import FakeDriver
+from tests.fake_device import FakeDriver
 
 NAME: Final = "cuda:0"
 VARIABLE: Final = "TEST_GPU"

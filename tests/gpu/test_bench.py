@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 from kvstore.bench.gpu import (
-    FAKE_NOTE,
     PATHS,
     SHAPES,
     Engine,
@@ -22,18 +21,19 @@ from kvstore.bench.gpu import (
     sentences,
     shapes,
 )
+from tests.gpu.bench_on_a_fake import NOTE
 from tests.gpu.machine import IS_REAL
 from tests.integration.cluster import ROOT
 
 
 def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
-    fake = [] if IS_REAL else ["--fake"]
-    command = [sys.executable, "-m", "kvstore.bench.gpu", "--quick", *fake, "--out", str(tmp_path)]
+    module = "kvstore.bench.gpu" if IS_REAL else "tests.gpu.bench_on_a_fake"
+    command = [sys.executable, "-m", module, "--quick", "--out", str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=170, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (FAKE_NOTE in done.stdout) == (not IS_REAL)
+    assert (NOTE in done.stdout) == (not IS_REAL)
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [(row["way"], row["path"], row["page_bytes"]) for row in found["rows"]] == [
         (way, path, shape.page)
@@ -60,7 +60,7 @@ def test_a_row_meets_its_goal_by_the_median_of_its_rounds() -> None:
 def test_the_slowdown_is_of_a_round() -> None:
     engine = Engine(alone_ms=[100, 200], beside_ms=[102, 206], saved_blocks=5)
     found = Found(
-        is_fake=False, rounds=2, engine={"shm": engine}, describe_ms=[1], call_ms=[2],
+        rounds=2, engine={"shm": engine}, describe_ms=[1], call_ms=[2],
         page_locked_mib={"shm": 64},
     )  # fmt: skip
     assert engine.slowdown == pytest.approx(0.025)

@@ -45,6 +45,8 @@ SHORT: Final = {
 
 MASTER: Final = "kvstore.cli.master"
 NODE: Final = "kvstore.cli.node"
+FAKE_NODE: Final = "tests.fake_node"
+"""A node that knows the tests' fake GPU."""
 
 _numbers = itertools.count(1)
 ResultT = TypeVar("ResultT")
@@ -281,7 +283,9 @@ class Cluster:
         }
         given |= settings
         keep = "--keep" if given.pop("keep", False) else "--no-keep"
-        node = Node(NODE, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix)
+        is_fake = str(given.get("device", "")).startswith("fake:")
+        module = FAKE_NODE if is_fake else NODE
+        node = Node(module, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix)
         node.name = given["name"]
         self._servers.append(node)
         self.nodes.append(node)

@@ -20,11 +20,11 @@ from kvstore import Client, PutOutcome
 from kvstore.client import movers
 from kvstore.device import driver
 from kvstore.device.device import Device
-from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import NoSpaceError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.device import DeviceTransport
+from tests.fake_device import FakeDriver
 from tests.integration.cluster import Cluster, Node, until
 from tests.integration.test_forks import fork, join
 from tests.integration.traffic import content, kill_while_used

@@ -21,7 +21,6 @@ from kvstore.client.sync import Client
 from kvstore.device import device as device_module
 from kvstore.device.device import Device
 from kvstore.device.driver import Way, use
-from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
     BufferMismatchError,
@@ -31,6 +30,7 @@ from kvstore.errors import (
     KVStoreError,
     UnsupportedValueError,
 )
+from tests.fake_device import FakeDriver
 
 Bytes = NDArray[np.uint8]
 NAME = "cuda:0"

@@ -4,10 +4,15 @@ believed without a bound or a witness, and all others go on."""
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import secrets
 import struct
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -15,9 +20,10 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import MasterAccepted, MasterMessage, NodeBeat, NodeJoin, NodeMessage
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.host import host_id
 from kvstore.limits import EPOCH_AHEAD_MAX, EPOCH_MAX, PROTOCOL_VERSION
+from kvstore.memory import alive
 from kvstore.memory import header as layout
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.node_messages import (
@@ -26,7 +32,7 @@ from kvstore.wire.node_messages import (
     encode_node_message,
 )
 from kvstore.wire.status import detail_of, from_grpc
-from tests.integration.cluster import SHORT, Cluster, until
+from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, unique_name, until
 
 LIES = 20
 YEAR_MS = 365 * 86_400_000
@@ -94,6 +100,100 @@ def told_by_node(address: str, epoch: int) -> None:
     with LyingNode(address, join) as liar, contextlib.suppress(KVStoreError):
         assert isinstance(liar.hear(), MasterAccepted)
         liar.leave()
+
+
+# --- memory and devices ------------------------------------------------------------------------
+
+PUT = """
+import sys
+from kvstore import Client
+from kvstore.errors import KVStoreError, UnavailableError
+with Client(sys.argv[1], timeout_ms=3_000) as client:
+    try:
+        client.put("k", b"BLOCK" * 1000)
+    except KVStoreError as error:
+        print(type(error).__name__)
+"""
+"""Of a program of a user: what these tests have made known in this process is not known there."""
+
+
+CHILD: dict[str, Any] = {
+    "capture_output": True, "text": True, "cwd": ROOT, "timeout": 60
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def made_entry(size: int, *, mode: int, on_device: bool = True) -> Iterator[tuple[str, bytes]]:
+    """What any process may put into ``/dev/shm``: name and uuid."""
+    name, uuid = f"kvstore.{unique_name()}-lie", secrets.token_bytes(16)
+    path = f"/dev/shm/{name}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.fchmod(fd, mode)
+        os.ftruncate(fd, layout.SUPERBLOCK_BYTES if on_device else size)
+        alive.hold(fd, layout.ALIVE_OFFSET)
+        os.pwrite(fd, layout.pack_superblock(layout.Superblock(uuid, "liar", size, 7, 1)), 0)
+        owner = layout.Owner(on_device=on_device)
+        os.pwrite(fd, layout.pack_owner(owner), layout.OWNER_OFFSET)
+        yield name, uuid
+    finally:
+        os.close(fd)
+        os.unlink(path)
+
+
+@pytest.mark.parametrize(("device", "mode"), [("fake:0", 0o600), ("cuda:0", 0o600), ("", 0o666)])
+def test_no_client_opens_what_a_node_only_names(
+    cluster: Cluster, tmp_path: Path, device: str, mode: int
+) -> None:
+    """A file of another process by the path of its descriptor, and an entry that no node made."""
+    cluster.master()
+    size = 1 << 20
+    victim = tmp_path / "precious"
+    victim.write_bytes(b"precious" * (size // 8))
+    before = victim.read_bytes()
+    with (
+        victim.open("r+b") as held,
+        made_entry(size, mode=mode, on_device=bool(device)) as (name, uuid),
+    ):
+        offer = calls.SegmentOffer(size, uuid, "" if device else name, "", bytes(16), 7, 1, True)
+        if device:
+            handle = f"{os.getpid()}/{held.fileno()}/{size}"
+            offer = offer._replace(device=calls.DevicePlace(device, name, handle))
+        with LyingNode(cluster.address, join_of(segments=[offer])) as liar:
+            liar.hear()
+            command = [sys.executable, "-c", PUT, cluster.address]
+            said = subprocess.run(command, check=False, **CHILD)
+            assert said.stdout.strip(), f"stored in such memory, or a traceback: {said.stderr}"
+            assert b"BLOCK" not in Path("/dev/shm", name).read_bytes()
+    assert victim.read_bytes() == before
+
+
+@pytest.mark.parametrize("device", ["fake:0", "nothing:0"])
+def test_a_node_cannot_be_told_to_use_a_device_of_tests(cluster: Cluster, device: str) -> None:
+    cluster.master()
+    flags = ["--master", cluster.address, "--memory", "1MiB", "--http-port", "0", "--no-keep"]
+    command = [sys.executable, "-m", NODE, *flags, "--name", unique_name(), "--device", device]
+    said = subprocess.run(command, check=False, **CHILD)
+    assert said.returncode
+    assert f"{device} is no device" in said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_memory_of_a_node_is_not_offered_by_another_one(cluster: Cluster) -> None:
+    """Clients would be sent to the liar, and what the liar says of it would count."""
+    cluster.start()
+    client = cluster.client()
+    client.put("kept", b"value")
+    [node] = cluster.status().nodes
+    with cluster.nodes[0].entry.open("rb") as memory:
+        superblock = layout.unpack_superblock(memory.read(layout.SUPERBLOCK_BYTES))
+    assert superblock is not None
+    offer = join_of().segments[0]._replace(uuid=superblock.uuid, fresh=False)
+    held = pytest.raises(UnavailableError, match=f"mounted by node {node.name}")
+    with LyingNode(cluster.address, join_of(segments=[offer])) as liar, held:
+        liar.hear()
+    assert [each.name for each in cluster.status().nodes] == [node.name]
+    assert client.get("kept") == b"value"
 
 
 # --- epochs ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from kvstore.connectors.mooncake.names import Code
 from kvstore.connectors.mooncake.store import MooncakeDistributedStore
 from kvstore.device import cuda
 from kvstore.device.driver import use
-from kvstore.device.fake import FakeDriver
+from tests.fake_device import FakeDriver
 
 NAME = "cuda:3"
 SIZE = 5_000

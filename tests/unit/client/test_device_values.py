@@ -12,9 +12,9 @@ import torch
 from kvstore.client.devices import ClientDevices
 from kvstore.client.values import encode, encode_all, fillable
 from kvstore.device.driver import use
-from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import BufferMismatchError, UnsupportedValueError
+from tests.fake_device import FakeDriver
 
 
 class Elsewhere(torch.Tensor):

@@ -14,10 +14,10 @@ from kvstore import Client
 from kvstore.client.registered import RegisteredMemory
 from kvstore.client.values import encode, writable
 from kvstore.device.device import Device
-from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import BufferMismatchError, InvalidArgumentError
 from kvstore.memory.raw import address_of, memory_at
+from tests.fake_device import FakeDriver
 
 PAGE = mmap.PAGESIZE
 

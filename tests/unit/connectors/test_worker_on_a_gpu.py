@@ -1,4 +1,4 @@
-"""Blocks between a GPU's cache and a real store. The GPU is ``kvstore.device.fake``: what it was
+"""Blocks between a GPU's cache and a real store. The GPU is ``tests.fake_device``: what it was
 told runs late, in any order that a GPU might choose, so that a missing wait is a wrong byte."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.device import device as device_module
 from kvstore.device.device import Device
 from kvstore.device.driver import Way, use
-from kvstore.device.fake import COMPUTE, FakeDriver
 from kvstore.errors import DeviceError
+from tests.fake_device import COMPUTE, FakeDriver
 from tests.unit.connectors.vllm_caches import MODELS, Model
 
 NAME = "cuda:0"

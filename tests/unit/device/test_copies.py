@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvstore.device.copies import PAGES_MIN, Copies, are_pages, cut, laid_out, merged
 from kvstore.device.device import Device
-from kvstore.device.fake import FakeDriver
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import InvalidArgumentError
+from tests.fake_device import FakeDriver
 
 DEVICE = Device(FakeDriver(), ring_bytes=8, locked_max=0)
 

@@ -13,9 +13,9 @@ from kvstore.device import device as module
 from kvstore.device.copies import Copies
 from kvstore.device.device import Device
 from kvstore.device.driver import Way, driver_of, use
-from kvstore.device.fake import FakeDriver
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.stopping import Stop
+from tests.fake_device import FakeDriver
 
 
 def made() -> tuple[FakeDriver, Device]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvstore.device.driver import Way
-from kvstore.device.fake import FakeDriver
 from kvstore.errors import DeviceError
+from tests.fake_device import FakeDriver
 
 
 def arrays(*values: int) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:

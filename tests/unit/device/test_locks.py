@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvstore.device import locks as module
-from kvstore.device.fake import FakeDriver
 from kvstore.device.locks import Locks
+from tests.fake_device import FakeDriver
 
 MIB = 1 << 20
 

@@ -14,7 +14,6 @@ import pytest
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.device import driver
-from kvstore.device.fake import FakeDriver
 from kvstore.errors import (
     ConfigError,
     DeviceError,
@@ -32,6 +31,7 @@ from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK, DeviceTransport
+from tests.fake_device import FakeDriver
 
 MIB = 1 << 20
 POOLED = "fake:0"

@@ -10,10 +10,10 @@ import xxhash
 
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
-from kvstore.device.fake import FakeDriver
 from kvstore.errors import DeviceError
 from kvstore.transport.base import Move
 from kvstore.transport.on_device import DeviceRanges
+from tests.fake_device import FakeDriver
 
 SIZE = 1 << 20
 RING_BYTES = 8 * 4096

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvstore.device.driver import PAGE_ALIGNMENT, Event, Numbers, Way
+from kvstore.device.driver import PAGE_ALIGNMENT, Event, Numbers, Way, add_kind
 from kvstore.errors import DeviceError
 from kvstore.memory.raw import address_of
 
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
 COMPUTE = 0
 """The stream on which the test's kernels run."""
+
+
+def add() -> None:
+    """Makes ``fake:0`` and so on known in this process: memory of the host that takes a device's
+    part in tests of real processes. Who names such memory names a descriptor of any process, so
+    kvstore itself must not know the kind."""
+    add_kind("fake", lambda number: FakeDriver(f"fake:{number}", eager=True))
 
 
 class _Event:
@@ -50,7 +57,7 @@ class FakeDriver:
             eager: run every step at once, for tests of something else.
         """
         self.name = name
-        self._random = random.Random(seed)  # noqa: S311 - an order that a seed repeats
+        self._random = random.Random(seed)
         self._lock_max = lock_max
         self._eager = eager
         self._running = threading.RLock()
