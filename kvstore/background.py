@@ -25,6 +25,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from queue import SimpleQueue
 from typing import Any, Final, Generic, TypeVar, cast
 
+from kvstore import descriptors
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.stopping import Latch
@@ -345,6 +346,10 @@ def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
 def _log_context(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     del loop
     error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in descriptors.NONE_LEFT:
+        # ``socket.accept``: asyncio tries again in a second, when some may be free.
+        log.warning("connection_not_accepted reason=%r", error.strerror)
+        return
     log.error("loop_error what=%r error=%r", context.get("message"), error, exc_info=error)
 
 

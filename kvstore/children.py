@@ -78,8 +78,13 @@ class Child:
             without a word; DeadlineExceededError: it did not report in time. The child has ended
             then.
         """
-        descriptors.keep_standard()
-        ours, theirs = socket.socketpair()
+        try:
+            descriptors.keep_standard()
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise StartupError(
+                f"{module} could not be started: {error.strerror or error}"
+            ) from error
         command = interpreter.command(
             "-m", module, "--config", "", "--log-level", "warning",
             "--parent-fd", str(theirs.fileno()), *flags,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from typing import Final
 
 RESERVE: Final = 256
 """Descriptors for everything but clients' connections: files, listeners, pipes, libraries."""
+
+NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
+"""What the system says if this process, or the whole host, has no descriptor left."""
 
 STDERR: Final = 2
 
@@ -27,10 +31,18 @@ def allow(wanted: int) -> int:
 def keep_standard() -> None:
     """Opens ``/dev/null`` in the place of closed standard input, output and error. Without that
     (cron, ``>&-``) the next socket takes the number, and what a library prints goes to a peer."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
-        os.set_inheritable(fd, True)
-    os.close(fd)
+    for fd in range(STDERR + 1):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
 
 
-def open_now() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1  # one is of the listing itself
+def open_now() -> int | None:
+    """How many this process has; None: there is none left to look with."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # one is of the listing itself
+    except OSError as error:
+        if error.errno not in NONE_LEFT:
+            raise
+        return None

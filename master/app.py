@@ -152,7 +152,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
             tasks.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
             )
-        own = descriptors.open_now()  # before the first connection is accepted
+        own = descriptors.open_now() or 0  # before the first connection is accepted
         await master.carriers.start()
         tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
         if listener is not None:
@@ -357,10 +357,20 @@ class _Master:
 
         ``own``: the descriptors of this process that are no connections of clients or nodes.
         """
-        is_full = False
+        is_full = is_out = False
         while True:
             await asyncio.sleep(FULL_LOOK_S)
-            taken = descriptors.open_now() - self.carriers.lane_connections - own
+            opened = descriptors.open_now()
+            if is_out != (opened is None):
+                is_out = opened is None
+                if is_out:
+                    log.warning("descriptors_used_up: of this process or of its host; no further "
+                                "clients and nodes can connect")  # fmt: skip
+                else:
+                    log.info("descriptors_free")
+            if opened is None:
+                continue
+            taken = opened - self.carriers.lane_connections - own
             self._grpc_connections = max(0, taken)
             if taken >= self._grpc_max and not is_full:
                 is_full = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -12,7 +13,7 @@ from typing import Final
 from kvstore.background import start_task
 from kvstore.children import Child
 from kvstore.config import HTTP_TOKEN_VARIABLE
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, StartupError
 from kvstore.web.access import NOT_SECURED, Secured
 from kvstore.web.feed import Feed
 from kvstore.web.link import Answers, answer_forever
@@ -54,18 +55,19 @@ async def keep_serving(
     pause = RESTART_S
     while True:
         began = time.monotonic()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        events, their_events = socket.socketpair()
-        given = {"listener": listener, "link": theirs}
-        if feed is not None:
-            given["events"] = their_events
+        made: list[socket.socket] = []
         try:
+            made = _links()
+            ours, theirs, events, their_events = made
+            ours.setblocking(False)
+            given = {"listener": listener, "link": theirs}
+            if feed is not None:
+                given["events"] = their_events
             with theirs, their_events:
                 child = await asyncio.to_thread(_start, given, flags, environ)
         except KVStoreError as error:
-            ours.close()
-            events.close()
+            for each in made:
+                each.close()
             log.warning("http_not_served reason=%s", error)
         else:
             answering = start_task("http answers", answer_forever(ours, answers))
@@ -105,6 +107,21 @@ async def _end_broken(
     if not ending.done():
         log.error("http_child_killed pid=%d reason=%s", child.pid, why)
         child.kill()
+
+
+def _links() -> list[socket.socket]:
+    """Both ends of one connection for questions, and of one for events.
+
+    Raises:
+        StartupError: this process or its host has no descriptor left.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            made = [stack.enter_context(each) for _ in range(2) for each in socket.socketpair()]
+        except OSError as error:
+            raise StartupError(f"its child needs sockets: {error.strerror}") from error
+        stack.pop_all()
+    return made
 
 
 def _start(

@@ -211,7 +211,10 @@ def connect(
 
 
 def _connect_unix(name: str, until: float) -> socket.socket | None:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptor is left
+        return None
     sock.setblocking(False)
     while True:
         try:

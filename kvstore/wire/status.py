@@ -151,7 +151,8 @@ def detail_of(error: grpc.RpcError) -> bytes | None:
 
 def brief(details: str | None) -> str:
     """The end of gRPC's long explanations, which says what happened: ``connection refused``."""
-    return _printable((details or "no details").rpartition(": ")[2]).partition(" (")[0].lower()
+    said = (details or "no details").partition("\n")[0]  # it may go on with a binary address
+    return _printable(said.rpartition(": ")[2]).partition(" (")[0].lower()
 
 
 def unexpected(error: BaseException, where: str, logger: logging.Logger) -> InternalError:

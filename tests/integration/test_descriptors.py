@@ -1,0 +1,136 @@
+"""Processes that have no descriptor left: they wait and say so, and go on once there are some."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.demo.processes import free_port
+from tests.integration.cluster import Cluster, Server, until
+from tests.integration.http import get
+from tests.integration.test_http import child_of
+
+
+@contextlib.contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    """The process may open none beside those that it has. Linux tells it EMFILE then, as it tells
+    all processes ENFILE when the table of the host is full."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_now, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("which", ["master", "node"])
+def test_a_server_without_descriptors_goes_on(cluster: Cluster, which: str) -> None:
+    port, other = free_port(), free_port()
+    cluster.settings["http_port"] = port if which == "master" else other
+    master = cluster.master()
+    node = cluster.node(http_port=other if which == "master" else port)
+    server: Server = master if which == "master" else node
+    child = child_of(master)
+    with cluster.client() as client, contextlib.ExitStack() as stack:
+        client.put("connect", b"now")
+        stack.enter_context(no_descriptors(server.pid))
+        if which == "master":
+            os.kill(child, signal.SIGKILL)
+        until_s = time.monotonic() + 3.5  # the master looks at its descriptors once a second
+        number = 0
+        while time.monotonic() < until_s:
+            client.put(f"key-{number}", b"value")
+            assert client.get(f"key-{number}") == b"value"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                pass
+            number += 1
+        assert server.process.poll() is None, server.errors
+    with cluster.client(transports=["tcp"]) as client:
+        assert client.get("key-0") == b"value"
+    until(lambda: _answers(port))
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        return get(port, "/healthz")[0] == 200
+    return False
+
+
+PROGRAM = """
+import contextlib, os, resource, sys
+from kvstore import Client, KVStoreError
+address, transport = sys.argv[1:]
+
+@contextlib.contextmanager
+def only(free):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 20, hard))
+    held = []
+    with contextlib.suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    for _ in range(free):
+        os.close(held.pop())
+    try:
+        yield
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+def tried(call):
+    try:
+        return call()
+    except KVStoreError as error:
+        assert str(error).isprintable(), repr(str(error))
+        return error
+
+with contextlib.ExitStack() as stack:
+    def client():
+        return stack.enter_context(Client(address, transports=[transport], timeout_ms=700))
+    works, joined = client(), client()
+    works.put("key", b"value")
+    assert works.get("key") == b"value"
+    joined.exists("key")
+    good = 0
+    for free in range(12):
+        fresh = client()
+        with only(free):
+            assert works.get("key") == b"value"
+            assert works.exists("key")
+            for each in (joined, fresh):
+                tried(each.status)
+                assert tried(lambda: each.get("key", copy=False)) is not False
+                tried(lambda: each.put(f"put {free}", b"value", overwrite=True))
+            made = tried(lambda: Client(address, transports=[transport], timeout_ms=700))
+            if isinstance(made, Client):
+                good += tried(lambda: made.get("key")) == b"value"
+                made.close()
+    assert good, "with 11 free descriptors it works"
+    assert fresh.get("key") == b"value"
+    assert fresh.put("later", b"value").name == "STORED"
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_client_without_descriptors_raises_errors_of_ours(
+    cluster: Cluster, transport: str
+) -> None:
+    """With none, and with each number that lasts for a part of what it opens."""
+    cluster.start()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, cluster.address, transport],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
