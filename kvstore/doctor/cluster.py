@@ -22,6 +22,7 @@ from kvstore.config import DEFAULT_PORT, MasterConfig
 from kvstore.doctor.findings import Finding, ok, problem, warning
 from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError
 from kvstore.etcd.finding import look_at
+from kvstore.etcd.wire import advice_on
 from kvstore.host import host_id
 from kvstore.listening import listen, reached_at
 from kvstore.memory.entries import directories
@@ -135,7 +136,12 @@ def by_etcd(place: EtcdPlace, timeout_s: float) -> list[Finding]:
                 continue
             leaders.add(seen.master)
             does = "leads the etcd" if seen.leads else "follows"
-            found.append(ok(subject, f"answers, version {seen.version}, {does}"))
+            what = f"answers, version {seen.version}, {does}"
+            if seen.errors:
+                says = "; ".join(seen.errors)
+                found.append(problem(subject, f"{what}; it says: {says}", advice_on(says)))
+            else:
+                found.append(ok(subject, what))
     if silent == len(place.endpoints):
         return found
     if silent:

@@ -6,6 +6,7 @@ process, which may be the user's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import grpc
@@ -80,6 +81,8 @@ class MemberSeen(NamedTuple):
     """Whether this member leads the etcd itself."""
     master: str
     """The leading master, as this member knows it; empty: there is none."""
+    errors: Sequence[str] = ()
+    """What keeps it from working, in its own words."""
 
 
 def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
@@ -105,7 +108,9 @@ def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
             raise refused(error, alone) from None
         reason = error.details() or error.code().name.lower()
         raise unavailable(alone, {member: reason.rpartition(": ")[2][:80]}) from None
-    return MemberSeen(said.version, said.leader == said.header.member_id, master)
+    return MemberSeen(
+        said.version, said.leader == said.header.member_id, master, tuple(said.errors)
+    )
 
 
 def _best_first(place: EtcdPlace) -> list[str]:

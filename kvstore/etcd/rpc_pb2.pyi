@@ -661,21 +661,27 @@ class StatusResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     leader: _builtins.int
     """Id of the member that leads the etcd; 0: none does, as far as this one knows."""
     @_builtins.property
     def header(self) -> Global___ResponseHeader: ...
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What keeps the member from working, such as its alarms: "etcdserver: alarm:NOSPACE"."""
+
     def __init__(
         self,
         *,
         header: Global___ResponseHeader | None = ...,
         version: _builtins.str = ...,
         leader: _builtins.int = ...,
+        errors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "leader", b"leader", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "header", b"header", "leader", b"leader", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

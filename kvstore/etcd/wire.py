@@ -101,11 +101,28 @@ def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
 
 
 def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableError:
+    """``reasons``: by member, what came of asking it."""
     why = "; ".join(f"{member}: {reason}" for member, reason in reasons.items())
     return EtcdUnreachableError(
-        f"no etcd answers at {place.shown} ({why or 'no time left'})"[:400],
-        advice="Check that etcd is running and that this is its client port.",
+        f"the etcd at {place.shown} did not do what it was asked ({why or 'no time left'})"[:400],
+        advice=advice_on(why),
     )
+
+
+def advice_on(why: str) -> str:
+    """What to do about what a member of an etcd said, or what gRPC said of it."""
+    if "space exceeded" in why or "NOSPACE" in why:
+        return (
+            "The space of its database is used up, and it takes no writes: compact and defragment it "
+            "(etcdctl compact, etcdctl defrag), then etcdctl alarm disarm"
+        )
+    if "CORRUPT" in why:
+        return "A member of etcd differs from the others: etcdctl alarm list names it"
+    if "http/2" in why.lower():
+        return "That port speaks no gRPC: give the client port of etcd, usually 2379"
+    if "connection refused" in why.lower():
+        return "No process listens there: start etcd, or give the client port of one that runs"
+    return "etcdctl endpoint health --endpoints ... says how it is"
 
 
 def attempt_s(left_s: float, members_left: int) -> float:

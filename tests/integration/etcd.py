@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,9 +38,10 @@ def need(program: str, package: str) -> None:
 class EtcdServer:
     """One etcd of one member. It keeps its port and its data over ``stop`` and ``start``."""
 
-    def __init__(self, directory: Path, *, tls: bool = False) -> None:
+    def __init__(self, directory: Path, *, tls: bool = False, flags: Sequence[str] = ()) -> None:
         need("etcd", "etcd-server")
         self.directory = directory
+        self._flags = flags
         directory.mkdir(parents=True, exist_ok=True)
         self.certificates = make_certificates(directory / "tls") if tls else None
         self.port, self._peer_port = free_port(), free_port()
@@ -76,6 +77,7 @@ class EtcdServer:
             "--listen-client-urls", client, "--advertise-client-urls", client,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
             "--initial-cluster", f"one={peer}", "--logger", "zap", "--log-level", "error",
+            *self._flags,
         ]  # fmt: skip
         if self.certificates:
             command += [
