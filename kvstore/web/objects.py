@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -70,6 +71,9 @@ PIECE_BYTES: Final = 256 << 10
 
 TIMEOUT_MS: Final = 2_000
 """Of a call to the store that moves no bytes."""
+
+_NO_BYTES: Final = re.compile("bytes=-0+", re.IGNORECASE)
+"""A range that no object has: the last no bytes."""
 
 VERSION: Final = "Kvstore-Version"
 DESCRIPTOR: Final = "Kvstore-Descriptor"
@@ -256,8 +260,6 @@ class Objects:
         size = request.content_length
         if size is None:
             return refusal(411, "a put needs a Content-Length")
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            return refusal(415, "a put takes the bytes as they are: no Content-Encoding")
         if size > ROOM_BYTES:
             raise ValueTooLargeError(f"over HTTP {ROOM_BYTES} bytes can be put, not {size}")
         async with self._room.of(size):
@@ -360,7 +362,7 @@ async def _send(request: web.Request, raw: Raw) -> web.StreamResponse:
     ):
         with contextlib.suppress(ValueError):  # what is no range of bytes is ignored (RFC 9110)
             start, stop, _ = request.http_range.indices(size)
-            if start >= stop:
+            if start >= stop or _NO_BYTES.fullmatch(request.headers["Range"]):
                 headers["Content-Range"] = f"bytes */{size}"
                 return web.Response(
                     status=416,
@@ -417,7 +419,6 @@ PUT: Final = Described(
         202: ("Another client is writing it at this moment.", PutAnswer),
         408: ("The body was too slow.", "text/plain"),
         411: ("There is no Content-Length.", "text/plain"), 413: _TOO_LARGE,
-        415: ("There is a Content-Encoding.", "text/plain"),
         507: ("The pool is full of leased and pinned objects.", "text/plain"),
     },
     query=PutQuestion, body=BYTES, is_trusted=True,

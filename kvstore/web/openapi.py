@@ -4,6 +4,7 @@ the document that describes them all (OpenAPI 3.1)."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_origin
 
@@ -22,9 +23,10 @@ from kvstore.errors import (
     UsageError,
     ValueTooLargeError,
 )
+from kvstore.limits import KEY_BYTES_MAX
 from kvstore.web.access import HEADERS
 from kvstore.web.doors import RETRY_AFTER_S, Handler
-from kvstore.web.serving import at_work, read_body
+from kvstore.web.serving import BODY_BYTES_MAX, at_work, read_body
 
 PATH: Final = "/api/v1/openapi.json"
 
@@ -51,23 +53,34 @@ STATUSES: Final[Mapping[type[KVStoreError], int]] = {
 # --- questions ------------------------------------------------------------------------------------
 
 
+_HEX: Final = f"([0-9a-fA-F]{{2}}){{0,{KEY_BYTES_MAX}}}"
+
+
 def _from_hex(text: object) -> bytes:
+    """Raises ValueError. What ``bytes.fromhex`` takes beside that is no key: white space."""
+    if not isinstance(text, str):
+        raise ValueError("a key is text, in hexadecimal")
+    if re.fullmatch(_HEX, text) is None:
+        raise ValueError(f"{text[:64]!r} is no key of up to {KEY_BYTES_MAX} bytes in hexadecimal")
+    return bytes.fromhex(text)
+
+
+def _key_from_hex(text: object) -> bytes:
     """Raises ValueError."""
-    try:
-        return bytes.fromhex(str(text))
-    except ValueError:
-        raise ValueError(f"{str(text)[:64]!r} is not hexadecimal") from None
+    if text == "":
+        raise ValueError("a key has at least one byte")
+    return _from_hex(text)
 
 
 HexKey = Annotated[
     bytes,
-    BeforeValidator(_from_hex),
-    WithJsonSchema({"type": "string", "pattern": "^([0-9a-fA-F]{2})+$"}),
+    BeforeValidator(_key_from_hex),
+    WithJsonSchema({"type": "string", "pattern": f"^{_HEX.replace('{0,', '{1,')}$"}),
 ]
 HexPrefix = Annotated[
     bytes,
     BeforeValidator(_from_hex),
-    WithJsonSchema({"type": "string", "pattern": "^([0-9a-fA-F]{2})*$"}),
+    WithJsonSchema({"type": "string", "pattern": f"^{_HEX}$"}),
 ]
 
 
@@ -177,8 +190,12 @@ class Described(NamedTuple):
 
 _ALWAYS: Final[Mapping[int, tuple[str, Content]]] = {
     400: ("A wrong question.", "text/plain"),
+    415: ("The body has a Content-Encoding.", "text/plain"),
     421: ("It came by a name that is not known here.", "text/plain"),
     503: ("No master answers now, or something is full: ask again.", "text/plain"),
+}
+_WITH_JSON: Final[Mapping[int, tuple[str, Content]]] = {
+    413: (f"The body has more than {BODY_BYTES_MAX} bytes.", "text/plain"),
 }
 _GUARDED: Final[Mapping[int, tuple[str, Content]]] = {
     401: ("It needs the token.", "text/plain"),
@@ -204,7 +221,9 @@ def document(described: Iterable[Described]) -> dict[str, Any]:
 
 
 def _operation(each: Described, schemas: dict[str, Any]) -> dict[str, Any]:
-    answers = {**_ALWAYS, **(_GUARDED if each.is_trusted else {401: _GUARDED[401]}), **each.answers}
+    guarded = _GUARDED if each.is_trusted else {401: _GUARDED[401]}
+    of_body = {} if each.body is None or isinstance(each.body, str) else _WITH_JSON
+    answers = {**_ALWAYS, **guarded, **of_body, **each.answers}
     operation: dict[str, Any] = {
         "summary": each.summary,
         "security": [{"token": []}, {}],  # the token, or none where this server needs none

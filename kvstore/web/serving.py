@@ -55,8 +55,9 @@ REQUESTS_MAX: Final = 128
 """Requests under way at once, streams of events among them; one more is told to come again. Health
 and readiness do not count: there is always a connection for them."""
 
-BODY_BYTES_MAX: Final = BATCH_KEYS_MAX * (2 * KEY_BYTES_MAX + 4) + (1 << 16)
-"""Of a body of JSON: as many keys as one question may have, each as long as it may be."""
+BODY_BYTES_MAX: Final = BATCH_KEYS_MAX * (2 * KEY_BYTES_MAX + 4) + (1 << 20)
+"""Of a body of JSON: as many keys as one question may have, each as long as it may be, and names.
+"""
 
 BODIES_BYTES: Final = 32 << 20
 BODY_S: Final = 5.0

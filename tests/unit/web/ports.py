@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
@@ -46,6 +47,10 @@ class Port:
         status, *fields = head.decode().split("\r\n")
         headers = dict(field.split(": ", 1) for field in fields)
         return int(status.split()[1]), headers, rest
+
+    async def ask_json(self, path: str, body: Any) -> tuple[int, dict[str, str], bytes]:
+        kind = "Content-Type: application/json"
+        return await self.ask(path, "POST", json.dumps(body).encode(), kind)
 
     async def is_healthy(self, times: int = 5) -> bool:
         return all([(await self.ask("/healthz"))[0] == 200 for _ in range(times)])

@@ -243,6 +243,22 @@ def test_a_journal_keeps_a_bounded_number_of_events(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
+def test_all_is_known_after_the_last_page_and_not_before() -> None:
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        async with pair.child():
+            term.store(5)
+            pair.feed.changed()
+            await soon(lambda: pair.journal.end == 5)
+            told = [
+                (number, [row[1] for row in rows])
+                async for number, rows in pair.streams.changes(7, "")
+            ]
+            assert told == [(-1, [b"1", b"2"]), (-1, [b"3", b"4"]), (5, [b"5"])]
+        yield
+
+    run(test)
+
+
 def test_the_whole_set_comes_amid_the_events() -> None:
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         async with pair.child():
