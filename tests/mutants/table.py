@@ -38,6 +38,17 @@ REMOVING: Final = "master/state/removing.py"
 RETURNING: Final = "master/state/returning.py"
 POOL: Final = "master/state/pool.py"
 RECLAIM: Final = "master/state/reclaim.py"
+ACCESS: Final = "kvstore/web/access.py"
+DOORS: Final = "kvstore/web/doors.py"
+FEED: Final = "kvstore/web/feed.py"
+JOURNAL: Final = "kvstore/web/journal.py"
+LINK: Final = "kvstore/web/link.py"
+OBJECTS: Final = "kvstore/web/objects.py"
+OPENAPI: Final = "kvstore/web/openapi.py"
+PEERS: Final = "kvstore/web/peers.py"
+PUBLISHER: Final = "kvstore/web/publisher.py"
+SERVING: Final = "kvstore/web/serving.py"
+SUBSCRIBERS: Final = "kvstore/web/subscribers.py"
 SCHEDULER: Final = "connectors/vllm/scheduler.py"
 WORKER: Final = "connectors/vllm/worker.py"
 
@@ -694,6 +705,317 @@ MUTANTS: Final = (
         "== header.payload_checksum",
         "!= -1",
         MEMORY,
+    ),
+    # --- HTTP and events ------------------------------------------------------------------------
+    Mutant(
+        "range-says-one-byte-too-many",
+        OBJECTS,
+        'f"bytes {start}-{stop - 1}/{size}"',
+        'f"bytes {start}-{stop}/{size}"',
+        ("tests/unit/web/test_objects.py",),
+    ),
+    Mutant(
+        "if-range-is-ignored",
+        OBJECTS,
+        '        and request.headers.get("If-Range", f\'"{version}"\') == f\'"{version}"\'\n',
+        "",
+        ("tests/unit/web/test_objects.py",),
+    ),
+    Mutant(
+        "ttl-ms-taken-as-seconds",
+        OBJECTS,
+        "asked.ttl_ms / 1000",
+        "asked.ttl_ms",
+        ("tests/unit/web/test_objects.py",),
+    ),
+    Mutant(
+        "room-is-kept-after-a-cancelled-upload",
+        OBJECTS,
+        (
+            "            yield\n"
+            "        finally:\n"
+            "            self.free += size\n"
+            "            self._give()\n"
+        ),
+        (
+            "            yield\n"
+            "        except asyncio.CancelledError:\n"
+            "            raise\n"
+            "        else:\n"
+            "            self.free += size\n"
+            "            self._give()\n"
+        ),
+        ("tests/unit/web/test_objects.py",),
+    ),
+    Mutant(
+        "room-is-lost-by-a-grant-that-comes-too-late",
+        OBJECTS,
+        "                self.free += size\n            else:",
+        "                pass\n            else:",
+        ("tests/unit/web/test_room.py",),
+    ),
+    Mutant(
+        "no-bytes-are-a-range",
+        OBJECTS,
+        ' or _NO_BYTES.fullmatch(request.headers["Range"])',
+        "",
+        ("tests/unit/web/test_objects.py",),
+    ),
+    Mutant(
+        "keys-may-have-blanks",
+        OPENAPI,
+        "re.fullmatch(_HEX, text) is None",
+        "re.match(_HEX, text) is None",
+        ("tests/unit/web/test_objects.py",),
+    ),
+    Mutant(
+        "every-page-is-the-end",
+        JOURNAL,
+        "yield number if is_last else -1, rows",
+        "yield number, rows",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "events-amid-a-survey-are-left-out",
+        JOURNAL,
+        (
+            "                    for frame in journal.after(number, before):\n"
+            "                        number = frame.before + frame.count\n"
+            "                        yield -1, marshal.loads(frame.payload)"
+        ),
+        (
+            "                    for frame in journal.after(number, before):\n"
+            "                        number = frame.before + frame.count\n"
+            "                        yield -1, []"
+        ),
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "a-resumed-stream-repeats-an-event",
+        JOURNAL,
+        "max(0, number - each.before), wanted)",
+        "max(0, number - each.before - 1), wanted)",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "a-place-after-the-end-is-believed",
+        JOURNAL,
+        "self.start <= place.number <= self.end",
+        "self.start <= place.number",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "the-journal-grows",
+        JOURNAL,
+        (
+            "            while self._bytes > JOURNAL_BYTES_MAX:\n"
+            "                self._drop_oldest()\n"
+        ),
+        "",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "a-filter-by-prefix-is-ignored",
+        JOURNAL,
+        " and namespace.startswith(self.under)",
+        "",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "a-survey-goes-on-in-another-term",
+        FEED,
+        " or self._epoch != survey.epoch:",
+        ":",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "abandoned-surveys-are-kept",
+        FEED,
+        "        self._surveys.pop(number, None)\n        asked",
+        "        asked",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "pages-are-made-for-those-who-left",
+        FEED,
+        (
+            "            self._requests.remove(each)\n"
+            "            self._frame(LAST_PAGE, number, self._number, 0, _NONE)\n"
+        ),
+        "            pass\n",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "a-child-may-ask-without-end",
+        FEED,
+        "len(self._requests) >= ASKED_MAX or not",
+        "not",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "dropped-events-are-not-told",
+        FEED,
+        "            self._missed = True\n",
+        "",
+        ("tests/unit/web/test_events.py",),
+    ),
+    Mutant(
+        "a-replay-waits-for-ever",
+        PUBLISHER,
+        "            made.set(zmq.ROUTER_MANDATORY, 1)  # says so if a peer does not read\n",
+        "            pass\n",
+        ("tests/unit/web/test_publisher.py",),
+    ),
+    Mutant(
+        "a-replay-begins-one-late",
+        PUBLISHER,
+        "first = max(first, self._sent[0].number)",
+        "first = max(first, self._sent[0].number + 1)",
+        ("tests/unit/web/test_publisher.py",),
+    ),
+    Mutant(
+        "all-replays-are-kept",
+        PUBLISHER,
+        "while self._sent_bytes > REPLAY_BYTES_MAX or len(self._sent) > REPLAY_BATCHES_MAX:",
+        "while False:",
+        ("tests/unit/web/test_publisher.py",),
+    ),
+    Mutant(
+        "peers-that-are-behind-stay",
+        PUBLISHER,
+        "cut = sum(each.cut_those_behind(BEHIND_BYTES) for each in self._peers)",
+        "cut = 0",
+        ("tests/unit/web/test_publisher.py",),
+    ),
+    Mutant(
+        "peers-without-number",
+        PEERS,
+        "        if number is None:\n            _cut(sock)\n",
+        "",
+        ("tests/unit/web/test_publisher.py",),
+    ),
+    Mutant(
+        "places-of-peers-are-not-given-back",
+        PEERS,
+        "            self._subscribers.leave(number)\n",
+        "            pass\n",
+        ("tests/unit/web/test_publisher.py",),
+    ),
+    Mutant(
+        "an-address-keeps-all-places",
+        SUBSCRIBERS,
+        "if count[address] > count[newcomer] + 1:",
+        "if False:",
+        ("tests/unit/web/test_subscribers.py",),
+    ),
+    Mutant(
+        "a-place-is-kept-for-ever",
+        SUBSCRIBERS,
+        " and now - since >= TENURE_S:",
+        " and False:",
+        ("tests/unit/web/test_subscribers.py",),
+    ),
+    Mutant(
+        "a-stranger-turns-others-out",
+        SUBSCRIBERS,
+        "if count[address] >= count[newcomer] and now",
+        "if now",
+        ("tests/unit/web/test_subscribers.py",),
+    ),
+    Mutant(
+        "with-a-token-loopback-needs-none",
+        ACCESS,
+        (
+            "        if self._token:\n"
+            "            return None if self._has_token(request) else _unauthorized()\n"
+            "        if is_loopback(request):"
+        ),
+        (
+            "        if self._token and self._has_token(request):\n"
+            "            return None\n"
+            "        if is_loopback(request):"
+        ),
+        ("tests/unit/web/test_access.py",),
+    ),
+    Mutant(
+        "two-tokens-will-do",
+        ACCESS,
+        "if len(given) != 1 or not self._token:",
+        "if not given or not self._token:",
+        ("tests/unit/web/test_access.py",),
+    ),
+    Mutant(
+        "a-page-of-another-site-may",
+        ACCESS,
+        "return self._misdirected(request) or _forged(request) or self",
+        "return self._misdirected(request) or self",
+        ("tests/unit/web/test_access.py",),
+    ),
+    Mutant(
+        "any-name-will-do",
+        ACCESS,
+        "self._misdirected(request) or _forged(request) or self",
+        "_forged(request) or self",
+        ("tests/unit/web/test_access.py",),
+    ),
+    Mutant(
+        "the-page-itself-needs-no-name",
+        ACCESS,
+        "return _guarded(handler, self._misdirected)\n",
+        "return handler\n",
+        ("tests/unit/web/test_access.py",),
+    ),
+    Mutant(
+        "the-oldest-wait-stays",
+        DOORS,
+        (
+            "        while self._waiting and self._weight + weight > self._weight_max:\n"
+            "            self._crowd_out()\n"
+        ),
+        "",
+        ("tests/unit/web/test_doors.py",),
+    ),
+    Mutant(
+        "bodies-are-decompressed",
+        DOORS,
+        '            if any(each.lower() != "identity" for each in encodings):',
+        "            if not encodings and encodings:",
+        ("tests/unit/web/test_doors.py",),
+    ),
+    Mutant(
+        "closing-connections-count-for-ever",
+        DOORS,
+        "                transport.abort()\n            return True",
+        "                pass\n            return True",
+        ("tests/unit/web/test_doors.py",),
+    ),
+    Mutant(
+        "health-counts-as-a-request",
+        SERVING,
+        ("        if request.path in HEALTH:\n            return await handler(request)\n"),
+        "",
+        ("tests/unit/web/test_doors.py",),
+    ),
+    Mutant(
+        "requests-are-not-counted-down",
+        SERVING,
+        "        finally:\n            self._count -= 1\n",
+        "        finally:\n            pass\n",
+        ("tests/unit/web/test_doors.py",),
+    ),
+    Mutant(
+        "a-silent-child-is-left-alone",
+        LINK,
+        "                if silent == LOOKS:\n",
+        "                if False:\n",
+        ("tests/unit/web/test_link.py",),
+    ),
+    Mutant(
+        "a-stop-of-the-parent-is-the-child-s-fault",
+        LINK,
+        "                if silent == LOOKS:\n",
+        "                if silent:\n",
+        ("tests/unit/web/test_link.py",),
     ),
     # --- the connector ------------------------------------------------------------------------
     Mutant(
