@@ -86,6 +86,8 @@ class LaneServer:
         self.unix = ""
         """Name in the abstract namespace; empty: none."""
         self.connections: set[_Connection] = set()
+        self.silent: dict[_Connection, None] = {}
+        """Those without a good HELLO so far, oldest first."""
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
 
@@ -122,6 +124,17 @@ class LaneServer:
         await asyncio.sleep(0)  # lets their ``connection_lost`` run
         self._servers.clear()
         self.port, self.unix = 0, ""
+
+    def make_room(self) -> bool:
+        """Cuts the oldest connection that has not said HELLO; False: there is none."""
+        if not self.silent:
+            return False
+        oldest = next(iter(self.silent))
+        del self.silent[oldest]
+        self.connections.discard(oldest)
+        self.stats.refused += 1
+        oldest.cut()
+        return True
 
     def cut(self) -> None:
         """Cuts every connection, and goes on listening."""
@@ -161,7 +174,7 @@ class _Connection(asyncio.BufferedProtocol):
             peer = transport.get_extra_info("peername")
             self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server
-        if len(server.connections) >= server.settings.connections_max:
+        if len(server.connections) >= server.settings.connections_max and not server.make_room():
             server.connections.add(self)
             self._refuse(
                 BusyError(
@@ -172,6 +185,7 @@ class _Connection(asyncio.BufferedProtocol):
             )
             return
         server.connections.add(self)
+        server.silent[self] = None
         server.stats.accepted += 1
         self._set_timer(server.settings.hello_timeout_s, self._silent)
 
@@ -198,6 +212,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
+        self._server.silent.pop(self, None)
         self._set_timer(0.0, None)
         waiting, self._waiting = self._waiting, {}
         for task in waiting.values():
@@ -259,6 +274,7 @@ class _Connection(asyncio.BufferedProtocol):
             )
         self._caller = caller
         self._greeted = True
+        self._server.silent.pop(self, None)
         self._reader.length_max = FRAME_BYTES_MAX
         self._set_timer(0.0, None)
         return frame(received[0], REPLY, b"", b"")

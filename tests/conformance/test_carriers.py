@@ -709,6 +709,28 @@ def test_too_many_connections_are_told_so() -> None:
         still_serves(server)
 
 
+def test_connections_that_say_nothing_make_room() -> None:
+    """A stranger that opens a connection has no right to it until it has said who it is."""
+    with Server(ScriptedService(), settings=LaneSettings(connections_max=2)) as server:
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(RawLane(server.endpoints)) for _ in range(5)]
+            honest = stack.enter_context(
+                RawLane(server.endpoints, token=server.endpoints.lane_token)
+            )
+            assert honest.next() is not None
+            more = [stack.enter_context(RawLane(server.endpoints)) for _ in range(5)]
+            honest.sock.sendall(call_frame(1))
+            answer = honest.next()
+            assert answer is not None
+            assert answer[0] == 1
+            for each in (*silent, *more[:-1]):
+                each.sock.settimeout(5)
+                with contextlib.suppress(ConnectionResetError):
+                    assert each.sock.recv(1) == b""
+            assert server.run(lambda: server.carriers.lane_stats.refused) == 9
+        still_serves(server)
+
+
 # --- strangers on gRPC's port ------------------------------------------------------------------
 
 

@@ -89,9 +89,10 @@ def test_a_grant_whose_task_is_cancelled_at_once_goes_back() -> None:
         for _ in range(2):
             await asyncio.sleep(0)
         first.cancel()
-        await asyncio.gather(first, return_exceptions=True)  # second is granted, and not yet run
-        second.cancel()
-        await asyncio.gather(second, return_exceptions=True)
+        while room._waiting:
+            await asyncio.sleep(0)
+        second.cancel()  # it is granted, and has not run yet
+        await asyncio.gather(first, second, return_exceptions=True)
         assert room.free == MIB
 
     run(work())
