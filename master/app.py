@@ -236,6 +236,7 @@ class _Master:
             quarantine_ms=config.quarantine_ms,
             put_wait_max_ms=config.put_wait_max_ms,
             pinned_max=config.pinned_max,
+            pinned_all_max=config.pinned_all_max,
             gather_ms=config.gather_ms,
             pending_puts_max=config.pending_puts_max,
             waiting_puts_max=config.waiting_puts_max,

@@ -184,6 +184,13 @@ class MasterConfig(HttpConfig):
         description="Share of the pool's memory that the pins of one namespace may hold, because "
         "what is pinned is not evicted for puts; 0: pins are refused.",
     )
+    pinned_all_max: Share = Field(
+        default=0.75,
+        ge=0.0,
+        le=1.0,
+        description="Share of the pool's memory that the pins of all namespaces together may hold: "
+        "the rest is for puts, whoever pins. No less than --pinned-max.",
+    )
     lane_spin_us: Microseconds = Field(
         default=200,
         ge=0,

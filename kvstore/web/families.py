@@ -78,7 +78,7 @@ STORE: Final = (
     Family("kvstore_expired_puts_total", "counter", (), "Objects whose writers did not end the put before its deadline."),
     Family("kvstore_waited_puts_total", "counter", (), "Puts that had to wait for room."),
     Family("kvstore_refused_puts_total", "counter", (), "Puts that found no room in time."),
-    Family("kvstore_refused_pins_total", "counter", (), "Pins that were above the bound of their namespace."),
+    Family("kvstore_refused_pins_total", "counter", (), "Pins that were above the bound of their namespace, or of all."),
     Family("kvstore_moved_objects_total", "counter", (), "Objects that draining moved to other nodes."),
     Family("kvstore_moved_bytes_total", "counter", (), "Bytes of these objects."),
     Family("kvstore_repaired_objects_total", "counter", (), "Replicas that were made again."),

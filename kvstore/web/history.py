@@ -22,8 +22,8 @@ UNSEEN: Final = ("Status", "Join")
 
 COUNTED: Final = (
     "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
-    "refused_no_space", "corrupt_objects", "corrupt_replicas", "lost_objects", "dead_nodes",
-    "connections_refused", "connections_stalled", "events_dropped", "etcd_failures",
+    "refused_no_space", "refused_pins", "corrupt_objects", "corrupt_replicas", "lost_objects",
+    "dead_nodes", "connections_refused", "connections_stalled", "events_dropped", "etcd_failures",
 )  # fmt: skip
 """Counters whose growth each point holds."""
 

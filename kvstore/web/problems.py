@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from kvstore.calls import ClusterStatus, NodeStatus
-from kvstore.texts import duration_text, size_text
+from kvstore.texts import duration_text, name_text, size_text
 from kvstore.web.history import History, added, spread_of
 
 RECENT_S: Final = 600.0
@@ -21,6 +21,9 @@ YOUNG_MS: Final = 600_000
 QUARANTINE_SHARE: Final = 0.05
 RECLAIM_SHARE: Final = 0.25
 """Shares of a node's memory."""
+
+PINNED_SHARE: Final = 0.5
+"""Of the memory, what pins hold when puts begin to feel it."""
 
 LATE_US: Final = 50_000
 """How late the loop may be in one of a hundred times."""
@@ -99,6 +102,27 @@ def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Pr
             "bad",
             f"{_count(refused, 'put')} found no room in the last 10 min: all that is there is "
             "leased, pinned or being written.",
+        )
+    pinned = dict(status.counters).get("pinned_bytes", 0)
+    if size and pinned > PINNED_SHARE * size:
+        by_size = sorted(status.namespaces, key=lambda each: -each.pinned_bytes)
+        most = [
+            f"{name_text(each.name)} {size_text(each.pinned_bytes)}"
+            for each in by_size[:3]
+            if each.pinned_bytes
+        ]
+        of = f" (most: {', '.join(most)})" if most else ""
+        yield Problem(
+            "warning",
+            f"Pins keep {size_text(pinned)} of {size_text(size)}{of}: puts have only the rest. "
+            "Pins end by themselves, after a day at most, or by unpin.",
+        )
+    unpinned = added(recent, "refused_pins")
+    if unpinned:
+        yield Problem(
+            "warning",
+            f"{_count(unpinned, 'pin')} refused in the last 10 min: pins hold all that they may "
+            "(--pinned-max, --pinned-all-max).",
         )
     age_ms = spread_of([each.ages_ms for each in recent], 0.5)
     if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:

@@ -54,7 +54,8 @@ class Keeping:
         """Pins all stored objects among the keys, or none.
 
         Raises:
-            NoSpaceError: the namespace would have more pinned than it may.
+            NoSpaceError: the namespace, or all of them together, would have more pinned than they
+                may.
             InvalidArgumentError: they have too many ancestors that are not pinned.
         """
         table = self._common.forest.table(request.namespace)
@@ -90,19 +91,26 @@ class Keeping:
                     )
                 added[at] = bytes_held(at) if at.complete else 0
                 at = at.parent
-        _, before = self._pins.held(request.namespace)
         wanted = sum(added.values())
+        if not wanted:
+            return
+        rules, (_, own) = self._common.rules, self._pins.held(request.namespace)
+        who = f"namespace {request.namespace} has"
+        self._check_share(who, own, wanted, rules.pinned_max, "--pinned-max")
+        share = max(rules.pinned_max, rules.pinned_all_max)
+        self._check_share("all have", self._pins.size, wanted, share, "--pinned-all-max")
+
+    def _check_share(self, who: str, before: int, wanted: int, share: float, flag: str) -> None:
+        """Raises NoSpaceError."""
         capacity = sum(segment.capacity for segment in self._pool.segments.values())
-        share = self._common.rules.pinned_max
         bound = int(capacity * share)
-        if wanted and before + wanted > bound:
+        if before + wanted > bound:
             self._common.counters["refused_pins"] += 1
             raise NoSpaceError(
-                f"not pinned: namespace {request.namespace} has {shown(before)} pinned, and "
-                f"{shown(wanted)} more are over its bound, {shown(bound)} of the pool's "
-                f"{shown(capacity)}",
-                advice="Unpin others or let their pins end, add a node, or raise the master's "
-                "--pinned-max.",
+                f"not pinned: {who} {shown(before)} pinned, and {shown(wanted)} more are over the "
+                f"bound, {shown(bound)} of the pool's {shown(capacity)}",
+                advice=f"Unpin others or let their pins end, add a node, or raise the master's "
+                f"{flag}.",
                 cause="pins",
                 missing_bytes=before + wanted - bound,
                 pinned_bytes=before,

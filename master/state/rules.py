@@ -25,6 +25,8 @@ class MasterRules:
     waiting_puts_max: int = 256
     pinned_max: float = 0.5
     """Share of the pool that the pins of one namespace may hold."""
+    pinned_all_max: float = 0.75
+    """Share of the pool that all pins may hold, if it is more than ``pinned_max``."""
     beat_ms: int = 500
     liveness: LivenessRules = field(
         default_factory=lambda: LivenessRules(suspect_ms=2_000, dead_ms=6_000)

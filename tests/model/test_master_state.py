@@ -1013,7 +1013,9 @@ class MasterMachine(RuleBasedStateMachine):
             if not pins.holds(record)
         }
         capacity = sum(segment.capacity for segment in self.state.pool.segments.values())
-        fits = before[1] + sum(added.values()) <= int(capacity * RULES.pinned_max)
+        wanted = sum(added.values())
+        fits = before[1] + wanted <= int(capacity * RULES.pinned_max)
+        fits = fits and pins.size + wanted <= int(capacity * RULES.pinned_all_max)
         try:
             reply = self.state.keeping.pin(self.now_ms, calls.Pin(namespace, batch, hold_ms))
         except NoSpaceError:

@@ -246,6 +246,22 @@ def test_pins_are_bounded_and_a_call_is_all_or_nothing(new_cluster: NewCluster) 
     assert pinned(cluster) == (3, 3)
 
 
+def test_pins_of_all_namespaces_leave_room_for_puts(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8)
+    others = [Namespace(f"n{number}") for number in range(8)]
+    for number, namespace in enumerate(others):
+        cluster.put(f"{number}", namespace=namespace)
+    for namespace in others[:6]:
+        request = calls.Pin(namespace, keys_of("012345"), MINUTE_MS)
+        assert any(cluster.state.keeping.pin(cluster.now_ms, request).pinned)
+    request = calls.Pin(others[6], keys_of("6"), MINUTE_MS)
+    with pytest.raises(NoSpaceError, match="all have 24 KiB pinned") as error:
+        cluster.state.keeping.pin(cluster.now_ms, request)
+    assert "--pinned-all-max" in error.value.advice
+    cluster.after(LEASE_MS)
+    cluster.put("xy")
+
+
 def test_a_pin_that_would_count_too_many_ancestors_is_refused(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,7 +577,7 @@ def test_objects_without_pin_or_end_are_in_no_table(new_cluster: NewCluster) -> 
 
 
 def test_another_namespace_has_a_bound_of_its_own(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
+    cluster = new_cluster(one=6)
     cluster.put("ab")
     cluster.put("xy", namespace=Namespace("other"))
     pin(cluster, "b")

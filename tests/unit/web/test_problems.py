@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.calls import ClusterStatus, Counter, NodeStatus, SegmentStatus
+from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
 from kvstore.web.history import COUNTED, History, sample
 from kvstore.web.problems import NODES_NAMED, of_a_standby, of_the_store
 from tests.unit.web.test_history import EVERY_MS, histogram, measured
@@ -46,6 +46,17 @@ def test_nodes_in_trouble_are_named_the_worst_first() -> None:
     assert "3 objects" in problems[1].text
     assert "Node a" in problems[2].text
     assert "No node has joined" in texts(status())
+
+
+def test_pins_that_hold_most_of_the_memory_are_named() -> None:
+    spaces = [
+        NamespaceStatus(name, 9, 1, 9, size << 20)
+        for name, size in zip("abcd", (1, 400, 9, 300), strict=True)
+    ]
+    found = status(node(), pinned_bytes=710 << 20)._replace(namespaces=spaces)
+    assert "Pins keep 710 MiB of 1.00 GiB (most: b 400 MiB, d 300 MiB, c 9.00 MiB)" in texts(found)
+    assert "Pins" not in texts(status(node(), pinned_bytes=1 << 29))
+    assert "3 pins refused in the last 10 min" in texts(status(node()), after(refused_pins=3))
 
 
 def test_many_suspect_nodes_have_a_bounded_number_of_lines() -> None:
