@@ -469,7 +469,8 @@ def late(link: Link, name: str) -> DeadlineExceededError:
     """The error of a call whose deadline passed without a reply."""
     return DeadlineExceededError(
         f"{name}: no reply from the master at {link.address or link.shown} before the deadline",
-        advice="The master may be overloaded or stopped; a longer timeout may help.",
+        advice=f"A longer timeout_ms gives it more time; kvstore doctor --master {link.shown} says "
+        "whether it answers.",
         address=link.address or link.shown,
     )
 

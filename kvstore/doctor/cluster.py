@@ -297,7 +297,9 @@ def node_well(node: NodeStatus) -> Finding:
     if node.state in ("alive", "draining"):
         return ok(subject, f"{node.state}, last heard {node.silent_ms} ms ago")
     what = f"{node.state}, last heard {node.silent_ms} ms ago"
-    return warning(subject, what, "See the node's log. Is its host overloaded, or unreachable?")
+    return warning(
+        subject, what, "The node's log says what it does; the network to its host may lose packets."
+    )
 
 
 def by_tcp(segment: SegmentInfo, timeout_s: float) -> Finding:

@@ -87,17 +87,15 @@ def worth_another_member(error: grpc.RpcError) -> bool:
 def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
     """The error for a call that etcd refused."""
     details = error.details() or error.code().name.lower()
-    kind: type[KVStoreError] = EtcdUnreachableError
+    message = f"the etcd at {place.shown} refused a call: {details[:200]}"
     if error.code() in (
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.INVALID_ARGUMENT,
     ):
-        kind = PermissionDeniedError
-    return kind(
-        f"the etcd at {place.shown} refused a call: {details[:200]}",
-        advice="Check the user, the password and the user's roles in etcd.",
-    )
+        advice = "Check the user, the password and the user's roles in etcd."
+        return PermissionDeniedError(message, advice=advice)
+    return EtcdUnreachableError(message, advice=advice_on(details))
 
 
 def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableError:
@@ -113,8 +111,8 @@ def advice_on(why: str) -> str:
     """What to do about what a member of an etcd said, or what gRPC said of it."""
     if "space exceeded" in why or "NOSPACE" in why:
         return (
-            "The space of its database is used up, and it takes no writes: compact and defragment it "
-            "(etcdctl compact, etcdctl defrag), then etcdctl alarm disarm"
+            "The space of its database is used up, so it takes no writes: compact and defragment "
+            "it (etcdctl compact, etcdctl defrag), then etcdctl alarm disarm"
         )
     if "CORRUPT" in why:
         return "A member of etcd differs from the others: etcdctl alarm list names it"

@@ -157,7 +157,7 @@ async def _listen(doors: Doors, config: ProxyConfig) -> asyncio.Server:
             raise AddressInUseError(f"{at} is in use", advice="Choose another --port.") from None
         raise StartupError(
             f"cannot listen on {at}: {error.strerror or error}",
-            advice="Is --host an address of this host?",
+            advice="--host has to be an address of this host.",
         ) from None
 
 
