@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +17,7 @@ import pytest
 from kvstore import Client
 from kvstore.children import Child
 from kvstore.errors import ConfigError, DeadlineExceededError, StartupError
-from tests.integration.cluster import ROOT
+from tests.integration.cluster import NODE, ROOT
 
 EMBEDDED = """
 import os, signal, sys, time
@@ -158,10 +160,40 @@ def test_a_child_that_ends_without_a_word_says_how() -> None:
     assert "--help" in raised.value.advice
 
 
-def test_a_child_that_is_late_says_what_it_waits_for() -> None:
-    nobody = ("--memory", "16MiB", "--master", "127.0.0.1:9", "--host", "127.0.0.1", "--no-keep")
-    with pytest.raises(DeadlineExceededError, match=r"waits for its master: .*refused"):
-        Child.start("kvstore.cli.node", *nobody, timeout_s=6)
+SLOW = """
+import sys, time
+from kvstore.children import ParentLink
+parent = ParentLink(int(sys.argv[sys.argv.index("--parent-fd") + 1]))
+parent.tell_step("counts to a thousand")
+time.sleep(60)
+"""
+
+
+def test_a_child_that_is_late_says_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_child.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DeadlineExceededError, match="it still counts to a thousand"):
+        Child.start("slow_child", timeout_s=6)
+
+
+def test_a_node_tells_its_parent_that_it_waits_for_a_master() -> None:
+    ours, theirs = socket.socketpair()
+    command = [
+        sys.executable, "-m", NODE, "--config", "", "--parent-fd", str(theirs.fileno()),
+        "--memory", "16MiB", "--master", "127.0.0.1:9", "--host", "127.0.0.1", "--no-keep",
+    ]  # fmt: skip
+    fds = [theirs.fileno()]
+    with ours, subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stderr=subprocess.DEVNULL) as node:
+        theirs.close()
+        ours.settimeout(60)
+        with ours.makefile("rb") as lines:
+            steps = [json.loads(lines.readline())["step"] for _ in range(2)]
+        node.terminate()
+    assert steps[0] == "reserves 16 MiB of memory"
+    assert steps[1].startswith("waits for its master: ")
+    assert "connection refused" in steps[1]
 
 
 def test_a_program_that_cannot_start_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
