@@ -239,6 +239,19 @@ def answered(ask: Callable[[calls.Request], calls.Reply], lie: Lie) -> None:
             pytest.fail(f"{lie}: {error!r}")
 
 
+def test_pins_of_many_namespaces_leave_room(cluster: Cluster, honest: Honest) -> None:
+    """A bound for each namespace is none: the liar has as many as it wants."""
+    for number in range(12):
+        liar = cluster.client(namespace=f"pins-{number}", timeout_ms=3_000)
+        names = [f"{number}-{each}" for each in range(6)]
+        with contextlib.suppress(KVStoreError):
+            liar.put_many({name: bytes(1 << 20) for name in names})
+            liar.pin(names, 86_400)
+    honest.client.put("large", bytes(4 << 20))
+    assert honest.client.get("large") == bytes(4 << 20)
+    honest.check("pins")
+
+
 class FalseNode:
     """One stream of a node; ``said`` counts what the master has answered."""
 
