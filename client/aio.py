@@ -25,7 +25,7 @@ from kvstore.client.values import Buffer, Payload
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams
-from kvstore.errors import DeadlineExceededError
+from kvstore.errors import DeadlineExceededError, InvalidArgumentError
 from kvstore.stopping import Stop
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ class AsyncClient:
         timeout_ms: int | None = None,
     ) -> int:
         """As ``Client.clear``."""
+        if progress is not None and not callable(progress):
+            raise InvalidArgumentError("progress is a function of two numbers")
         removed = 0
         while True:
             cleared = await self._carry_out(Client._clear_some, namespace, timeout_ms=timeout_ms)

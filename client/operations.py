@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, cast
 
 import numpy as np
 
 from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, SegmentInfo, Version
+from kvstore.client.arguments import (
+    KINDS,
+    SIZE_MAX,
+    duration_ms,
+    flag,
+    one_of,
+    sequence,
+    text,
+    whole,
+)
 from kvstore.client.flows import asking, getting, moving, putting
 from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.devices import DeviceLooks, DeviceReads
@@ -65,6 +74,7 @@ from kvstore.errors import (
 )
 from kvstore.keys import packed_keys
 from kvstore.limits import (
+    BATCH_KEYS_MAX,
     BLOCKS_MAX,
     CHAINS_MAX,
     MATCH_KEYS_MAX,
@@ -94,6 +104,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.client")
 
 AnyKey = str | bytes
+Duration = float | timedelta | str
+"""In seconds, or a text with a unit: ``"90s"``, ``"1h"`` (``arguments.duration_ms``)."""
 Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
 """Keys and their values."""
 Stream = Union[int, "torch.cuda.Stream"]
@@ -182,7 +194,7 @@ class Operations:
         overwrite: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
         stream: Stream | None = None,
     ) -> Flow[PutOutcome]:
         items = Items([check_key(key)], *self._encoded([value], stream))
@@ -216,10 +228,11 @@ class Operations:
         partial: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
         stream: Stream | None = None,
     ) -> Flow[list[PutOutcome]]:
-        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        given = items.items() if isinstance(items, Mapping) else items
+        pairs = cast("Sequence[tuple[AnyKey, Storable]]", sequence("items", given, BATCH_KEYS_MAX))
         try:
             named = [key for key, _ in pairs]
         except (TypeError, ValueError):
@@ -244,9 +257,11 @@ class Operations:
         partial: bool,
         wait_ms: int | None,
         timeout_ms: int | None = None,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
         stream: Stream | None = None,
     ) -> Flow[list[PutOutcome]]:
+        keys = _keys(keys)
+        values = cast("Sequence[Storable]", _rows("values", values))
         if len(keys) != len(values):
             raise InvalidArgumentError(
                 f"a chain needs one value per key: {len(keys)} keys, {len(values)} values"
@@ -284,7 +299,9 @@ class Operations:
         wait_ms: int | None,
         timeout_ms: int | None = None,
     ) -> Flow[Value]:
+        one_of("kind", kind, KINDS[:2])
         described, size = described_as(shape, dtype, kind)
+        whole("the size", size, 0, SIZE_MAX, "bytes")
         grants, replica, until = yield from putting.allocate(
             self.context, size, self._wait(wait_ms, timeout_ms)
         )
@@ -410,9 +427,12 @@ class Operations:
         timeout_ms: int | None,
         device: str | torch.device | None,
     ) -> Flow[list[Found]]:
+        if kind is not None:
+            one_of("kind", kind, KINDS)
         if kind == "torch":
             import_torch()
-        checked = check_keys(keys, distinct=False)
+        copy = flag("copy", copy)
+        checked = check_keys(_keys(keys), distinct=False)
         space = self._namespace(namespace)
         if device is not None and (name := str(device)) != "cpu":
             if kind not in (None, "torch"):
@@ -502,6 +522,8 @@ class Operations:
         size_max: int | None,
         timeout_ms: int | None = None,
     ) -> Flow[Raw | None]:
+        if size_max is not None:
+            size_max = whole("size_max", size_max, 0, SIZE_MAX, "bytes")
         target = _Bounded(check_key(key), size_max)
         yield from getting.get(self.context, self._namespace(namespace), [target], timeout_ms)
         if target.descriptor is None or target.data is None or target.placed is None:
@@ -522,7 +544,7 @@ class Operations:
             one = cast("Buffer | Sequence[Buffer]", buffers)
             targets = [Target(check_key(keys), *fillable(one, self.devices))]
         else:
-            checked = check_keys(keys, distinct=False)
+            checked = check_keys(_keys(keys), distinct=False)
             pairs = zip(checked, _per_key(checked, buffers, "buffers"), strict=True)
             targets = [Target(key, *fillable(each, self.devices)) for key, each in pairs]
         device = _device_of(targets)
@@ -545,7 +567,7 @@ class Operations:
         if isinstance(keys, str | bytes):
             wanted = [_parts(check_key(keys), cast("Sequence[Range]", ranges))]
         else:
-            checked = check_keys(keys, distinct=False)
+            checked = check_keys(_keys(keys), distinct=False)
             pairs = zip(checked, _per_key(checked, ranges, "lists of ranges"), strict=True)
             wanted = [_parts(key, each) for key, each in pairs]
         _check_apart([(parts.key, [view for _, view in parts.ranges]) for parts in wanted])
@@ -678,13 +700,14 @@ class Operations:
     def match_prefix(
         self, keys: Sequence[AnyKey], namespaces: Sequence[str | None]
     ) -> Flow[list[Match]]:
+        namespaces = cast("Sequence[str | None]", sequence("namespaces", namespaces))
         if not 0 < len(namespaces) <= NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_prefix takes 1 to {NAMESPACES_MAX} namespaces")
         spaces = [self._namespace(each) for each in namespaces]
-        return (yield from asking.match_prefix(spaces, packed_keys(keys, MATCH_KEYS_MAX)))
+        return (yield from asking.match_prefix(spaces, packed_keys(_keys(keys), MATCH_KEYS_MAX)))
 
     def lookup(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[int | None]]:
-        checked = check_keys(keys, distinct=False)
+        checked = check_keys(_keys(keys), distinct=False)
         placed = yield from getting.locate(
             self.context, self._namespace(namespace), checked, fresh=True
         )
@@ -693,20 +716,22 @@ class Operations:
     def exists(
         self, keys: Sequence[AnyKey], namespace: str | None, lease: bool = False
     ) -> Flow[list[bool]]:
-        return asking.exists(self._namespace(namespace), packed_keys(keys), lease)
+        return asking.exists(
+            self._namespace(namespace), packed_keys(_keys(keys)), flag("lease", lease)
+        )
 
     def pin(
-        self, keys: Sequence[AnyKey], duration_s: float, namespace: str | None
+        self, keys: Sequence[AnyKey], duration: Duration, namespace: str | None
     ) -> Flow[list[bool]]:
-        hold_ms = _duration_ms("seconds", duration_s, PIN_MS_MAX)
-        checked = check_keys(keys, distinct=False)
+        hold_ms = duration_ms("seconds", duration, PIN_MS_MAX)
+        checked = check_keys(_keys(keys), distinct=False)
         return asking.pin(self._namespace(namespace), checked, hold_ms)
 
     def unpin(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
-        return asking.unpin(self._namespace(namespace), check_keys(keys, distinct=False))
+        return asking.unpin(self._namespace(namespace), check_keys(_keys(keys), distinct=False))
 
     def remove(self, keys: Sequence[AnyKey], namespace: str | None) -> Flow[list[bool]]:
-        checked = check_keys(keys, distinct=False)
+        checked = check_keys(_keys(keys), distinct=False)
         return asking.remove(self.context, self._namespace(namespace), checked)
 
     def clear_some(self, namespace: str | None) -> Flow[calls.Cleared]:
@@ -739,8 +764,9 @@ class Operations:
     def chains(
         self, namespace: str | None, keys: Sequence[AnyKey], count: int
     ) -> Flow[calls.ChainsFound]:
+        count = whole("count", count, 0, SIZE_MAX)
         check_count(count, CHAINS_MAX, "chains")
-        checked = check_keys(keys, distinct=False, keys_max=CHAINS_MAX)
+        checked = check_keys(_keys(keys), distinct=False, keys_max=CHAINS_MAX)
         if checked and namespace is None:
             raise InvalidArgumentError("blocks are looked for in one namespace: name it")
         space = "" if namespace is None else check_namespace(namespace)
@@ -749,12 +775,14 @@ class Operations:
     def blocks(
         self, keys: Sequence[AnyKey], above: int, namespace: str | None
     ) -> Flow[calls.BlocksFound]:
+        above = whole("above", above, 0, SIZE_MAX)
         check_count(above, BLOCKS_MAX, "blocks above")
-        checked = check_keys(keys, distinct=False, keys_max=BLOCKS_MAX)
+        checked = check_keys(_keys(keys), distinct=False, keys_max=BLOCKS_MAX)
         request = calls.Blocks(self._namespace(namespace), checked, above)
         return ask(request, calls.BlocksFound)
 
     def drain(self, node: str, undo: bool, leave: bool) -> Flow[calls.Drained]:
+        node, undo, leave = text("node", node), flag("undo", undo), flag("leave", leave)
         if undo and leave:
             raise InvalidArgumentError("leave and undo exclude each other")
         step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
@@ -763,12 +791,16 @@ class Operations:
     def move_some(
         self, node: str, cursor: int, repair: bool, evict_up_to: calls.Version = moving.EVICT_NONE
     ) -> Flow[Moved]:
-        if repair:
+        node, cursor = text("node", node), whole("cursor", cursor, 0, CURSOR_MAX)
+        if flag("repair", repair):
             return moving.repair_some(self.context, node)
         return moving.move_some(self.context, node, cursor, evict_up_to)
 
     def list_page(self, namespace: str, prefix: bytes, cursor: int) -> Flow[calls.Listed]:
-        request = calls.ListObjects(namespace, prefix, cursor, LIST_PAGE)
+        space = text("namespace", namespace) and check_namespace(namespace)
+        begin = b"" if type(prefix) in (bytes, str) and not prefix else check_key(prefix)
+        cursor = whole("cursor", cursor, 0, CURSOR_MAX)
+        request = calls.ListObjects(space, begin, cursor, LIST_PAGE)
         return ask(request, calls.Listed)
 
     # --- arguments ----------------------------------------------------------------------------
@@ -777,8 +809,12 @@ class Operations:
         return check_namespace(self.config.namespace if namespace is None else namespace)
 
     def _wait(self, wait_ms: int | None, timeout_ms: int | None) -> int:
-        wanted = self.config.put_wait_ms if wait_ms is None else wait_ms
-        longest = self.config.timeout_ms if timeout_ms is None else timeout_ms
+        wanted = self.config.put_wait_ms
+        if wait_ms is not None:
+            wanted = whole("wait_ms", wait_ms, 0, SIZE_MAX, "milliseconds")
+        longest = self.config.timeout_ms
+        if timeout_ms is not None:
+            longest = whole("timeout_ms", timeout_ms, 1, TIMEOUT_MS_MAX, "milliseconds")
         # The master must answer before the call's own time-out, so that its error can say why.
         return max(0, min(wanted, longest * 9 // 10))
 
@@ -790,19 +826,19 @@ class Operations:
         replicas: int | None,
         overwrite: bool,
         partial: bool = False,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
     ) -> PutOptions:
-        count = self.config.replicas if replicas is None else replicas
-        if not 1 <= count <= REPLICAS_MAX:
-            raise InvalidArgumentError(f"replicas is 1 to {REPLICAS_MAX}, not {count}")
+        count = self.config.replicas
+        if replicas is not None:
+            count = whole("replicas", replicas, 1, REPLICAS_MAX)
         return PutOptions(
             namespace=self._namespace(namespace),
             parent=None if parent is None else check_key(parent),
             chain=chain,
             replicas=count,
-            overwrite=overwrite,
-            partial=partial,
-            ttl_ms=0 if ttl is None else _duration_ms("ttl", ttl, TTL_MS_MAX),
+            overwrite=flag("overwrite", overwrite),
+            partial=flag("partial", partial),
+            ttl_ms=0 if ttl is None else duration_ms("ttl", ttl, TTL_MS_MAX),
         )
 
 
@@ -857,21 +893,23 @@ def _device_of(targets: Sequence[Target]) -> Device | None:
     return devices.pop() if devices else None
 
 
-def _duration_ms(name: str, duration_s: float, most_ms: int) -> int:
-    """Raises InvalidArgumentError: not more than 0 s, or more than ``most_ms``."""
-    if not 0 < duration_s <= most_ms / 1000:  # also refuses NaN
-        raise InvalidArgumentError(
-            f"{name} is more than 0 and at most {most_ms // 1000} seconds, not {duration_s}"
-        )
-    return math.ceil(duration_s * 1000)
+def _keys(keys: object) -> Sequence[Any]:
+    return sequence("keys", keys)
 
 
-def _per_key(keys: Sequence[Key], given: Any, what: str) -> list[Any]:
-    """What is given for each key. Raises InvalidArgumentError: not one for each."""
+def _rows(name: str, values: object) -> Sequence[object]:
+    """Values or buffers, one per key: also the rows of an array or a tensor."""
+    if isinstance(values, np.ndarray) and not values.ndim:
+        raise InvalidArgumentError(f"{name} is a sequence, and this is one number")
     try:
-        each = list(given)
-    except TypeError:
-        raise InvalidArgumentError(f"{what} come in a sequence, one for each key") from None
+        return sequence(name, values)
+    except (ValueError, RuntimeError) as error:  # a tensor without dimensions, for example
+        raise InvalidArgumentError(f"{name} is a sequence: {error}") from None
+
+
+def _per_key(keys: Sequence[Key], given: object, what: str) -> Sequence[Any]:
+    """What is given for each key. Raises InvalidArgumentError: not one for each."""
+    each = _rows(what, given)
     if len(each) != len(keys):
         raise InvalidArgumentError(
             f"{len(keys)} keys and {len(each)} {what}", advice="Give one for each key."
@@ -881,13 +919,14 @@ def _per_key(keys: Sequence[Key], given: Any, what: str) -> list[Any]:
 
 def _parts(key: Key, ranges: Sequence[Range]) -> Parts:
     flat: list[tuple[int, memoryview]] = []
-    try:
-        pairs = [(operator.index(offset), buffer) for offset, buffer in ranges]
-    except (TypeError, ValueError):
-        raise InvalidArgumentError("ranges are pairs of an offset in bytes and a buffer") from None
-    for offset, buffer in pairs:
-        if offset < 0:
-            raise InvalidArgumentError(f"a range begins at {offset}: offsets are not negative")
+    for pair in sequence("ranges", ranges):
+        try:
+            offset, buffer = cast("Range", pair)
+        except (TypeError, ValueError):
+            raise InvalidArgumentError(
+                "ranges are pairs of an offset in bytes and a buffer"
+            ) from None
+        offset = whole("an offset", offset, 0, OFFSET_MAX, "bytes")
         views, _ = writable(buffer)
         flat += [(offset, view) for view in views if len(view)]
     return Parts(key, flat)
@@ -926,13 +965,13 @@ def _not_apart(what: str) -> InvalidArgumentError:
 
 
 LIST_PAGE = 1_000
+CURSOR_MAX = (1 << 63) - 1
+OFFSET_MAX = (1 << 62) - 1
 
 
 def seconds(timeout_ms: int) -> float:
     """The time-out of one call, in seconds. Raises InvalidArgumentError."""
-    if not 1 <= timeout_ms <= TIMEOUT_MS_MAX:
-        raise InvalidArgumentError(f"timeout_ms is 1 to {TIMEOUT_MS_MAX}, not {timeout_ms}")
-    return timeout_ms / 1000
+    return whole("timeout_ms", timeout_ms, 1, TIMEOUT_MS_MAX, "milliseconds") / 1000
 
 
 class _Looks(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
@@ -14,12 +14,23 @@ from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import PutOutcome
 from kvstore.children import start_master
 from kvstore.client import forks
+from kvstore.client.arguments import ADDRESS_MAX, SIZE_MAX, text, whole, wholes
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.moving import EVICT_NONE, Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready
 from kvstore.client.lent.leases import Lease
-from kvstore.client.operations import AnyKey, DType, Pairs, Range, Raw, Stream, View, seconds
+from kvstore.client.operations import (
+    AnyKey,
+    DType,
+    Duration,
+    Pairs,
+    Range,
+    Raw,
+    Stream,
+    View,
+    seconds,
+)
 from kvstore.client.state import ClientState, ClientStats, MasterHTTP
 from kvstore.client.tracing import traceparent, tracing
 from kvstore.client.values import Buffer, Kind, Payload, Storable, Value, writable
@@ -159,7 +170,7 @@ class Client:
         replicas: int | None = None,
         overwrite: bool = False,
         wait_ms: int | None = None,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> PutOutcome:
@@ -179,8 +190,9 @@ class Client:
                 new one and another still the old.
             wait_ms: how long to wait for leases to end when there is no room; None: as
                 configured.
-            ttl: seconds after which the object is gone, counted from the end of this call, up to a
-                week (rounded up to 64 ms); None: it stays until it is evicted or removed. From
+            ttl: seconds, a ``timedelta``, or a text with a unit (``"90s"``, ``"5min"``, ``"1h"``)
+                after which the object is gone, counted from the end of this call, up to a week
+                (rounded up to 64 ms); None: it stays until it is evicted or removed. From
                 then on the master does not find it, and its memory is the first to be used
                 again. A client that has found it before may get it until that lease ends
                 (``kvstore-master --lease-ms``). Blocks below it in a chain are not matched any
@@ -220,7 +232,7 @@ class Client:
         overwrite: bool = False,
         partial: bool = False,
         wait_ms: int | None = None,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> list[PutOutcome]:
@@ -265,7 +277,7 @@ class Client:
         replicas: int | None = None,
         partial: bool = False,
         wait_ms: int | None = None,
-        ttl: float | None = None,
+        ttl: Duration | None = None,
         timeout_ms: int | None = None,
         stream: Stream | None = None,
     ) -> list[PutOutcome]:
@@ -468,14 +480,14 @@ class Client:
             TransferEngineError: the engine refuses it.
         """
         if isinstance(memory, int | np.integer):
-            memory = int(memory)
+            memory = whole("address", memory, 0, ADDRESS_MAX)
             size = _size(size)
             if is_of_cuda_device(memory):
                 self._state.registered.add_of(self.device(cuda.device_of(memory)), memory, size)
             else:
                 self._state.register(memory_at(memory, size))
         elif size is None:
-            self._state.register(writable(memory)[0][0])
+            self._state.register(_one(memory))
         else:
             raise InvalidArgumentError("register(buffer) takes no size: a buffer has one")
 
@@ -484,9 +496,9 @@ class Client:
         be written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
         ignored."""
         if isinstance(memory, int | np.integer):
-            self._state.unregister(int(memory))
+            self._state.unregister(whole("address", memory, 0, ADDRESS_MAX))
         else:
-            self._state.unregister(writable(memory)[0][0])
+            self._state.unregister(_one(memory))
 
     def memory_at(self, address: int, size: int) -> memoryview:
         """``size`` bytes at an address of registered memory of the host: a value to put, or a
@@ -496,7 +508,9 @@ class Client:
         Raises:
             InvalidArgumentError: they are not within one registered memory, or on a device.
         """
-        return self._state.registered.at(address, size)
+        return self._state.registered.at(
+            whole("address", address, 0, ADDRESS_MAX), whole("size", size, 0, SIZE_MAX, "bytes")
+        )
 
     def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
         """As ``memory_at``, for a value that is several runs, all of the host or all of one device.
@@ -505,7 +519,11 @@ class Client:
             InvalidArgumentError: a run is not within one registered memory, or not where the first
                 one is.
         """
-        return self._state.registered.payload(addresses, sizes)
+        starts = wholes("addresses", addresses, 0, ADDRESS_MAX)
+        lengths = wholes("sizes", sizes, 0, SIZE_MAX, "bytes")
+        if len(starts) != len(lengths):
+            raise InvalidArgumentError(f"{len(starts)} addresses and {len(lengths)} sizes")
+        return self._state.registered.payload(starts, lengths)
 
     def device(self, name: str) -> Device:
         """A device as this client uses it, for values that are several runs of its memory: an
@@ -517,7 +535,7 @@ class Client:
         Raises:
             DeviceError: there is no such device, or its driver cannot be used.
         """
-        return self._state.movers.devices.of(name)
+        return self._state.movers.devices.of(text("name", name))
 
     def lease(self, view: View) -> Lease | None:
         """The lease of a value from ``get(copy=False)`` or ``allocate``, or of anything that was
@@ -685,7 +703,7 @@ class Client:
     def pin(
         self,
         keys: Sequence[AnyKey],
-        seconds: float,
+        seconds: Duration,
         *,
         namespace: str | None = None,
         timeout_ms: int | None = None,
@@ -702,8 +720,9 @@ class Client:
         of the master, pin again. A pin keeps the replicas that exist, and makes none.
 
         Args:
-            seconds: until the pin ends, counted from this call: more than 0, at most a day. Of two
-                pins of an object, by any clients, the later end holds.
+            seconds: until the pin ends, counted from this call: more than 0, at most a day; or a
+                ``timedelta`` or a text, as ``ttl``. Of two pins of an object, by any clients, the
+                later end holds.
 
         Raises:
             NoSpaceError: the namespace would have more pinned than its share of the pool
@@ -753,6 +772,8 @@ class Client:
         Args:
             progress: called after each slice with the numbers removed and remaining.
         """
+        if progress is not None and not callable(progress):
+            raise InvalidArgumentError("progress is a function of two numbers")
         removed = 0
         while True:
             cleared = self._clear_some(namespace, timeout_ms=timeout_ms)
@@ -898,11 +919,16 @@ class Client:
 
 def _size(size: int | None) -> int:
     """Of the memory at an address."""
-    if not isinstance(size, int | np.integer) or size <= 0:
-        raise InvalidArgumentError(
-            f"register(address) needs the size of the memory in bytes, not {size!r}"
-        )
-    return int(size)
+    if size is None:
+        raise InvalidArgumentError("register(address) needs the size of the memory, in bytes")
+    return whole("size", size, 1, SIZE_MAX, "bytes")
+
+
+def _one(buffer: object) -> memoryview:
+    """A single buffer's memory."""
+    if isinstance(buffer, list | tuple):
+        raise InvalidArgumentError("this takes one buffer, not several")
+    return writable(cast("Buffer", buffer))[0][0]
 
 
 def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:

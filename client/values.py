@@ -258,7 +258,7 @@ def writable(buffers: Buffer | Sequence[Buffer]) -> tuple[list[memoryview], str]
                 raise BufferMismatchError("a buffer must be contiguous and writable")
             try:
                 _check_subclass(buffer)
-                view, dtype = _bytes_of(buffer), numpy_name(buffer.dtype)
+                dtype, view = numpy_name(buffer.dtype), _bytes_of(buffer)
             except UnsupportedValueError as error:
                 raise BufferMismatchError(error.message, advice=error.advice) from None
         else:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.breaker import Breaker
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, load
-from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.errors import BufferMismatchError, KVStoreError, UnavailableError
 
 DEADLINE_MS: Final = 2_000
 """The deadline of one call, unless the settings name another (``timeout_ms``)."""
@@ -57,6 +60,34 @@ class Guard:
         if not was_closed:
             self._log.info("the store answers again")
         return result
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[NDArray[np.uint8]], namespace: str
+    ) -> list[int | None]:
+        """As ``Client.get_into``, but an object of another size than its buffer is a miss, and
+        spoils no other one. All of it ends by one deadline. Raises as ``run``."""
+
+        def read(timeout_ms: int) -> list[int | None]:
+            client, until = self.client, time.monotonic() + timeout_ms / 1000
+
+            def left_ms() -> int:
+                return max(1, round((until - time.monotonic()) * 1000))
+
+            try:
+                return client.get_into(keys, buffers, namespace=namespace, timeout_ms=timeout_ms)
+            except BufferMismatchError:  # of one object; the others are not read, either
+                sizes = client.lookup(keys, namespace=namespace, timeout_ms=left_ms())
+            fits = [at for at, size in enumerate(sizes) if size == buffers[at].nbytes]
+            found = client.get_into(
+                [keys[at] for at in fits],
+                [buffers[at] for at in fits],
+                namespace=namespace,
+                timeout_ms=left_ms(),
+            )
+            of = dict(zip(fits, found, strict=True))
+            return [of.get(at) for at in range(len(keys))]
+
+        return self.run(read, size=sum(buffer.nbytes for buffer in buffers))
 
     def _note(self, error: KVStoreError) -> None:
         with self._changing:

@@ -160,11 +160,21 @@ def check_key(key: object) -> Key:
     """``key`` as bytes; ``str`` is encoded as UTF-8.
 
     Raises:
-        InvalidKeyError: empty, longer than ``KEY_BYTES_MAX``, or neither ``bytes`` nor ``str``.
+        InvalidKeyError: empty, longer than ``KEY_BYTES_MAX``, not valid Unicode, or neither
+            ``bytes`` nor ``str``.
     """
     if isinstance(key, str):
-        key = key.encode()
-    elif not isinstance(key, bytes):
+        try:
+            key = str.encode(key)
+        except UnicodeEncodeError as error:
+            raise InvalidKeyError(
+                f"a key of str must be valid Unicode: {error.reason}",
+                advice="Pass bytes: key.encode(errors='surrogateescape') of a file's name.",
+            ) from None
+    elif isinstance(key, bytes):
+        if type(key) is not bytes:  # numpy's, for example
+            key = bytes.__getitem__(key, slice(None))
+    else:
         raise InvalidKeyError(
             f"a key is bytes or str, not {type(key).__name__}",
             advice="Hash or encode it first.",
@@ -222,7 +232,10 @@ def _whole_keys(keys: Sequence[object]) -> list[Key]:
     if types == {bytes}:
         whole = list(cast("Sequence[Key]", keys))
     elif types == {str}:
-        whole = cast("list[Key]", list(map(str.encode, cast("Sequence[str]", keys))))
+        try:
+            whole = cast("list[Key]", list(map(str.encode, cast("Sequence[str]", keys))))
+        except UnicodeEncodeError:
+            return []  # ``check_key`` says which one
     else:
         return []
     sizes = set(map(len, whole))
@@ -243,4 +256,4 @@ def check_namespace(namespace: str) -> Namespace:
             advice="Use a hash of a long description.",
             namespace_bytes=size,
         )
-    return Namespace(namespace)
+    return Namespace(namespace if type(namespace) is str else str.__str__(namespace))

@@ -39,7 +39,7 @@ from kvstore.connectors.lmcache.memory import (
     slices,
     text_of,
 )
-from kvstore.errors import BufferMismatchError, KVStoreError
+from kvstore.errors import KVStoreError
 
 log = logging.getLogger("kvstore.lmcache")
 
@@ -323,7 +323,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 names = [_name(keys[index]) for index in some]
                 buffers = [memory_of(objects[index]) for index in some]
                 try:
-                    read = self._get_into(namespace, names, buffers)
+                    read = self._guard.get_into(names, buffers, namespace)
                 except KVStoreError as error:
                     log.debug("%s", error)
                     continue
@@ -331,20 +331,6 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                     if size == buffer.nbytes:
                         loaded.set(index)
         return loaded
-
-    def _get_into(self, namespace: str, names: list[bytes], buffers: list[Any]) -> list[int | None]:
-        try:
-            return self._guard.run(
-                lambda ms: self._client.get_into(
-                    names, buffers, namespace=namespace, timeout_ms=ms
-                ),
-                size=sum(buffer.nbytes for buffer in buffers),
-            )
-        except BufferMismatchError:  # of one object; the others are not read, either
-            if len(names) == 1:
-                return [None]
-            pairs = zip(names, buffers, strict=True)
-            return [self._get_into(namespace, [name], [buffer])[0] for name, buffer in pairs]
 
     def _grouped(
         self, keys: Sequence[ObjectKey], layouts: Sequence[Layout | None]

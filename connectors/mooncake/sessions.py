@@ -30,7 +30,8 @@ class PutSessions:
         self._changing = threading.Lock()
 
     def start(self, key: bytes, size: int) -> Code:
-        """Opens a session for an object of ``size`` bytes. Bytes that no part covers are zero."""
+        """Opens a session for an object of ``size`` bytes. Bytes that no part covers are zero:
+        Mooncake stores such an object, too, with what its memory held before."""
         with self._changing:
             if size <= 0 or key in self._open:
                 return Code.INVALID_PARAMS

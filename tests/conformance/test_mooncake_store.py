@@ -315,6 +315,16 @@ def test_put_sessions(place: Place) -> None:
     assert store.batch_put_session_end(["t"]) == [INVALID]
 
 
+def test_a_put_session_may_leave_bytes_out(place: Place) -> None:
+    """An engine's padding, for example. Mooncake stores the object; here the rest is zero."""
+    store, start = place.store, place.start
+    assert store.batch_put_session_start(["part"], [100]) == [0]
+    assert store.batch_put_from_multi_buffer_ranges(["part"], [[start]], [[10]], [[0]]) == [10]
+    assert store.batch_put_session_end(["part"]) == [0]
+    assert store.get("part")[:10] == place.bytes_at(0, 10)
+    assert len(store.get("part")) == 100
+
+
 def test_replacing(place: Place) -> None:
     store, start = place.store, place.start
     assert store.put("a", b"hello") == 0

@@ -497,7 +497,7 @@ def test_a_range_outside_of_its_value_is_refused(verbs: Any) -> None:
     buffer = bytearray(4)
     with pytest.raises(BufferMismatchError, match="10 bytes, a range ends at 11"):
         verbs.get_ranges("ten", [(7, buffer)])
-    with pytest.raises(InvalidArgumentError, match="not negative"):
+    with pytest.raises(InvalidArgumentError, match="an offset is 0 to"):
         verbs.get_ranges("ten", [(-1, buffer)])
     with pytest.raises(InvalidArgumentError, match="1 keys and 2 lists"):
         verbs.get_ranges(["ten"], [[(0, buffer)], []])

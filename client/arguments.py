@@ -1,0 +1,144 @@
+"""What a program passes to a client, checked before anything is sent.
+
+A wrong argument is an InvalidArgumentError that names the argument, its unit, and what was given.
+Whatever is accepted is used as it was meant: numpy's integers are integers, an iterator of keys is
+its keys; but one text is no sequence of keys, and ``"no"`` is not false.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Final, SupportsFloat, SupportsIndex, cast
+
+import numpy as np
+
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import MATCH_KEYS_MAX, SIZE_BYTES_MAX, check_count
+
+_TEXTS: Final = (str, bytes, bytearray, memoryview)
+_SECONDS: Final = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400}
+ADDRESS_MAX: Final = (1 << 64) - 1
+SIZE_MAX: Final = SIZE_BYTES_MAX
+KINDS: Final = ("torch", "numpy", "bytes")
+
+
+def whole(name: str, value: object, least: int, most: int, unit: str = "") -> int:
+    """A whole number within bounds."""
+    if type(value) is int and least <= value <= most:  # nearly always
+        return value
+    wanted = f"{name} is a whole number{unit and f' of {unit}'}"
+    if isinstance(value, bool | np.bool_):
+        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}")
+    try:
+        number = operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        raise InvalidArgumentError(f"{wanted}, not {_shown(value)}") from None
+    if not least <= number <= most:
+        raise InvalidArgumentError(f"{name} is {least} to {most}, not {_shown(number)}")
+    return number
+
+
+def wholes(name: str, values: object, least: int, most: int, unit: str = "") -> Sequence[int]:
+    """Whole numbers within bounds, checked without a Python step for each where all are ``int``."""
+    several = sequence(name, values)
+    if set(map(type, several)) == {int}:
+        numbers = cast("Sequence[int]", several)
+        if least <= min(numbers) and max(numbers) <= most:
+            return numbers
+    return [whole(f"each of {name}", each, least, most, unit) for each in several]
+
+
+def duration_ms(name: str, value: object, most_ms: int) -> int:
+    """A duration of more than 0: in seconds, a ``timedelta``, or a text with a unit (``"90s"``,
+    ``"1.5h"``; ms, s, min, h, d). Rounded up to milliseconds."""
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)", value.strip(), re.ASCII)
+        if found is None:
+            raise InvalidArgumentError(
+                f"{name} is in seconds, or a text with a unit, not {_shown(value)}",
+                advice="Write 60, '60s', '5min', '1h' or timedelta(hours=1).",
+            )
+        seconds = float(found[1]) * _SECONDS[found[2]]
+    else:
+        try:
+            if isinstance(value, bool | np.bool_ | np.ndarray | bytes | bytearray):
+                raise TypeError
+            seconds = float(cast("SupportsFloat", value))
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidArgumentError(
+                f"{name} is a number of seconds, not {_shown(value)}",
+                advice="Write 60, '60s', '5min', '1h' or timedelta(hours=1).",
+            ) from None
+    if not 0 < seconds <= most_ms / 1000:  # also refuses NaN
+        raise InvalidArgumentError(
+            f"{name} is more than 0 and at most {most_ms // 1000} seconds, not {_shown(value)}"
+        )
+    return math.ceil(seconds * 1000)
+
+
+def flag(name: str, value: object) -> bool:
+    """True or false; 1 and 0 count as well."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, int | np.bool_ | np.integer) and value in (0, 1):
+        return bool(value)
+    raise InvalidArgumentError(f"{name} is True or False, not {_shown(value)}")
+
+
+def text(name: str, value: object) -> str:
+    if type(value) is str:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise InvalidArgumentError(f"{name} is a text, not {_shown(value)}")
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises InvalidArgumentError: it is none of these texts."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidArgumentError(
+            f"{name} is {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}, "
+            f"not {_shown(value)}"
+        )
+
+
+def sequence(name: str, value: object, most: int = MATCH_KEYS_MAX) -> Sequence[object]:
+    """A sequence, or what an iterator gives; not a single text.
+
+    Raises:
+        BatchTooLargeError: an iterator gives more than ``most``.
+    """
+    if type(value) is list or type(value) is tuple:  # nearly always
+        return value
+    if isinstance(value, _TEXTS):
+        raise InvalidArgumentError(
+            f"{name} is a sequence, and this is one {type(value).__name__}: {_shown(value)}",
+            advice="For a single one, put it between brackets.",
+        )
+    if isinstance(value, Sequence):
+        return value
+    try:
+        several = list(itertools.islice(cast("Iterable[object]", value), most + 1))
+    except TypeError:
+        raise InvalidArgumentError(f"{name} is a sequence, not {_shown(value)}") from None
+    check_count(len(several), most)
+    return several
+
+
+def _shown(value: object) -> str:
+    """A value in an error: what it is, and how it looks if that is short."""
+    try:
+        shown = repr(value) if not isinstance(value, int) or -(1 << 64) < value < 1 << 64 else ""
+    except Exception:  # noqa: BLE001  # the program's own class
+        shown = ""
+    of = type(value).__name__
+    if not shown or len(shown) > 60 or not shown.isprintable():
+        return f"{'an' if of[0] in 'aeiou' else 'a'} {of}"
+    return shown if value is None or isinstance(value, bool | int | float) else f"{shown} ({of})"
