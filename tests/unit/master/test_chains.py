@@ -110,6 +110,23 @@ def test_a_branch_ends_where_counted_matches_ended(new_cluster: NewCluster) -> N
     assert [row.ended for row in answer.branches] == [1, 0]
 
 
+def test_what_is_used_below_a_branch_uses_it(new_cluster: NewCluster) -> None:
+    """A match uses, leases and counts the last block only."""
+    cluster = new_cluster(one=20)
+    cluster.put("abc")
+    cluster.put("d", parent="b")
+    cluster.after(3_000)
+    cluster.match("abc")
+    cluster.after(2_000)
+
+    above, used, unused = found(cluster).branches
+
+    assert (above.last, used.last, unused.last) == (b"b", b"c", b"d")
+    assert (above.idle_ms, used.idle_ms, unused.idle_ms) == (2_000, 2_000, 5_000)
+    assert (above.leased_ms, used.leased_ms, unused.leased_ms) == (8_000, 8_000, 0)
+    assert (above.counted_ms, used.counted_ms) == (2_000, 2_000)
+
+
 def test_children_that_are_not_shown_are_counted(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=100)
     cluster.put("ab")
@@ -406,6 +423,24 @@ def test_a_chain_that_is_removed_between_two_slices(
     assert isinstance(answer, calls.ChainsFound)
     assert [row.last for row in answer.branches] == [b"k99"]
     assert rows(found(cluster)) == [("a", "b", 0)]
+
+
+def test_a_tip_that_is_removed_before_it_is_walked_from_is_left_out(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=20)
+    cluster.put("abc")
+    cluster.put("xyz")
+    later = cluster.state.chains.find(cluster.now_ms, calls.Chains(NAMESPACE))
+    for _ in range(2):  # looks for tips, and chooses them
+        cluster.state.chains.walk_on(cluster.now_ms)
+    cluster.remove("xyz")
+    cluster.work()
+
+    answer = cluster.answers.pop(later.ticket)
+
+    assert isinstance(answer, calls.ChainsFound)
+    assert rows(answer) == [("a", "c", 0)]
 
 
 def test_a_branch_that_leads_back_to_itself_is_left_out(
