@@ -81,7 +81,6 @@ class Ends:
                 return record
             heappop(self._times)
             del self._buckets[time]
-        self.next_ms = NO_END_MS
         return None
 
     def __len__(self) -> int:

@@ -1126,14 +1126,6 @@ MUTANTS: Final = (
         KEPT,
     ),
     Mutant(
-        "room-of-what-is-over-wakes-no-put",
-        KEEPING,
-        "            common.effects += common.reclaim.clean(freed)\n"
-        "            self._waiting.room_made()\n",
-        "            common.effects += common.reclaim.clean(freed)\n",
-        KEPT,
-    ),
-    Mutant(
         "over-is-not-wiped",
         KEEPING,
         "            common.effects += common.reclaim.clean(freed)\n",
@@ -1290,13 +1282,6 @@ MUTANTS: Final = (
         KEPT,
     ),
     Mutant(
-        "next-end-stays-in-the-past",
-        ENDS,
-        "        self.next_ms = NO_END_MS\n        return None\n",
-        "        return None\n",
-        KEPT,
-    ),
-    Mutant(
         "later-pin-shortens",
         PINS,
         "self.ends.set(record, max(end_ms, self.ends.of(record)))",
@@ -1338,13 +1323,6 @@ MUTANTS: Final = (
         "\n"
         "    def check",
         "\n    def check",
-        KEPT,
-    ),
-    Mutant(
-        "pin-of-the-lost-pins-the-new",
-        PINS,
-        "        self.drop(record)  # the pin of a lost object does not pin the new one\n",
-        "",
         KEPT,
     ),
     Mutant(

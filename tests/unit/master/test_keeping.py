@@ -266,7 +266,7 @@ def test_a_pin_that_would_count_too_many_ancestors_is_refused(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeping, "PIN_STEPS", 3)
-    cluster = new_cluster(rules=ALL, one=6)
+    cluster = new_cluster(rules=ALL, one=12)
     cluster.put("abcde")
 
     with pytest.raises(InvalidArgumentError, match="several calls"):
@@ -275,6 +275,56 @@ def test_a_pin_that_would_count_too_many_ancestors_is_refused(
     pin(cluster, "e")
 
     assert pinned(cluster) == (5, 5)
+    cluster.put("wxyz")
+    with pytest.raises(InvalidArgumentError, match="several calls"):
+        pin(cluster, "z")
+
+
+def test_what_is_pinned_can_be_pinned_again_when_the_pool_has_shrunk(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=4, two=4)  # the half of it may be pinned
+    cluster.put("abcd", host="host-one")
+    pin(cluster, "d")
+    cluster.kill("two")
+
+    assert pin(cluster, "d") == [1]
+
+    assert pinned(cluster) == (4, 4)
+
+
+def test_many_pins_end_in_slices(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "ENDED_PER_STEP", 2)
+    cluster = new_cluster(rules=ALL, one=5)
+    cluster.put("abcde", chain=False)
+    pin(cluster, "abcde", 640)
+    assert cluster.state.keeping.next_ms() == [640]
+    cluster.now_ms += 640
+    cluster.say("one", calls.NodeBeat(1))
+
+    cluster.state.tick(cluster.now_ms)
+
+    assert len(cluster.state.pool.pins.ends) == 3
+    cluster.work()
+    assert pinned(cluster) == (0, 0)
+    assert cluster.state.keeping.next_ms() == []
+
+
+def test_what_is_pinned_again_before_its_pin_is_taken_back_stays(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "ENDED_PER_STEP", 1)
+    cluster = new_cluster(rules=ALL, one=2)
+    cluster.put("ab", chain=False)
+    pin(cluster, "ab")
+    unpin(cluster, "ab")
+    assert pinned(cluster) == (1, 1), "one is still counted"
+
+    pin(cluster, "ab")
+    cluster.work()
+
+    assert pinned(cluster) == (2, 2)
+    cluster.state.check_invariants()
 
 
 def test_a_pool_full_of_pins_says_so_and_lets_no_put_wait(new_cluster: NewCluster) -> None:
@@ -375,7 +425,8 @@ def test_an_object_is_gone_after_its_time_to_live(new_cluster: NewCluster) -> No
 
     assert cluster.present("ab") == "b"
     assert cluster.free_blocks() == 3
-    assert dict(cluster.status().counters)["expired_objects"] == 1
+    counters = dict(cluster.status().counters)
+    assert (counters["expired_objects"], counters["expired_bytes"]) == (1, BLOCK)
 
 
 def test_what_is_over_is_in_no_answer_before_it_is_taken_back(new_cluster: NewCluster) -> None:
@@ -474,6 +525,56 @@ def test_what_is_over_does_not_come_back_with_a_node(
     cluster.wipe()
     cluster.after(LEASE_MS)
     assert cluster.free_blocks() == 8
+
+
+def test_a_lease_below_keeps_the_memory_of_what_is_over(new_cluster: NewCluster) -> None:
+    """A match leases the last block only, and its reader may read all of them."""
+    cluster = new_cluster(one=2)
+    put(cluster, "a", 2 * LEASE_MS)
+    cluster.put("b", parent="a")  # which leases the parent
+    cluster.after(2 * LEASE_MS - 100)
+    assert cluster.match("ab") == 2
+
+    cluster.after(500)
+    assert cluster.present("ab") == "b"
+    assert cluster.free_blocks() == 0
+    cluster.after(LEASE_MS)
+    assert cluster.free_blocks() == 1
+
+
+def test_a_put_of_what_is_over_finds_nothing_however_much_ended_with_it(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "EXPIRED_PER_STEP", 1)
+    cluster = new_cluster(one=8)
+    put(cluster, ["a", "b", "c", "d"], 640)
+    cluster.now_ms += 640
+
+    put(cluster, "b", 0)
+    cluster.work()
+
+    assert cluster.present("abcd") == "b"
+
+
+def test_what_is_over_is_not_copied_on(new_cluster: NewCluster) -> None:
+    """The copy would be whole in memory, and nothing would have removed it."""
+    cluster = new_cluster(one=2, two=2)
+    put(cluster, "a", 1_000)
+    node = cluster.where("a")[0]
+    cluster.state.nodes.drain(cluster.now_ms, calls.Drain(node, calls.DrainStep.BEGIN))
+    request = calls.StartMoves(node, 0, 100, 1 << 20)
+    moves = cluster.state.copying.start_moves(cluster.now_ms, request)
+    assert isinstance(moves, calls.MovesStarted)
+    assert len(moves.grants.tokens) == 1
+    cluster.wipes_at_once = False
+
+    cluster.after(1_250)
+
+    wiped = {counter for _, order in cluster.orders for counter in order.counters}
+    assert moves.grants.tokens[0] in wiped
+    assert cluster.end(moves.grants) == [PutOutcome.REFUSED]
+    cluster.wipes_at_once = True
+    cluster.wipe()
 
 
 def test_descendants_of_what_is_over_are_not_matched(new_cluster: NewCluster) -> None:
