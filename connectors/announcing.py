@@ -12,6 +12,7 @@ from kvstore.background import start_thread
 from kvstore.client.sync import Client
 from kvstore.connectors.fleet import Fleet
 from kvstore.errors import KVStoreError
+from kvstore.fleet import ANNOUNCED_EVERY_S
 
 AGAIN_S: Final = 10.0
 """Pause before the next attempt, if the store did not answer."""
@@ -28,7 +29,8 @@ class Record(NamedTuple):
 
 
 class Announcer:
-    """A thread that puts each record, again and again until the store has taken it."""
+    """A thread that puts each record, again and again until the store has taken it, and then once
+    an hour, because records have a lifetime."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
         self._fleet = Fleet(client, log)
@@ -50,10 +52,21 @@ class Announcer:
         self._thread.join()
 
     def _run(self) -> None:
-        while (record := self._records.get()) is not None:
-            while not self._put(record):
-                if self._stopping.wait(AGAIN_S):
+        taken: dict[str, Record] = {}
+        while True:
+            try:
+                record = self._records.get(timeout=ANNOUNCED_EVERY_S if taken else None)
+            except queue.Empty:
+                due = list(taken.values())
+            else:
+                if record is None:
                     return
+                taken[record.mark] = record
+                due = [record]
+            for each in due:
+                while not self._put(each):
+                    if self._stopping.wait(AGAIN_S):
+                        return
 
     def _put(self, record: Record) -> bool:
         try:

@@ -12,8 +12,21 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvstore.client.sync import Client
-from kvstore.fleet import FORMAT, as_read, differences, parse, short_name
+from kvstore.clocks import uptime
+from kvstore.fleet import (
+    ANNOUNCED_EVERY_S,
+    FORMAT,
+    LIFETIME_S,
+    as_read,
+    differences,
+    parse,
+    short_name,
+    worth_reading,
+)
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
+
+WARNINGS_MAX = 64
+"""Of one announcement; a stranger may put what it likes."""
 
 
 class Fleet:
@@ -24,6 +37,8 @@ class Fleet:
         self._client = client
         self._log = log
         self._told: set[str] = set()
+        self._due: dict[str, float] = {}
+        """When the lifetime of each record begins anew."""
 
     def announce(
         self,
@@ -56,15 +71,24 @@ class Fleet:
             **more,
         }
         prefix = _prefix(models)
-        warnings = []
-        for row in self._client.list_objects(namespace=FLEET_NAMESPACE, prefix=prefix):
-            if row.key == prefix + mark.encode():
-                continue
-            other = self._client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
-            if isinstance(other, bytes):
-                warnings += _warnings(models[0], record, other)
+        warnings: list[str] = []
+        rows = self._client.list_objects(namespace=FLEET_NAMESPACE, prefix=prefix)
+        for keys in worth_reading(rows):
+            if len(warnings) >= WARNINGS_MAX:
+                break
+            others = [key for key in keys if key != prefix + mark.encode()]
+            for other in self._client.get_many(others, namespace=FLEET_NAMESPACE, kind="bytes"):
+                if isinstance(other, bytes):
+                    warnings += _warnings(models[0], record, other)
         data = json.dumps(record, default=str).encode()
-        self._client.put(prefix + mark.encode(), data, namespace=FLEET_NAMESPACE)
+        # The lifetime of a record that is there begins anew only with an overwriting put.
+        is_due = uptime() >= self._due.get(mark, 0.0)
+        self._client.put(
+            prefix + mark.encode(), data, namespace=FLEET_NAMESPACE, ttl=LIFETIME_S,
+            overwrite=is_due,
+        )  # fmt: skip
+        if is_due:
+            self._due[mark] = uptime() + ANNOUNCED_EVERY_S
         if mark not in self._told:
             self._log.info("fleet_joined fingerprint=%s", mark)
         for warning in warnings:
@@ -80,6 +104,7 @@ class Fleet:
         Raises:
             KVStoreError: the store did not answer.
         """
+        self._due.pop(mark, None)
         self._client.remove(_prefix(models) + mark.encode(), namespace=FLEET_NAMESPACE)
 
 

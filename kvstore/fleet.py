@@ -8,8 +8,13 @@ of. ``kvstore.connectors.fleet`` puts these; ``kvstore why`` and the dashboard r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, Final, NamedTuple
+
+from kvstore.calls import ObjectRow
+from kvstore.limits import Key
 
 FORMAT: Final = 1
 """Version of fleet records; the proxy reads only this one."""
@@ -17,8 +22,28 @@ FORMAT: Final = 1
 RECORD_BYTES_MAX: Final = 1 << 20
 """Of one record; larger objects are none."""
 
+RECORD_BYTES_MIN: Final = 32
+"""Of one record: less cannot name a model and a namespace."""
+
 RECORDS_MAX: Final = 256
 """Of a store; further ones are not read."""
+
+ROWS_MAX: Final = 1 << 16
+"""Names of objects that a reader looks at to find the records: anybody may put something beside
+them."""
+
+LOOKED_AT_MAX: Final = 2_048
+"""Objects that a reader gets to find the records, and ``LOOKED_AT_BYTES_MAX`` in all."""
+
+LOOKED_AT_BYTES_MAX: Final = 16 << 20
+AT_ONCE: Final = 64
+"""Objects that a reader gets in one call."""
+
+LIFETIME_S: Final = 86_400.0
+"""After its last announcement a record is gone: an engine that crashed removes none."""
+
+ANNOUNCED_EVERY_S: Final = 3_600.0
+"""How often an engine begins the lifetime of its record anew."""
 
 FIELDS_MAX: Final = 256
 """Of a description; a stranger may put what it likes."""
@@ -32,6 +57,9 @@ each reader fail that compares the value, or writes it as JSON or as text."""
 
 DEPTH_MAX: Final = 4
 """Of what is compared field by field."""
+
+_KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
+"""What keys of records end with: the fingerprint (``kvstore.connectors.fleet``)."""
 
 _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0}
 _PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
@@ -70,6 +98,31 @@ class Difference(NamedTuple):
 def short_name(model: str) -> str:
     """The last part of a model's path."""
     return model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def worth_reading(
+    rows: Iterable[ObjectRow], record_bytes_max: int = RECORD_BYTES_MAX
+) -> list[list[Key]]:
+    """Which objects of the fleet's namespace to get, at most ``AT_ONCE`` in a batch, the likely
+    ones first. A reader goes on until it has as many records as it wants: what is none counts for
+    nothing, so that junk does not hide an engine.
+
+    Args:
+        rows: as listed; ``ROWS_MAX`` of them are looked at.
+    """
+    likely: list[ObjectRow] = []
+    others: list[ObjectRow] = []
+    for row in islice(rows, ROWS_MAX):
+        if RECORD_BYTES_MIN <= row.size <= record_bytes_max and row.state == "complete":
+            (likely if _KEY.search(row.key) else others).append(row)
+    keys: list[Key] = []
+    left = LOOKED_AT_BYTES_MAX
+    for row in islice((*likely, *others), LOOKED_AT_MAX):
+        left -= row.size
+        if left < 0:
+            break
+        keys.append(row.key)
+    return [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
 
 
 def parse(data: bytes, *, partial: bool = False) -> Record | None:

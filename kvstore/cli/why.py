@@ -20,7 +20,7 @@ from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE
 from kvstore.cli.show import print_json
 from kvstore.errors import KVStoreError
-from kvstore.fleet import RECORD_BYTES_MAX, RECORDS_MAX, Record, parse
+from kvstore.fleet import RECORDS_MAX, Record, parse, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.texts import duration_text, key_text, shown_text, size_text
 from kvstore.why import Cause, Evidence, Party, counted, diagnose, parties_of, select
@@ -38,9 +38,6 @@ Examples:
 The master remembers since its start, and only the last clients and keys.
 Exit codes: 0 no problem, 1 a reason why nothing is found, 3 no such namespace or model.
 """
-
-RECORDS_BYTES_MAX: Final = 16 << 20
-"""Of all fleet records that are read."""
 
 KEYS_LOOKED_FOR: Final = 2
 """Keys of a namespace, not found there, that are looked for in others."""
@@ -122,15 +119,14 @@ def _gather(client: Client, status: ClusterStatus) -> tuple[Evidence, list[str]]
 
 
 def _records(client: Client) -> list[Record]:
-    keys, size = [], 0
-    rows = client.list_objects(namespace=FLEET_NAMESPACE)
-    for row in itertools.islice(rows, RECORDS_MAX):
-        size += row.size if row.size <= RECORD_BYTES_MAX else 0
-        if row.size <= RECORD_BYTES_MAX and size <= RECORDS_BYTES_MAX:
-            keys.append(row.key)
-    values = client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
-    parsed = [parse(bytes(value)) for value in values if isinstance(value, bytes)]
-    return [record for record in parsed if record is not None]
+    found: list[Record] = []
+    for keys in worth_reading(client.list_objects(namespace=FLEET_NAMESPACE)):
+        values = client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
+        parsed = [parse(value) for value in values if isinstance(value, bytes)]
+        found += [record for record in parsed if record is not None]
+        if len(found) >= RECORDS_MAX:
+            break
+    return found[:RECORDS_MAX]
 
 
 def _look_closer(

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Final
 
 from kvstore.background import start_task
 from kvstore.breaker import Breaker
+from kvstore.calls import ObjectRow
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet import RECORD_BYTES_MAX, RECORDS_MAX
+from kvstore.fleet import RECORDS_MAX, ROWS_MAX, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
@@ -116,10 +118,13 @@ class StoreLookup:
 
     async def _read(self) -> None:
         found: dict[bytes, FleetRecord] = {}
+        rows: list[ObjectRow] = []
         async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
-            if row.size > RECORD_BYTES_MAX or row.state != "complete":
-                continue
-            await self._read_one(found, row.key)
+            rows.append(row)
+            if len(rows) == ROWS_MAX:
+                break
+        for key in itertools.chain.from_iterable(worth_reading(rows)):
+            await self._read_one(found, key)
             if len(found) == RECORDS_MAX:
                 break
         if found.keys() != self._records.keys():

@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvstore.calls import ObjectRow
 from kvstore.client.aio import AsyncClient
-from kvstore.fleet import Record, parse
+from kvstore.fleet import ROWS_MAX, Record, parse, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
 
 RECORDS_MAX: Final = 200
@@ -26,15 +27,23 @@ TEXT_MAX: Final = 200
 async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
     """The first ``records_max`` that can be read. Raises KVStoreError: the store did not answer."""
     found: list[Record] = []
-    async for row in client.list_objects(namespace=FLEET_NAMESPACE):
-        if len(found) == records_max:
+    for keys in worth_reading(await rows_of(client), RECORD_BYTES_MAX):
+        values = await client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
+        parsed = [parse(value, partial=True) for value in values if isinstance(value, bytes)]
+        found += [record for record in parsed if record is not None]
+        if len(found) >= records_max:
             break
-        if row.size > RECORD_BYTES_MAX:
-            continue
-        raw = await client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
-        if isinstance(raw, bytes) and (record := parse(raw, partial=True)) is not None:
-            found.append(record)
-    return found
+    return found[:records_max]
+
+
+async def rows_of(client: AsyncClient) -> list[ObjectRow]:
+    """The objects beside the records and the records, as many as a reader looks at."""
+    rows: list[ObjectRow] = []
+    async for row in client.list_objects(namespace=FLEET_NAMESPACE):
+        rows.append(row)
+        if len(rows) == ROWS_MAX:
+            break
+    return rows
 
 
 def compared(records: Sequence[Record]) -> list[dict[str, Any]]:

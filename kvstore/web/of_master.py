@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -292,7 +291,7 @@ class Master:
         """The model of each namespace that is in a record of the fleet, and tokens per block."""
         return {
             name: (record.models[0], record.block_size)
-            for record in await self._read_fleet(sys.maxsize)
+            for record in await self._read_fleet()
             for name in record.namespaces
         }
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvstore import fleet
+from kvstore.calls import ObjectRow
+from kvstore.connectors import fleet as fleets
 from kvstore.connectors.fleet import Fleet
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet import Record
-from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
+from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, Record
+from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key
 from kvstore.proxy.records import parse
 
 LOG = logging.getLogger("test")
@@ -28,16 +29,20 @@ class Board:
 
     def __init__(self) -> None:
         self.objects: dict[bytes, bytes] = {}
+        self.lifetimes_begun = 0
 
     def list_objects(self, *, namespace: str, prefix: bytes) -> list[Any]:
         assert namespace == FLEET_NAMESPACE
-        return [SimpleNamespace(key=key) for key in self.objects if key.startswith(prefix)]
+        objects = self.objects.items()
+        return [listed(key, len(value)) for key, value in objects if key.startswith(prefix)]
 
-    def get(self, key: bytes, *, namespace: str, kind: str) -> bytes | None:
-        return self.objects.get(key)
+    def get_many(self, keys: list[bytes], *, namespace: str, kind: str) -> list[bytes | None]:
+        return [self.objects.get(key) for key in keys]
 
-    def put(self, key: bytes, value: bytes, *, namespace: str) -> None:
+    def put(self, key: bytes, value: bytes, *, namespace: str, ttl: float, overwrite: bool) -> None:
         assert len(key) <= KEY_BYTES_MAX
+        assert ttl == LIFETIME_S
+        self.lifetimes_begun += overwrite or key not in self.objects
         self.objects[key] = value
 
     def remove(self, key: bytes, *, namespace: str) -> bool:
@@ -56,6 +61,20 @@ def test_engines_that_agree_are_told_nothing() -> None:
     assert announce(board) == []
     assert announce(board) == []
     assert len(board.objects) == 1
+
+
+def test_a_record_has_a_lifetime_that_begins_anew_every_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 5_000.0
+    monkeypatch.setattr(fleets, "uptime", lambda: now_s)
+    board = Board()
+    engine = Fleet(board, LOG)  # type: ignore[arg-type]
+    for minute in range(121):
+        now_s = 5_000.0 + 60 * minute
+        engine.announce("vllm", ["m"], "0f" * 16, DESCRIPTION, ["n"])
+    assert board.lifetimes_begun == 3
+    assert ANNOUNCED_EVERY_S < LIFETIME_S / 2, "a missed hour ends nothing"
 
 
 def test_the_proxy_understands_what_engines_leave() -> None:
@@ -213,3 +232,28 @@ def test_what_is_nested_too_deeply_is_cut_off(opens: str, closes: str) -> None:
     assert len(json.dumps(ours.description)) < 600
     ours, theirs = record("1", 20), record("2", 20)
     assert len(fleet.differences(ours.description, theirs.description)) == 1
+
+
+def listed(key: bytes, size: int, state: str = "complete") -> ObjectRow:
+    return ObjectRow(FLEET_NAMESPACE, Key(key), size, 1, 1, 0, state)
+
+
+def test_junk_does_not_hide_the_records() -> None:
+    honest = listed(b"model/" + b"0f" * 16, 500)
+    junk = [listed(b"junk%d" % number, 2) for number in range(40_000)]
+    large = [listed(b"large%d" % number, fleet.RECORD_BYTES_MAX + 1) for number in range(10)]
+    like = [listed(b"like%d" % number, 500) for number in range(10_000)]
+    late = listed(b"late", 500, "being_written")
+
+    batches = fleet.worth_reading([*junk, *large, late, *like, honest])
+
+    assert batches[0][0] == honest.key, "what looks like a record comes first"
+    assert max(map(len, batches)) == fleet.AT_ONCE
+    asked = {key for batch in batches for key in batch}
+    assert len(asked) == fleet.LOOKED_AT_MAX
+    assert not asked & {each.key for each in (*junk, *large, late)}
+
+
+def test_no_more_bytes_are_asked_for_than_a_reader_wants() -> None:
+    rows = [listed(b"like%d" % number, fleet.RECORD_BYTES_MAX) for number in range(100)]
+    assert len(fleet.worth_reading(rows)[0]) == fleet.LOOKED_AT_BYTES_MAX // fleet.RECORD_BYTES_MAX
