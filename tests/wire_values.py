@@ -166,10 +166,14 @@ SEGMENT_INFO = st.builds(
     PROTOCOL,
     DEVICE,
 )
-SEGMENT_STATUS = st.builds(calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64, ANY_NAME)
-NODE_STATUS = st.builds(
-    calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3), ANY_NAME
+SEGMENT_STATUS = st.builds(
+    calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64, ANY_NAME, U64, st.booleans()
 )
+NODE_STATUS = st.builds(
+    calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3), ANY_NAME,
+    TEXT, st.booleans(),
+)  # fmt: skip
+GONE_NODE = st.builds(calls.GoneNode, NAME, NAME, NAME, U64, U64, U64, st.booleans())
 NAMESPACE_STATUS = st.builds(calls.NamespaceStatus, NAMESPACE, U64, U64, U64, U64)
 OBJECT_ROW = st.builds(calls.ObjectRow, NAMESPACE, KEY, U64, U32, U64, U64, NAME)
 CLIENT_TRAFFIC = st.builds(calls.ClientTraffic, TEXT, ANY_NAME, U64, U64, U64, U64, U64, BYTES)
@@ -313,6 +317,7 @@ REPLIES: dict[type, st.SearchStrategy[Any]] = {
         TEXT,
         TEXT,
         U64,
+        st.lists(GONE_NODE, max_size=3),
     ),
     calls.TrafficReport: st.builds(
         calls.TrafficReport, U64, U64, st.lists(NAMESPACE_TRAFFIC, max_size=3), U64
@@ -368,7 +373,7 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         ANY_NAME,
         ANY_NAME,
     ),
-    calls.NodeBeat: st.builds(calls.NodeBeat, U64),
+    calls.NodeBeat: st.builds(calls.NodeBeat, U64, st.booleans()),
     calls.NodeWiped: st.builds(calls.NodeWiped, U64),
     calls.NodeLeave: st.builds(calls.NodeLeave),
     calls.NodeClaims: claims(),

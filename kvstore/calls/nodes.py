@@ -68,6 +68,8 @@ class NodeBeat(NamedTuple):
     """I am alive."""
 
     number: int
+    entry_gone: bool = False
+    """Somebody has removed the entry of my memory in /dev/shm."""
 
 
 class NodeWiped(NamedTuple):

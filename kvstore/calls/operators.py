@@ -36,6 +36,10 @@ class SegmentStatus(NamedTuple):
     whose headers are not wiped yet."""
     device: NameOrEmpty = ""
     """Name of the device whose memory it is (``cuda:0``); empty: memory of the host."""
+    ready_ms: int = 0
+    """How long none of its memory is given out: leases from before it joined may live."""
+    reports: bool = False
+    """Whether it still reports its objects; none of its memory is given out until then."""
 
 
 class NodeStatus(NamedTuple):
@@ -52,6 +56,26 @@ class NodeStatus(NamedTuple):
     unreachable: str = ""
     """Why the master could not connect to the node's memory after its join; empty: it could, has
     not tried yet, or is an older one."""
+    entry_gone: bool = False
+    """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
+    cannot map it, and what it holds is lost when the node ends."""
+
+
+class GoneNode(NamedTuple):
+    """A node that has left or died some minutes ago and is not back with all of its objects."""
+
+    name: str
+    host: str
+    why: str
+    """left, silent, broken, replaced, untold or unwiped, as the log has it."""
+    gone_ms: int
+    """Time since then."""
+    missing: int
+    """Objects that were on no other node, and are back once the node is."""
+    lost: int
+    """Those that did not come back in time, or not with its memory."""
+    reports: bool
+    """Whether its memory is back, and reports its objects."""
 
 
 class NamespaceStatus(NamedTuple):
@@ -85,7 +109,9 @@ class ClusterStatus(NamedTuple):
     cluster: str = ""
     """Name of the cluster; empty: it has none."""
     next_cursor: int = 0
-    """Not 0: there are more nodes or namespaces. Counters are part of the first page only."""
+    """Not 0: there are more nodes or namespaces. ``counters`` and ``gone`` are part of the first
+    page only."""
+    gone: Sequence[GoneNode] = ()
 
     def nodes_by_segment(self) -> dict[int, str]:
         """The name of the node of each segment."""

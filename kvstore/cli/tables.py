@@ -120,7 +120,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         for node in found.nodes:
             nodes.add_row(
                 node.name,
-                f"{node.state}, unreachable" if node.unreachable else node.state,
+                _state(node),
                 node.address or "-",
                 size_text(sum(segment.used for segment in node.segments)),
                 size_text(sum(segment.size for segment in node.segments)),
@@ -146,6 +146,20 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         for name, number in found.counters:
             table.add_row(name, str(number))
         yield table
+
+
+def _state(node: NodeStatus) -> str:
+    """alive, unreachable, entry gone"""
+    words = [node.state]
+    if node.unreachable:
+        words.append("unreachable")
+    if node.entry_gone:
+        words.append("entry gone")
+    if any(segment.reports for segment in node.segments):
+        words.append("reports its objects")
+    elif ready_ms := max((segment.ready_ms for segment in node.segments), default=0):
+        words.append(f"takes puts in {duration_text(ready_ms)}")
+    return ", ".join(words)
 
 
 def _media(node: NodeStatus) -> str:

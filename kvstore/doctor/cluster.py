@@ -25,7 +25,7 @@ from kvstore.etcd.finding import look_at
 from kvstore.etcd.wire import advice_on
 from kvstore.host import host_id
 from kvstore.listening import listen, reached_at
-from kvstore.memory.entries import directories
+from kvstore.memory.entries import ENTRY_GONE, directories
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.ports import start_command
 from kvstore.transport.base import Move
@@ -294,6 +294,8 @@ def hits(stub: MasterStub, master: str, timeout_s: float) -> list[Finding]:
 
 def node_well(node: NodeStatus) -> Finding:
     subject = f"node {node.name}"
+    if node.entry_gone:
+        return problem(subject, "the entry of its memory in /dev/shm is gone", f"{ENTRY_GONE}.")
     if node.state in ("alive", "draining"):
         return ok(subject, f"{node.state}, last heard {node.silent_ms} ms ago")
     what = f"{node.state}, last heard {node.silent_ms} ms ago"

@@ -33,6 +33,13 @@ SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - shared memory is what it is fo
 
 SHM_PREFIX: Final = "kvstore."
 
+ENTRY_GONE: Final = (
+    "another program has removed it. systemd does so when the last session of a user ends "
+    "(RemoveIPC=yes in logind.conf), unless it is a system user. Clients that start from now on "
+    "use tcp, and the objects are lost when the node ends: drain it, and start it again"
+)
+"""What a removed entry means, for a log and for advice."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -246,7 +253,7 @@ def open_locked(path: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The entry's owner may have removed it between open and lock: then the lock is on an
             # inode without a name, and the next round makes a new entry.
-            is_current = _is_same_file(fd, path)
+            is_current = is_same_file(fd, path)
             if is_current and os.fstat(fd).st_size == 0:
                 return fd
             if is_current:
@@ -270,7 +277,7 @@ def open_left(path: str) -> int:
         raise _name_taken(path, "another user") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_same_file(fd, path) and os.fstat(fd).st_size:
+        if is_same_file(fd, path) and os.fstat(fd).st_size:
             return fd
     except BlockingIOError as error:
         os.close(fd)
@@ -355,7 +362,7 @@ def _name_taken(path: str, owner: str) -> NodeNameTakenError:
     )
 
 
-def _is_same_file(fd: int, path: str) -> bool:
+def is_same_file(fd: int, path: str) -> bool:
     try:
         named = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -24,6 +24,7 @@ from kvstore.memory.entries import (
     directories,
     freed_by_removal,
     group_id,
+    is_same_file,
     left_superblock,
     let_in,
     of_another_cluster,
@@ -272,6 +273,11 @@ class Segment:
         """The descriptor of the shared memory, for ``sendfile``; the segment owns it. -1 once
         closed, and for reserved huge pages, which ``sendfile`` refuses."""
         return self._fd if self.path.startswith(f"{SHM_DIRECTORY}/") else -1
+
+    def entry_is_there(self) -> bool:
+        """Whether the entry is still in its directory: anybody with the rights may have removed it.
+        Without it no process can map the memory any more, and nobody finds it after its owner."""
+        return is_same_file(self._fd, self.path)
 
     def huge_bytes(self) -> int:
         """How many bytes huge pages hold; 0 once closed. Slow: ``pages.huge_bytes``."""

@@ -43,6 +43,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
+from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment, is_believed
 from kvstore.node import inventory
@@ -130,6 +131,7 @@ class NodeAgent:
         self._fresh = not segment.attached
         """No master has ever granted an extent of the segment."""
         self._unverified = segment.attached
+        self._entry_gone = False
         """The segment's bytes may have changed while no node served it."""
         self._known = False
         """A master has accepted this node."""
@@ -341,8 +343,15 @@ class NodeAgent:
         number = 0
         while True:
             number += 1
-            await self._send(link, NodeBeat(number))
+            await self._send(link, NodeBeat(number, self._entry_is_gone()))
             await asyncio.sleep(accepted.beat_ms / 1000)
+
+    def _entry_is_gone(self) -> bool:
+        """Looks whether somebody has removed the entry of the memory; logs it once."""
+        if not self._entry_gone and not self._segment.entry_is_there():
+            self._entry_gone = True
+            log.error("entry_gone node=%s path=%s: %s", self._name, self._segment.path, ENTRY_GONE)
+        return self._entry_gone
 
     async def _tell(self, link: NodeStream, answers: asyncio.Semaphore) -> None:
         """Reports the node's objects, if the master needs that; then waits for ever."""

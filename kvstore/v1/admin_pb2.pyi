@@ -80,6 +80,7 @@ class StatusReply(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     NEXT_CURSOR_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.str
     """Release of the master."""
@@ -100,6 +101,10 @@ class StatusReply(_message.Message):
     def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Counter]:
         """What happened since the master started, sorted by name."""
 
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___GoneNode]:
+        """Part of the first page."""
+
     def __init__(
         self,
         *,
@@ -113,10 +118,11 @@ class StatusReply(_message.Message):
         leader: _builtins.str = ...,
         cluster: _builtins.str = ...,
         next_cursor: _builtins.int = ...,
+        gone: _abc.Iterable[Global___GoneNode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "epoch", b"epoch", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "epoch", b"epoch", "gone", b"gone", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -156,6 +162,7 @@ class NodeStatus(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UNREACHABLE_FIELD_NUMBER: _builtins.int
+    ENTRY_GONE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     state: _builtins.str
@@ -170,6 +177,8 @@ class NodeStatus(_message.Message):
     """Why the master could not connect to its data server, for people; empty: it could, or has not
     tried.
     """
+    entry_gone: _builtins.bool
+    """The entry of its memory in /dev/shm is removed: new processes cannot map it."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
     def __init__(
@@ -183,14 +192,58 @@ class NodeStatus(_message.Message):
         segments: _abc.Iterable[Global___SegmentStatus] | None = ...,
         version: _builtins.str = ...,
         unreachable: _builtins.str = ...,
+        entry_gone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "name", b"name", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "unreachable", b"unreachable", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "entry_gone", b"entry_gone", "host", b"host", "name", b"name", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "unreachable", b"unreachable", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class GoneNode(_message.Message):
+    """A node that has left or died, and is not back with all of its objects."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    GONE_MS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    host: _builtins.str
+    why: _builtins.str
+    """left, silent, broken, replaced, untold or unwiped."""
+    gone_ms: _builtins.int
+    """Since then."""
+    missing: _builtins.int
+    """Objects that are back once the node is, and those that did not come back."""
+    lost: _builtins.int
+    reports: _builtins.bool
+    """Its memory is back, and reports its objects."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        host: _builtins.str = ...,
+        why: _builtins.str = ...,
+        gone_ms: _builtins.int = ...,
+        missing: _builtins.int = ...,
+        lost: _builtins.int = ...,
+        reports: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone_ms", b"gone_ms", "host", b"host", "lost", b"lost", "missing", b"missing", "name", b"name", "reports", b"reports", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GoneNode: _TypeAlias = GoneNode  # noqa: Y015
 
 @_typing.final
 class SegmentStatus(_message.Message):
@@ -205,6 +258,8 @@ class SegmentStatus(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     RECLAIM_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    READY_MS_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     size: _builtins.int
     used: _builtins.int
@@ -219,6 +274,9 @@ class SegmentStatus(_message.Message):
     reclaim: _builtins.int
     device: _builtins.str
     """Name of the device whose memory it is, such as "cuda:0"; empty: memory of the host."""
+    ready_ms: _builtins.int
+    """How long none of it is given out, and whether that also waits for the report of its objects."""
+    reports: _builtins.bool
     def __init__(
         self,
         *,
@@ -231,10 +289,12 @@ class SegmentStatus(_message.Message):
         quarantined: _builtins.int = ...,
         reclaim: _builtins.int = ...,
         device: _builtins.str = ...,
+        ready_ms: _builtins.int = ...,
+        reports: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "largest_free", b"largest_free", "pending", b"pending", "quarantined", b"quarantined", "reclaim", b"reclaim", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "largest_free", b"largest_free", "pending", b"pending", "quarantined", b"quarantined", "ready_ms", b"ready_ms", "reclaim", b"reclaim", "reports", b"reports", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -221,15 +221,19 @@ class NodeBeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
+    ENTRY_GONE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    entry_gone: _builtins.bool
+    """The entry of the node's memory in /dev/shm is removed."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
+        entry_gone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_gone", b"entry_gone", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,7 @@ STORE: Final = (
     Family("kvstore_other_namespaces_objects", "gauge", (), "Complete objects of all namespaces without a row."),
     Family("kvstore_other_namespaces_bytes", "gauge", (), "Bytes of all namespaces without a row."),
     Family("kvstore_under_replicated_objects", "gauge", (), "Objects that have fewer replicas than they were put with."),
+    Family("kvstore_missing_objects", "gauge", (), "Objects whose last replica went with its node in the last five minutes: back once it is."),
     Family("kvstore_pinned_objects", "gauge", (), "Objects that pins keep, ancestors included."),
     Family("kvstore_pinned_bytes", "gauge", (), "Bytes of objects that pins keep."),
     Family("kvstore_stored_objects_total", "counter", (), "Objects that were put and became visible."),
@@ -68,7 +69,7 @@ STORE: Final = (
     Family("kvstore_expired_objects_total", "counter", (), "Objects whose time to live ended."),
     Family("kvstore_expired_bytes_total", "counter", (), "Bytes of these objects."),
     Family("kvstore_removed_objects_total", "counter", (), "Objects that were removed by a call."),
-    Family("kvstore_lost_objects_total", "counter", (), "Objects whose last replica went with its node."),
+    Family("kvstore_lost_objects_total", "counter", (), "Objects whose last replica went with its node, and that were not back five minutes later."),
     Family("kvstore_corrupt_objects_total", "counter", (), "Objects removed because no replica had good bytes."),
     Family("kvstore_corrupt_replicas_total", "counter", (), "Replicas that clients reported as bad."),
     Family("kvstore_reported_failures_total", "counter", (), "Failed transfers that clients reported."),
@@ -113,6 +114,7 @@ CLIENT: Final = (
 OF_COUNTERS: Final = {
     "refused_no_space": "kvstore_refused_puts_total",
     "under_replicated_objects": "kvstore_under_replicated_objects",
+    "missing_objects": "kvstore_missing_objects",
     "pinned_objects": "kvstore_pinned_objects",
     "pinned_bytes": "kvstore_pinned_bytes",
 }

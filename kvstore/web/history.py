@@ -22,8 +22,10 @@ UNSEEN: Final = ("Status", "Join")
 
 COUNTED: Final = (
     "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
-    "refused_no_space", "refused_pins", "corrupt_objects", "corrupt_replicas", "lost_objects",
-    "dead_nodes", "connections_refused", "connections_stalled", "events_dropped", "etcd_failures",
+    "refused_pins", "corrupt_objects", "corrupt_replicas", "connections_refused",
+    "connections_stalled", "events_dropped", "etcd_failures", "refused_leased", "refused_restarted",
+    "refused_suspect", "refused_draining", "refused_avoided", "refused_not_here",
+    "refused_on_device", "refused_no_node",
 )  # fmt: skip
 """Counters whose growth each point holds."""
 

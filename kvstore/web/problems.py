@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.calls import ClusterStatus, NodeStatus
+from kvstore.calls import ClusterStatus, GoneNode, NodeStatus
+from kvstore.memory.entries import ENTRY_GONE
 from kvstore.texts import duration_text, name_text, size_text
 from kvstore.web.history import History, added, spread_of
 
@@ -30,6 +31,19 @@ LATE_US: Final = 50_000
 
 NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
+
+
+REFUSED: Final = {
+    "leased": "all that is there is leased, pinned or being written",
+    "restarted": "the master or the nodes had just started, and did not give out memory yet",
+    "suspect": "the nodes that had room were suspect",
+    "draining": "the nodes that had room were being drained",
+    "avoided": "their clients could not reach the nodes that had room: run kvstore doctor there",
+    "not_here": "their clients use shared memory alone, and no node of their host had room",
+    "on_device": "they wanted memory of a host, and only devices had room",
+    "no_node": "no node had joined",
+}
+"""Why a put finds no room: each cause of a ``NoSpaceError``."""
 
 
 class Problem(NamedTuple):
@@ -78,11 +92,46 @@ def _nodes(status: ClusterStatus) -> Iterator[Problem]:
         [(node, node.unreachable) for node in status.nodes if node.unreachable],
         "is unreachable from the master",
     )
+    yield from _named(
+        "bad",
+        [
+            (node, ENTRY_GONE)
+            for node in status.nodes
+            if node.entry_gone
+        ],
+        "has no entry in /dev/shm any more",
+    )  # fmt: skip
+    yield from _gone(status.gone)
     short = dict(status.counters).get("under_replicated_objects", 0)
     if short:
         yield Problem(
             "warning", f"{_count(short, 'object')} with fewer replicas than were asked for."
         )
+
+
+def _gone(gone: Sequence[GoneNode]) -> Iterator[Problem]:
+    """Nodes that are away, by name, with what went with them."""
+    shown = [each for each in gone if each.why != "left" or each.missing or each.lost]
+    for each in shown[:NODES_NAMED]:
+        who = f"Node {name_text(each.name)} ({each.host})"
+        how = "left" if each.why == "left" else f"died ({each.why})"
+        ago = f"{duration_text(each.gone_ms)} ago"
+        if each.reports:
+            text = f"{who} is back and reports its objects: {_count(each.missing, 'object')} to go."
+            yield Problem("note", text)
+        elif each.missing:
+            yield Problem(
+                "warning" if each.why == "left" else "bad",
+                f"{who} {how} {ago}: {_count(each.missing, 'object')} that no other node has. They "
+                "are back once it is started again with the same --name and memory.",
+            )
+        elif each.lost:
+            lost = f"{_count(each.lost, 'object')} that no other node had did not come back"
+            yield Problem("bad", f"{who} {how} {ago}: {lost}, and are lost.")
+        else:
+            yield Problem("bad", f"{who} {how} {ago}.")
+    if len(shown) > NODES_NAMED:
+        yield Problem("bad", f"{len(shown) - NODES_NAMED} more nodes left or died.")
 
 
 def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterator[Problem]:
@@ -92,17 +141,34 @@ def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterat
         yield Problem(level, f"{len(nodes) - NODES_NAMED} more nodes: each {what}.")
 
 
+def _waiting(status: ClusterStatus) -> Iterator[Problem]:
+    """Memory that is there and not given out, after a start of the master or of its node."""
+    alive = [node for node in status.nodes if node.state == "alive"]
+    segments = [segment for node in alive for segment in node.segments]
+    waiting = [segment for segment in segments if segment.ready_ms or segment.reports]
+    if not waiting or len(waiting) < len(segments):
+        return
+    longest_ms = min(segment.ready_ms for segment in waiting)
+    reports = all(segment.reports for segment in waiting)
+    when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"
+    also = ", and until a node has reported its objects" if reports else ""
+    yield Problem(
+        "bad",
+        f"No put finds room {when}{also}: the master or all nodes have just started, and memory is "
+        "given out when no reader of before can have a lease on it. Puts wait, gets work.",
+    )
+
+
 def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Problem]:
     recent = history.lately(now_ms, RECENT_S)
     segments = [segment for node in status.nodes for segment in node.segments]
     size, used = (sum(getattr(each, of) for each in segments) for of in ("size", "used"))
-    refused = added(recent, "refused_no_space")
-    if refused:
-        yield Problem(
-            "bad",
-            f"{_count(refused, 'put')} found no room in the last 10 min: all that is there is "
-            "leased, pinned or being written.",
-        )
+    yield from _waiting(status)
+    for cause, why in REFUSED.items():
+        refused = added(recent, f"refused_{cause}")
+        if refused:
+            what = f"{_count(refused, 'put')} found no room in the last 10 min"
+            yield Problem("bad", f"{what}: {why}.")
     pinned = dict(status.counters).get("pinned_bytes", 0)
     if size and pinned > PINNED_SHARE * size:
         by_size = sorted(status.namespaces, key=lambda each: -each.pinned_bytes)
@@ -153,8 +219,6 @@ def _lately(history: History, now_ms: int) -> Iterator[Problem]:
         (hour, "corrupt_objects", "hour", "bad", "object",
          "had no replica with good bytes: look at the memory of its nodes (see Events)"),
         (hour, "corrupt_replicas", "hour", "bad", "replica", "had bad bytes"),
-        (recent, "dead_nodes", "10 min", "bad", "node", "died"),
-        (recent, "lost_objects", "10 min", "warning", "object", "gone with their last node"),
         (recent, "connections_stalled", "10 min", "warning", "connection",
          "cut because the client did not read"),
         (recent, "connections_refused", "10 min", "warning", "connection",

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from kvstore.errors import BusyError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.events import Event, Survey, removed, stored
+from kvstore.master.state.missing import Missing
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
 
 WALK_STEPS = 65_536
@@ -83,7 +84,7 @@ class Forest:
         """Records with bytes, of all namespaces."""
         self._last: NamespaceTable | None = None
         """The table of the last record that got or lost its bytes: the next is often there too."""
-        self._counters: Counter[str] = Counter() if counters is None else counters
+        self.missing = Missing(Counter() if counters is None else counters)
         self.events: list[Event] | None = None
         """What became visible and what is gone, until the shell takes it; None: not asked for."""
 
@@ -339,7 +340,8 @@ class Forest:
     def empty(self, record: ObjectRecord) -> None:
         """Takes a record's bytes away: its descendants are detached."""
         if record.lost:  # its segment's death has counted as the break
-            self._counters["lost_objects"] += 1
+            assert record.segment is not None
+            self.missing.object_gone(record.segment)
         elif record.children:
             self.breaks += 1
         record.segment = None
@@ -376,6 +378,7 @@ class Forest:
         """``unsettled``: records that may have no reason to stay any more."""
         children: dict[ObjectRecord, int] = {}
         assert self.objects == sum(table.objects for table in self.namespaces.values())
+        self.missing.check_invariants()
         for table in self.namespaces.values():
             name = table.name
             records = list(table)

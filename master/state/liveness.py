@@ -64,6 +64,10 @@ class Node:
     """The newest version when its draining began: those moved off the node are later."""
     version: str = ""
     """Of its program; empty: not known."""
+    entry_gone: bool = False
+    """Whether the node has said that the entry of its memory is removed."""
+    gone: str = ""
+    """Why it has gone; empty: it is there."""
     unreachable: str = ""
     """Why the master could not connect to its memory when it last tried; empty: it could."""
 

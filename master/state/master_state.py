@@ -228,6 +228,7 @@ class MasterState:
             self.pending.next_release_ms(),
             self.reclaim.next_end_ms(),
             self.repairs.due_ms,
+            self.forest.missing.next_ms(),
             *self.waiting.next_ms(),
             *self.keeping.next_ms(),
         ]

@@ -271,6 +271,11 @@ class Membership:
                 self._notice("node_reachable", node)
             node.unreachable = why_not
 
+    def heard_of_entry(self, node: Node, *, is_gone: bool) -> None:
+        if is_gone and not node.entry_gone:
+            self._notice("node_entry_gone", node)
+        node.entry_gone = is_gone
+
     def leave(self, node: Node) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)
@@ -311,6 +316,7 @@ class Membership:
             self.left_nodes += 1
         else:
             self.dead_nodes += 1
+        node.gone = "drained" if node.draining and why == "left" else why
         self._notice("node_left" if why == "left" else "node_dead", node, why=why)
         del self.nodes[node.name]
         gone = self.segments.pop(node.name)

@@ -82,7 +82,8 @@ class Nodes:
         self._membership.heard(now_ms, node)
         common.changing = True
         match message:
-            case calls.NodeBeat(number):
+            case calls.NodeBeat(number, entry_gone):
+                self._membership.heard_of_entry(node, is_gone=entry_gone)
                 repair = self._copying.has_work_for(node, now_ms)
                 common.effect(Send(session, calls.MasterBeat(number, repair)))
             case calls.NodeWiped(order):
@@ -185,6 +186,7 @@ class Nodes:
         if now_ms - self._watched_ms >= WATCH_MS:
             self._watched_ms = now_ms
             self._fence_idle(now_ms)
+        self._common.forest.missing.tick(now_ms, self._membership.nodes)
         self._follow(now_ms)
 
     def _fence_idle(self, now_ms: int) -> None:
@@ -208,6 +210,7 @@ class Nodes:
         for segment in members.mounted:
             self._common.pool.mount(segment)
             self._returning.segment_mounted(segment)
+            self._common.forest.missing.segment_mounted(segment)
         if members.lost or members.mounted:
             ready_ms = max((s.usable_at_ms for s in members.mounted if s.whole), default=0)
             self._copying.nodes_changed(now_ms, ready_ms)
@@ -217,6 +220,7 @@ class Nodes:
     def _segment_lost(self, now_ms: int, segment: Segment, *, left: bool) -> None:
         common = self._common
         common.pool.unmount(segment)
+        common.forest.missing.segment_died(now_ms, segment)
         self._marks.segment_died(segment)
         if not left:
             segment.died_ms = now_ms

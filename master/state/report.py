@@ -66,6 +66,7 @@ class Report:
             counters=[] if request.cursor else sorted(_counters(common)),
             next_cursor=cursor,
             cluster=common.cluster,
+            gone=[] if request.cursor else common.forest.missing.told(now_ms),
         )
 
     def list_objects(self, now_ms: int, request: calls.ListObjects) -> calls.Listed:
@@ -139,6 +140,7 @@ def _counters(common: Common) -> list[calls.Counter]:
     counters = {
         **common.counters,
         "under_replicated_objects": pool.short_objects,
+        "missing_objects": common.forest.missing.objects,
         "pinned_objects": pool.pins.objects,
         "pinned_bytes": pool.pins.size,
         "dead_nodes": common.membership.dead_nodes,
@@ -245,13 +247,14 @@ def _node(common: Common, node: Node, now_ms: int) -> calls.NodeStatus:
         state=described,
         address=next((s.offer.address for s in segments if s.offer.address), ""),
         silent_ms=now_ms - node.heard_ms,
-        segments=[_segment(segment) for segment in segments],
+        segments=[_segment(segment, now_ms) for segment in segments],
         version=node.version,
         unreachable=node.unreachable,
+        entry_gone=node.entry_gone,
     )
 
 
-def _segment(segment: Segment) -> calls.SegmentStatus:
+def _segment(segment: Segment, now_ms: int) -> calls.SegmentStatus:
     allocator = segment.allocator
     return calls.SegmentStatus(
         segment_id=segment.segment_id,
@@ -263,4 +266,6 @@ def _segment(segment: Segment) -> calls.SegmentStatus:
         quarantined=segment.quarantined_bytes,
         reclaim=segment.reclaim_bytes,
         device="" if segment.offer.device is None else segment.offer.device.device,
+        ready_ms=max(0, segment.usable_at_ms - now_ms),
+        reports=not segment.whole,
     )

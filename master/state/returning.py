@@ -180,6 +180,7 @@ class Returning:
             common.when_wiped(now_ms, replaced, calls.Removed(b""))
         else:
             record = self._forest.ensure(namespace, key)
+            is_back = record.segment is None or record.lost
             lacks = 0
             if record.lost and version == (record.epoch, record.counter):
                 used_ms = record.last_used_ms
@@ -194,6 +195,8 @@ class Returning:
                 self._pool.settle(record)
                 raise
             self._pool.store(record, [extent], size, version, used_ms, lacks)
+            if is_back:
+                self._forest.missing.object_back(inventory.segment)
         inventory.take(offset, size)
         # The master before may have leased it until then.
         record.lease_until_ms = max(record.lease_until_ms, inventory.segment.usable_at_ms)

@@ -114,6 +114,7 @@ class WaitingPuts:
             self._room_made = True  # the next in the queue may want less
             self._common.counters["refused_no_space"] += 1
             error = self.no_space(now_ms, put.request, missing)
+            self._common.counters[f"refused_{error.fields['cause']}"] += 1
             self._common.effect(Answer(put.ticket, error))
 
     def no_space(self, now_ms: int, request: Wanting, found: Shortage) -> NoSpaceError:

@@ -83,6 +83,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
                 [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
                 [calls.NamespaceStatus(N, 2, 4106)],
                 [calls.Counter("puts", 2)],
+                gone=[calls.GoneNode("m", "h", "left", 9, 3, 0, False)],
             ),
         ),
         (calls.ListObjects(N, b"", 0, 10), calls.Listed([ROW], 0)),

@@ -270,6 +270,7 @@ const WORDS = {
   node_undrained: (f) => `Node ${f.node} gets new objects again`,
   node_unreachable: (f) => `The master cannot connect to node ${f.node}: ${f.reason}`,
   node_reachable: (f) => `The master can connect to node ${f.node} again`,
+  node_entry_gone: (f) => `The entry of node ${f.node} in /dev/shm is gone: new clients use tcp`,
   node_reported: (f) => `Node ${f.node} was reported as failing by ${f.by_client} on ${f.by_host}`,
   corrupt_object: (f) => `Corrupt object ${f.key} of namespace ${f.namespace}, on ${f.nodes}`,
 };
@@ -285,7 +286,7 @@ function showEvents(answer) {
   for (const [, at, event, fields] of answer.notices) {
     const plain = () => `${event} ${Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ")}`;
     const text = shown(Object.hasOwn(WORDS, event) ? WORDS[event](fields) : plain());
-    const bad = ["node_dead", "node_stream_broken", "node_unreachable", "corrupt_object"].includes(event);
+    const bad = ["node_dead", "node_stream_broken", "node_unreachable", "node_entry_gone", "corrupt_object"].includes(event);
     $("event-rows").prepend(element("tr", bad ? "bad" : "", element("td", "", day(at)), element("td", "", text)));
   }
   told.last = answer.last;

@@ -91,10 +91,10 @@ def test_the_next_term_goes_on_from_its_first_sample() -> None:
 def test_an_hour_is_kept_and_no_more() -> None:
     history = History()
     for number in range(POINTS_MAX + 50):
-        history.add(sample(number * EVERY_MS, measured(), status(dead_nodes=number)))
+        history.add(sample(number * EVERY_MS, measured(), status(corrupt_replicas=number)))
     now_ms = (POINTS_MAX + 49) * EVERY_MS
     assert len(history.as_columns(now_ms)["at_ms"]) == POINTS_MAX
-    assert added(history.lately(now_ms, 60.0), "dead_nodes") == 7
+    assert added(history.lately(now_ms, 60.0), "corrupt_replicas") == 7
     assert history.lately(now_ms + 3_700_000, 3600.0) == []
 
 

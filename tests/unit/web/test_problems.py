@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
+from kvstore.calls import (
+    ClusterStatus,
+    Counter,
+    GoneNode,
+    NamespaceStatus,
+    NodeStatus,
+    SegmentStatus,
+)
+from kvstore.master.state import shortage
 from kvstore.web.history import COUNTED, History, sample
-from kvstore.web.problems import NODES_NAMED, of_a_standby, of_the_store
+from kvstore.web.problems import NODES_NAMED, REFUSED, of_a_standby, of_the_store
 from tests.unit.web.test_history import EVERY_MS, histogram, measured
 
 
@@ -64,6 +72,59 @@ def test_many_suspect_nodes_have_a_bounded_number_of_lines() -> None:
     lines = texts(found).splitlines()
     assert len(lines) == NODES_NAMED + 1
     assert "495 more nodes" in lines[-1]
+
+
+def gone(name: str, why: str = "silent", **fields: Any) -> GoneNode:
+    usual = {"gone_ms": 12_000, "missing": 0, "lost": 0, "reports": False}
+    return GoneNode(name, "h", why, **usual | fields)
+
+
+def test_nodes_that_are_away_are_named_with_what_went_with_them() -> None:
+    found = status(node())._replace(
+        gone=[
+            gone("a", missing=7), gone("b", "left", missing=3), gone("c", lost=1), gone("d"),
+            gone("e", missing=5, reports=True), gone("f", "left"),
+        ]
+    )  # fmt: skip
+    told = texts(found)
+    assert "Node a (h) died (silent) 12.0 s ago: 7 objects that no other node has" in told
+    assert "started again with the same --name" in told
+    assert "Node b (h) left 12.0 s ago: 3 objects" in told
+    assert "Node c (h) died (silent) 12.0 s ago: 1 object" in told
+    assert "are lost" in told
+    assert "Node d (h) died (silent) 12.0 s ago." in told
+    assert "Node e (h) is back and reports its objects: 5 objects to go" in told
+    assert "Node f" not in told, "it was stopped, and nothing went with it"
+    many = status(node())._replace(gone=[gone(f"n{number}") for number in range(60)])
+    assert "55 more nodes left or died" in texts(many)
+
+
+def test_a_removed_entry_is_a_problem_of_its_node() -> None:
+    found = status(node()._replace(entry_gone=True))
+    assert "Node a (10.0.0.8:50003) has no entry in /dev/shm any more" in texts(found)
+    assert "RemoveIPC" in texts(found)
+
+
+def test_memory_that_is_not_given_out_yet_is_a_problem_while_there_is_no_other() -> None:
+    waits, reports = node(ready_ms=7_300), node("b", reports=True)
+    assert "No put finds room for 7.3 s more:" in texts(status(waits))
+    assert "until a node has reported its objects" in texts(status(reports))
+    assert texts(status(waits, node("c"))) == ""
+
+
+def test_why_puts_were_refused() -> None:
+    told = texts(status(node()), after(refused_no_space=2, refused_restarted=2))
+    assert told == (
+        "2 puts found no room in the last 10 min: the master or the nodes had just started, and "
+        "did not give out memory yet."
+    )
+    causes = {value for name, value in vars(shortage).items() if name in CAUSES}
+    assert causes == REFUSED.keys()
+
+
+CAUSES = (
+    "AVOIDED", "NOT_HERE", "ON_DEVICE", "RESTARTED", "SUSPECT", "DRAINING", "LEASED", "NO_NODE",
+)  # fmt: skip
 
 
 def test_a_full_pool_is_only_wrong_if_what_it_evicts_is_young() -> None:

@@ -1,0 +1,161 @@
+"""Objects whose last replica went with its node, until it is known whether they come back.
+
+node gone ──► its objects are missing ──► its memory is back, and has them: nothing is lost
+                                      └─► LOST_AFTER_MS, or all is reported: they are lost
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+
+from kvstore.calls import GoneNode
+from kvstore.master.state.records import Segment
+
+LOST_AFTER_MS = 300_000
+"""How long memory may be away before its objects count as lost: a restart of a process, of a
+container, or of a host with another node's memory takes less."""
+
+TOLD_MS = 600_000
+"""For how long after its end a node that has not come back is told of."""
+
+NODES_MAX = 64
+"""Nodes that are remembered; of more, the oldest are settled."""
+
+
+class _Gone:
+    """A node that has gone, with all its memory."""
+
+    __slots__ = ("back", "gone_ms", "host", "lost", "memory", "missing", "settled", "why")
+
+    def __init__(self, host: str, why: str, gone_ms: int) -> None:
+        self.host = host
+        self.why = why
+        self.gone_ms = gone_ms
+        self.memory: set[bytes] = set()
+        """Its segments (uuid)."""
+        self.back: dict[bytes, Segment] = {}
+        """Those that have come back."""
+        self.missing = 0
+        self.lost = 0
+        self.settled = False
+        """Whether what is missing counts as lost."""
+
+    def reports(self) -> bool:
+        """Whether its memory is back, and has not told all of its objects."""
+        return any(segment.alive and not segment.whole for segment in self.back.values())
+
+    def is_back(self) -> bool:
+        return len(self.back) == len(self.memory) and all(
+            segment.alive and segment.whole for segment in self.back.values()
+        )
+
+
+class Missing:
+    """See the module. ``counters``: ``lost_objects`` is counted there."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+        self._gone: dict[str, _Gone] = {}
+        """By node, in the order in which they went."""
+        self._by_memory: dict[bytes, _Gone] = {}
+
+    @property
+    def objects(self) -> int:
+        return sum(each.missing for each in self._gone.values())
+
+    def segment_died(self, now_ms: int, segment: Segment) -> None:
+        node, uuid = segment.node, segment.offer.uuid
+        if node.gone == "drained":
+            self._forget(node.name)  # what it leaves is lost, and meant to be
+            return
+        gone = self._gone.get(node.name)
+        if gone is None or (uuid not in gone.memory and gone.gone_ms != now_ms):
+            self._forget(node.name)  # other memory of that name
+            gone = self._gone[node.name] = _Gone(node.host, node.gone, now_ms)
+        gone.why, gone.gone_ms, gone.settled = node.gone, now_ms, False
+        gone.memory.add(uuid)
+        gone.back.pop(uuid, None)
+        self._by_memory[uuid] = gone
+        if len(self._gone) > NODES_MAX:
+            self._forget(next(iter(self._gone)))
+
+    def segment_mounted(self, segment: Segment) -> None:
+        gone = self._by_memory.get(segment.offer.uuid)
+        if gone is not None:
+            gone.back[segment.offer.uuid] = segment
+
+    def object_gone(self, segment: Segment) -> None:
+        """Called for an object that had its last replica on this dead segment."""
+        gone = self._by_memory.get(segment.offer.uuid)
+        if gone is not None and not gone.settled:
+            gone.missing += 1
+            return
+        self._counters["lost_objects"] += 1
+        if gone is not None:
+            gone.lost += 1
+
+    def object_back(self, segment: Segment) -> None:
+        """Called for an object that this segment has brought back. It may have gone with another
+        node, which had another replica."""
+        own = self._by_memory.get(segment.offer.uuid)
+        if own is None:
+            return  # this master did not know the memory before
+        for gone in (own, *self._gone.values()):
+            if gone.missing:
+                gone.missing -= 1
+                return
+
+    def tick(self, now_ms: int, nodes: Container[str]) -> None:
+        """``nodes``: those that are there."""
+        for name, gone in list(self._gone.items()):
+            age_ms = now_ms - gone.gone_ms
+            if age_ms >= LOST_AFTER_MS and not gone.reports():
+                self._settle(gone)
+            is_well = not gone.missing and not gone.lost and (gone.is_back() or name in nodes)
+            if (is_well and not gone.reports()) or (gone.settled and age_ms >= TOLD_MS):
+                self._forget(name)
+
+    def next_ms(self) -> int | None:
+        """When ``tick`` has something to settle or to forget."""
+        return min(
+            (
+                gone.gone_ms + (TOLD_MS if gone.settled else LOST_AFTER_MS)
+                for gone in self._gone.values()
+                if not gone.reports()
+            ),
+            default=None,
+        )
+
+    def told(self, now_ms: int) -> list[GoneNode]:
+        return [
+            GoneNode(
+                name=name,
+                host=gone.host,
+                why=gone.why,
+                gone_ms=now_ms - gone.gone_ms,
+                missing=gone.missing,
+                lost=gone.lost,
+                reports=gone.reports(),
+            )
+            for name, gone in self._gone.items()
+        ]
+
+    def check_invariants(self) -> None:
+        assert all(gone.missing >= 0 for gone in self._gone.values())
+        assert all(gone in self._gone.values() for gone in self._by_memory.values())
+        assert len(self._gone) <= NODES_MAX
+
+    def _settle(self, gone: _Gone) -> None:
+        gone.settled = True
+        gone.lost += gone.missing
+        self._counters["lost_objects"] += gone.missing
+        gone.missing = 0
+
+    def _forget(self, name: str) -> None:
+        gone = self._gone.pop(name, None)
+        if gone is not None:
+            self._settle(gone)
+            for uuid in gone.memory:
+                if self._by_memory.get(uuid) is gone:
+                    del self._by_memory[uuid]
