@@ -37,7 +37,7 @@ class Port:
     ) -> tuple[int, dict[str, str], bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close"]
                 lines += [f"Content-Length: {len(body)}", *filter(None, [more]), "", ""]
                 writer.write("\r\n".join(lines).encode() + body)
@@ -77,6 +77,8 @@ async def _page() -> bytes:
 @contextlib.asynccontextmanager
 async def _served(routes: Iterable[Route]) -> AsyncIterator[Port]:
     listener = socket.create_server(("127.0.0.1", 0))
+    # What a stranger does not read stays in this process, and not in the kernel.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     port = Port(listener.getsockname()[1])
     try:
         async with serving.serving(listener, Answers(_ready, _page), routes, access=Access(None)):

@@ -79,7 +79,8 @@ def test_a_wrong_token_is_refused(given: str) -> None:
 def test_two_tokens_are_none() -> None:
     access = Access(Hosts([]), token=TOKEN)
     twice = [("Authorization", "Bearer x"), ("Authorization", f"Bearer {TOKEN}")]
-    assert status(access, "trusted", request_of(HERE, twice)) == 401
+    for given in (twice, twice[::-1]):
+        assert status(access, "trusted", request_of(HERE, given)) == 401
 
 
 def test_reading_can_be_limited_to_the_token() -> None:
