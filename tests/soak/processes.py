@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -12,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 ROOT: Final = Path.cwd()
 """Of the checkout whose store is soaked."""
@@ -24,6 +26,9 @@ MASTER_FLAGS: Final = (
 )  # fmt: skip
 """Short promises: what takes half a minute by default happens every few seconds."""
 
+
+PIPE_BYTES: Final = 4_096
+"""The least that a pipe holds: one that is not read is full within seconds."""
 
 ETCD_PREFIX: Final = "kvstore"
 """Under which the masters meet, by default."""
@@ -46,11 +51,14 @@ class Process:
 
     def start(self, *more: str) -> None:
         self.expected_end = False
-        with self.log.open("ab") as log:
+        with self._output() as output:
             self._process = subprocess.Popen(
-                [*self.command, *more], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [*self.command, *more], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 cwd=ROOT, env=os.environ | self._environ,
             )  # fmt: skip
+
+    def _output(self) -> BinaryIO:
+        return self.log.open("ab")
 
     @property
     def pid(self) -> int:
@@ -159,6 +167,50 @@ class Forked(Process):
         return not killed
 
 
+class Master(Process):
+    """A ``kvstore-master``. Its output goes to its log through a small pipe and a reader."""
+
+    http_port = 0
+    _reader: subprocess.Popen[bytes] | None = None
+
+    def _output(self) -> BinaryIO:
+        self.resume_reader()  # that of the process before, which ends with its pipe
+        reading, writing = os.pipe()
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        with self.log.open("ab") as log, open(reading, "rb") as pipe:
+            self._reader = subprocess.Popen(["cat"], stdin=pipe, stdout=log)
+        return open(writing, "wb")
+
+    def kill_reader(self) -> None:
+        """What reads its output is gone."""
+        self._send_reader(signal.SIGKILL)
+
+    def stop_reader(self) -> None:
+        """Its output is not read, and its pipe is full."""
+        self._send_reader(signal.SIGSTOP)
+        assert self._reader is not None
+        with contextlib.suppress(OSError):  # it has ended, or the pipe is full
+            pipe = os.open(f"/proc/{self._reader.pid}/fd/0", os.O_WRONLY | os.O_NONBLOCK)
+            with open(pipe, "wb", buffering=0) as file:
+                while file.write(b"\n"):
+                    pass
+
+    def resume_reader(self) -> None:
+        self._send_reader(signal.SIGCONT)
+
+    def _send_reader(self, number: int) -> None:
+        if self._reader is not None and self._reader.poll() is None:
+            self._reader.send_signal(number)
+
+    def send_http_child(self, number: int) -> None:
+        """A signal to its child that serves HTTP, if there is one now."""
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{self.pid}/task").iterdir():
+                for child in map(int, (task / "children").read_text().split()):
+                    if b"kvstore.cli.web" in Path(f"/proc/{child}/cmdline").read_bytes():
+                        os.kill(child, number)
+
+
 class Node(Process):
     """A ``kvstore-node``."""
 
@@ -174,9 +226,11 @@ class Cluster:
     """All servers. Nothing waits for them: who cannot reach what, tries again."""
 
     def __init__(self, directory: Path, *, masters: int, nodes: int, memory: str,
-                 clock: Path | None, has_names: bool) -> None:  # fmt: skip
+                 clock: Path | None, has_names: bool, small_disk: Path | None
+                 ) -> None:  # fmt: skip
         """
         Args:
+            small_disk: where nodes log to; None: to the directory, as all others.
             clock: a file that says how wrong the servers' wall clock is; None: it is right.
             has_names: whether names of ``tests/name_server.py`` are resolved here.
         """
@@ -193,7 +247,7 @@ class Cluster:
         self.etcd: Process | None = None
         flags: list[str] = []
         places: list[str] = []
-        ports = free_ports(2 * masters + nodes + 2)
+        ports = free_ports(2 * masters + nodes + 3)
         if masters > 1:
             client, peer = (f"http://127.0.0.1:{ports.pop()}" for _ in range(2))
             command = [
@@ -205,16 +259,19 @@ class Cluster:
             ]  # fmt: skip
             self.etcd = Process("etcd", command, directory / "etcd.log", environ={})
             flags = ["--etcd", client.removeprefix("http://")]
-        self.masters: list[Process] = []
+        self.masters: list[Master] = []
         for number in range(masters):
             port, lane = ports.pop(), ports.pop()
+            http_port = 0 if number else ports.pop()
             command = [
                 sys.executable, "-m", "kvstore.cli.master", "--port", str(port),
-                "--lane-port", str(lane), "--http-port", "0",
+                "--lane-port", str(lane), "--http-port", str(http_port),
                 *MASTER_FLAGS[: None if masters > 1 else -2], *flags,
             ]  # fmt: skip
             log = directory / f"master-{number}.log"
-            self.masters.append(Process(f"master-{number}", command, log, environ=environ))
+            master = Master(f"master-{number}", command, log, environ=environ)
+            master.http_port = http_port
+            self.masters.append(master)
             places.append(f"127.0.0.1:{port}")
         self.master = "etcd://" + flags[1] if flags else places[0]
         self.places = places
@@ -230,7 +287,10 @@ class Cluster:
                 "--port", str(port), "--memory", memory, "--keep" if number % 2 else "--no-keep",
                 *(["--advertise", f"kv-{number}.test"] if has_names and number % 2 else []),
             ]  # fmt: skip
-            node = Node(name, command, directory / f"node-{number}.log", environ=environ)
+            log = directory / f"node-{number}.log"
+            if small_disk is not None:
+                log.symlink_to(small_disk / log.name)
+            node = Node(name, command, log, environ=environ)
             node.port, node.number = port, number
             self.nodes.append(node)
 
@@ -277,6 +337,8 @@ class Cluster:
         stuck: list[str] = []
         for server in reversed(self.servers):
             server.resume()
+        for master in self.masters:
+            master.resume_reader()
         others = [each for each in (self.etcd, self.names) if each]
         for group in (self.nodes, self.masters, others):
             for server in group:
