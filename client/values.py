@@ -460,16 +460,10 @@ def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
     if wanted == "torch":
         return _decode_tensor(described, data)
     dtype = numpy_dtype(described.dtype)
-    _check_size(described, dtype.itemsize, data.size)
     try:
         return _readable(data.view(dtype).reshape(described.shape))
     except (ValueError, OverflowError) as error:
         raise _disagree(described, data.size) from error
-
-
-def _check_size(described: Described, item: int, size: int) -> None:
-    if math.prod(described.shape) * item != size:
-        raise _disagree(described, size)
 
 
 def _disagree(described: Described, size: int) -> CorruptObjectError:
@@ -591,7 +585,6 @@ def _decode_tensor(described: Described, data: Bytes1D) -> torch.Tensor:
 
 def _shaped(module: ModuleType, described: Described, flat: torch.Tensor) -> torch.Tensor:
     dtype = torch_dtype(module, described.dtype)
-    _check_size(described, dtype.itemsize, flat.numel())
     try:
         if not flat.numel():
             flat = flat.new_empty(0)  # numpy's strides of nothing are not those of torch

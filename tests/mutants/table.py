@@ -19,6 +19,10 @@ TRANSPORT: Final = (
 )  # fmt: skip
 MEMORY: Final = ("tests/unit/memory", "tests/model/test_allocator.py", "tests/unit/node")
 CONNECTOR: Final = ("tests/unit/connectors",)
+LENT: Final = ("tests/unit/client/test_registered.py",)
+MAPPED: Final = ("tests/unit/memory/test_mapping.py",)
+WAITS: Final = ("tests/unit/device/test_device.py", "tests/unit/client/test_device_values.py")
+TOLD_OF: Final = ("tests/unit/client/test_descriptors.py", "tests/unit/client/test_value_edges.py")
 KEPT: Final = (
     "tests/unit/master/test_keeping.py", "tests/unit/master/test_ends.py",
     "tests/model/test_master_state.py",
@@ -49,6 +53,13 @@ PEERS: Final = "kvstore/web/peers.py"
 PUBLISHER: Final = "kvstore/web/publisher.py"
 SERVING: Final = "kvstore/web/serving.py"
 SUBSCRIBERS: Final = "kvstore/web/subscribers.py"
+DEVICE: Final = "kvstore/device/device.py"
+DTYPES: Final = "client/dtypes.py"
+MAPPING: Final = "kvstore/memory/mapping.py"
+RAW: Final = "kvstore/memory/raw.py"
+REGIONS: Final = "kvstore/memory/regions.py"
+REGISTERED: Final = "client/registered.py"
+VALUES: Final = "client/values.py"
 SCHEDULER: Final = "connectors/vllm/scheduler.py"
 WORKER: Final = "connectors/vllm/worker.py"
 
@@ -1465,5 +1476,274 @@ MUTANTS: Final = (
         "        if len(self._questions) >= WAITING_MAX:\n",
         "        if len(self._questions) > WAITING_MAX:\n",
         TOLD,
+    ),
+    # --- the memory of programs, and values -----------------------------------------------------
+    Mutant(
+        "lent-beyond-its-region",
+        REGISTERED,
+        "self._regions.holding(address, size) if size >= 0 else None",
+        "self._regions.holding(address, 0) if size >= 0 else None",
+        LENT,
+    ),
+    Mutant(
+        "lent-from-the-regions-start",
+        REGISTERED,
+        "region.memory[address - region.start : address - region.start + size]",
+        "region.memory[:size]",
+        LENT,
+    ),
+    Mutant(
+        "memory-of-a-device-is-lent",
+        REGISTERED,
+        "        if region.start in self._devices:\n",
+        "        if False:\n",
+        LENT,
+    ),
+    Mutant(
+        "registered-twice",
+        REGISTERED,
+        "            if self._regions.overlap(region):\n",
+        "            if False:\n",
+        LENT,
+    ),
+    Mutant(
+        "unregistered-device-is-remembered",
+        REGISTERED,
+        "self._devices.pop(start, None) is None",
+        "self._devices.get(start) is None",
+        LENT,
+    ),
+    Mutant(
+        "runs-of-a-device-are-not-checked",
+        REGISTERED,
+        "        if ((lengths > room) | (lengths < 0)).any():\n",
+        "        if (lengths < 0).any():\n",
+        LENT,
+    ),
+    Mutant(
+        "runs-of-negative-length",
+        REGISTERED,
+        "((lengths > room) | (lengths < 0)).any()",
+        "(lengths > room).any()",
+        LENT,
+    ),
+    Mutant(
+        "addresses-and-sizes-of-unequal-number",
+        REGISTERED,
+        "        if len(addresses) != len(sizes):\n",
+        "        if False:\n",
+        LENT,
+    ),
+    Mutant(
+        "last-byte-is-not-probed",
+        RAW,
+        "[*range(address, address + size, step), address + size - 1]",
+        "[*range(address, address + size, step)]",
+        LENT,
+    ),
+    Mutant(
+        "first-byte-alone-is-probed",
+        RAW,
+        "    for each in probes:\n",
+        "    for each in probes[:1]:\n",
+        LENT,
+    ),
+    Mutant(
+        "holes-are-not-seen",
+        RAW,
+        'if start > at or not how.startswith(b"r"):',
+        'if not how.startswith(b"r"):',
+        LENT,
+    ),
+    Mutant(
+        "unreadable-is-not-seen",
+        RAW,
+        'if start > at or not how.startswith(b"r"):',
+        "if start > at:",
+        LENT,
+    ),
+    Mutant(
+        "read-only-is-lent-to-write",
+        RAW,
+        'is_writable &= how.startswith(b"rw")',
+        'is_writable = how.startswith(b"rw")',
+        LENT,
+    ),
+    Mutant(
+        "file-that-ends-too-early",
+        RAW,
+        "    if unreadable is None:\n        unreadable = _unreadable(address, size)\n",
+        "",
+        LENT,
+    ),
+    Mutant(
+        "overlap-of-two-that-are-not-neighbours",
+        REGIONS,
+        "    spans = sorted(\n",
+        "    spans = list(\n",
+        ("tests/unit/test_native.py",),
+    ),
+    Mutant(
+        "runs-of-a-device-overlap",
+        "kvstore/device/memory.py",
+        "self.sizes[order][:-1] > starts[1:]",
+        "self.sizes[:-1] > starts[1:]",
+        LENT,
+    ),
+    Mutant(
+        "views-can-be-written",
+        MAPPING,
+        "access=mmap.ACCESS_READ",
+        "access=mmap.ACCESS_WRITE",
+        MAPPED,
+    ),
+    Mutant(
+        "views-of-another-entry",
+        MAPPING,
+        "            if (there.st_dev, there.st_ino) != self._inode:\n"
+        "                return None\n"
+        "            shown",
+        "            shown",
+        MAPPED,
+    ),
+    Mutant(
+        "views-are-not-kept-mapped",
+        MAPPING,
+        "    array.keep = memory\n",
+        "",
+        MAPPED,
+    ),
+    Mutant(
+        "copies-under-way-are-left-when-stopped",
+        DEVICE,
+        "deadline + SETTLE_S, stoppable=False",
+        "deadline + SETTLE_S, stoppable=True",
+        WAITS,
+    ),
+    Mutant(
+        "copies-have-no-time-to-settle",
+        DEVICE,
+        "deadline + SETTLE_S, stoppable=False",
+        "deadline, stoppable=False",
+        WAITS,
+    ),
+    Mutant(
+        "failed-device-copies",
+        DEVICE,
+        "        if self._failed:\n"
+        "            raise self._failure()\n"
+        "        if locked is not None:",
+        "        if locked is not None:",
+        WAITS,
+    ),
+    Mutant(
+        "failed-device-waits",
+        DEVICE,
+        "        if self._failed:\n            raise self._failure()\n        for event in",
+        "        for event in",
+        WAITS,
+    ),
+    Mutant(
+        "failed-device-settles",
+        DEVICE,
+        "        if self._failed:\n"
+        "            raise self._failure()\n"
+        "        if not self._wait(event, deadline + SETTLE_S",
+        "        if not self._wait(event, deadline + SETTLE_S",
+        WAITS,
+    ),
+    Mutant(
+        "failed-device-copies-ordinary-memory",
+        DEVICE,
+        "        if self._failed:\n"
+        "            raise self._failure()\n"
+        "        device, other, sizes = copies\n"
+        "        if way is",
+        "        device, other, sizes = copies\n        if way is",
+        WAITS,
+    ),
+    Mutant(
+        "failed-device-gives-its-slot-back",
+        DEVICE,
+        "            if not self._failed:\n                self.ring.give(slot)\n",
+        "            self.ring.give(slot)\n",
+        WAITS,
+    ),
+    Mutant(
+        "failed-device-unlocks-memory",
+        DEVICE,
+        "            self.locks.keep()\n",
+        "",
+        WAITS,
+    ),
+    Mutant(
+        "wait-outlives-its-client",
+        DEVICE,
+        "            if stoppable and self._is_closed:\n",
+        "            if False:\n",
+        WAITS,
+    ),
+    Mutant(
+        "first-of-several-events-is-enough",
+        DEVICE,
+        "        for event in {id(each): each for each in events}.values():\n",
+        "        for event in list(events)[:1]:\n",
+        WAITS,
+    ),
+    Mutant(
+        "empty-tensors-have-an-address",
+        DEVICE,
+        "        if not size:\n            return DeviceMemory(self, _NONE, _NONE)\n",
+        "",
+        WAITS,
+    ),
+    Mutant(
+        "pointers-in-a-descriptor",
+        DTYPES,
+        "        if _is_numpy(name):\n            return",
+        "        if name:\n            return",
+        TOLD_OF,
+    ),
+    Mutant(
+        "any-name-of-torch-is-a-dtype",
+        DTYPES,
+        "getattr(module, str(name), None) if name in _TORCH else None",
+        "getattr(module, str(name), None)",
+        TOLD_OF,
+    ),
+    Mutant(
+        "arrays-of-arrays-are-stored",
+        DTYPES,
+        "dtype.names is not None or dtype.subdtype is not None",
+        "dtype.names is not None",
+        TOLD_OF,
+    ),
+    Mutant(
+        "texts-are-not-looked-at",
+        VALUES,
+        "        if int(array.reshape(-1).view(points).max()) > sys.maxunicode:\n",
+        "        if False:\n",
+        TOLD_OF,
+    ),
+    Mutant(
+        "a-mask-is-lost",
+        VALUES,
+        "type(value) not in (np.ndarray, np.memmap)",
+        "False",
+        TOLD_OF,
+    ),
+    Mutant(
+        "a-wrapper-is-stored",
+        VALUES,
+        "        if is_wrapper or not isinstance(tensor, torch.nn.Parameter):\n",
+        "        if not isinstance(tensor, torch.nn.Parameter):\n",
+        TOLD_OF,
+    ),
+    Mutant(
+        "tensors-without-memory-are-read",
+        VALUES,
+        "tensor.data_ptr() and end <= tensor.untyped_storage().nbytes()",
+        "True",
+        TOLD_OF,
     ),
 )

@@ -72,6 +72,31 @@ def test_a_hole_is_found_wherever_it_is(which: int) -> None:
     del memory
 
 
+def test_a_hole_where_nothing_is_mapped_is_found() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    start = libc.mmap(None, ctypes.c_size_t(1000 * PAGE), 3, 0x22, -1, 0)
+    hole = start + 5 * PAGE  # between two of the addresses that the kernel is asked about
+    assert not libc.munmap(ctypes.c_void_p(hole), ctypes.c_size_t(PAGE))
+    try:
+        with pytest.raises(InvalidArgumentError, match=f"the byte at {hole:#x}"):
+            memory_at(start, 1000 * PAGE)
+    finally:
+        libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(5 * PAGE))
+        libc.munmap(ctypes.c_void_p(hole + PAGE), ctypes.c_size_t(994 * PAGE))
+
+
+def test_an_address_that_was_a_devices_may_be_the_hosts_later() -> None:
+    device = Device(FakeDriver("cuda:0"), ring_bytes=8, locked_max=0)
+    memory = memoryview(bytearray(100))
+    lent = RegisteredMemory()
+    lent.add_of(device, address_of(memory), 100)
+    assert lent.take(address_of(memory)) is None
+    lent.add(memory)
+    assert lent.at(address_of(memory) + 3, 5).nbytes == 5
+    assert isinstance(lent.payload([address_of(memory)], [5]), list)
+
+
 @pytest.mark.parametrize("which", [0, 2, 4])
 def test_memory_that_is_mapped_read_only_is_lent_read_only(which: int) -> None:
     memory, address = protected(5, which, mmap.PROT_READ)

@@ -4,9 +4,11 @@ its copies is not used again."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from kvstore.clocks import uptime
 from kvstore.device import device as module
@@ -95,6 +97,62 @@ def test_a_device_whose_copies_do_not_end_is_not_used_again(
         device.copy(Way.SAVE, copies)
     device.close()
     assert driver.locked_own_bytes  # kept: a copy may still write there
+
+
+def test_a_wait_is_for_all_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, device = made()
+    first, second = driver.mark(), driver.mark(5)
+    for done in (first, second):
+        monkeypatch.setattr(driver, "is_done", lambda event, done=done: event is done)
+        with pytest.raises(DeadlineExceededError):
+            device.wait([first, second], uptime() + 0.01)
+
+
+def test_copies_under_way_are_waited_for_though_the_call_was_stopped_and_late() -> None:
+    driver, device = made()
+    event = device.copy(Way.SAVE, one_copy(driver, device))
+    driver.is_stuck = True
+    stop = Stop()
+    stop.set()
+    goes_on = threading.Timer(0.1, lambda: setattr(driver, "is_stuck", False))
+    goes_on.start()
+    with stop.here():
+        device.settle(event, uptime() - 1)  # as if the deadline had passed while they were queued
+    assert driver.copied_bytes == 100
+    goes_on.join()
+
+
+def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_S", 0.01)
+    driver, device = made()
+    copies = one_copy(driver, device)
+    segment = memoryview(bytearray(4_000))
+    taken = device.ring.taken
+    with device.locks.of(segment, lambda: True) as locked:
+        assert device.locks.lock(locked, 0, 4_000)
+    event = device.copy(Way.SAVE, copies)
+    driver.is_stuck = True
+    with device.slot(uptime()), pytest.raises(DeviceError):
+        device.settle(event, uptime())
+    assert device.ring.taken == taken + 1, "copies may still be under way there"
+    driver.is_stuck = False
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: device.wait([], uptime() + 1),
+        lambda: device.copy(Way.SAVE, copies),
+        lambda: device.copy_ordinary(Way.SAVE, copies),
+        lambda: device.settle(event, uptime() + 1),
+    )
+    for use_it in uses:
+        with pytest.raises(DeviceError, match="did not finish"):
+            use_it()
+    device.close()
+    assert device.locks.locked_bytes == 4_000
+
+
+def test_a_tensor_of_nothing_has_no_memory() -> None:
+    _, device = made()
+    memory = device.memory_of(torch.empty(0, 3))
+    assert (memory.nbytes, len(memory.addresses), len(memory.sizes)) == (0, 0, 0)
 
 
 def test_the_driver_of_a_device() -> None:
