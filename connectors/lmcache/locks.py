@@ -38,7 +38,8 @@ class Locks:
     def __init__(self, guard: Guard, log: logging.Logger) -> None:
         self._guard = guard
         self._log = log
-        self._changing = threading.Condition()
+        self._lock = threading.RLock()  # as that of ``kvstore.connectors.vllm.lookups``
+        self._changing = threading.Condition(self._lock)
         self._locks: dict[Hashable, _Lock] = {}
         self._closed = False
         self._thread = start_thread("kvstore-lmcache-locks", self._renew_forever)
@@ -52,7 +53,7 @@ class Locks:
     def add(self, namespace: str, found: Sequence[tuple[Hashable, bytes]]) -> None:
         """Objects that were leased a moment ago: LMCache's key and the name here, of each."""
         now = time.monotonic()
-        with self._changing:
+        with self._lock:
             for key, name in found:
                 lock = self._locks.get(key)
                 if lock is None:
@@ -64,7 +65,7 @@ class Locks:
 
     def remove(self, keys: Sequence[Hashable]) -> None:
         """Ends one lock of each; of what is not locked, none."""
-        with self._changing:
+        with self._lock:
             for key in keys:
                 lock = self._locks.get(key)
                 if lock is not None:
@@ -73,14 +74,14 @@ class Locks:
                         del self._locks[key]
 
     def close(self) -> None:
-        with self._changing:
+        with self._lock:
             self._closed = True
             self._changing.notify()
         self._thread.join()
 
     def _renew_forever(self) -> None:
         while True:
-            with self._changing:
+            with self._lock:
                 if self._changing.wait_for(lambda: self._closed, RENEW_S / 2):
                     return
                 due = self._due(time.monotonic())

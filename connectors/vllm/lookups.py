@@ -26,6 +26,7 @@ from kvstore.client.flows.asking import Match
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX
+from kvstore.stopping import Latch
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -58,7 +59,7 @@ class Lookup:
     expected_tokens: int
     """How many tokens the prefiller says it stores; 0: it has not said."""
     asked: float
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Latch = field(default_factory=Latch)
     tokens: int = 0
     failed: bool = False
     waits_for_writers: bool = False
@@ -93,7 +94,10 @@ class Lookups:
         self._namespaces: dict[int, list[str]] = {}
         self._lookups: dict[str, Lookup] = {}
         self._patience_s = STEP_PATIENCE_S
-        self._changed = threading.Condition()
+        # Taken by itself, which is one step of the interpreter: a signal handler that raises, such
+        # as an engine's on SIGTERM, would leave it taken in the condition's own ``__enter__``.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._active: list[Lookup] = []
         self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._chore: Callable[[], float] = lambda: NEVER_S
@@ -132,7 +136,7 @@ class Lookups:
             return known
         lookup = Lookup([bytes(each) for each in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
-        with self._changed:
+        with self._lock:
             if self._closing or len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
                 self._answer(lookup, failed=True)
             else:
@@ -158,7 +162,7 @@ class Lookups:
         patience = self._deadline_s + (self._writers_wait_s if lookup.waits_for_writers else 0)
         if now - lookup.wanted_since < patience:
             return None
-        with self._changed:
+        with self._lock:
             if not lookup.done.is_set():
                 self._count("lookups_late")
                 self._answer(lookup, tokens=lookup.tokens)
@@ -170,7 +174,7 @@ class Lookups:
     def forget(self, request_id: str) -> None:
         lookup = self._lookups.pop(request_id, None)
         if lookup is not None and not lookup.done.is_set():
-            with self._changed:
+            with self._lock:
                 self._answer(lookup, failed=True)
 
     def clear(self) -> None:
@@ -180,7 +184,7 @@ class Lookups:
     def errand(self, work: Callable[[], T]) -> Future[T]:
         """Runs ``work`` on the thread, between two lookups."""
         future: Future[T] = Future()
-        with self._changed:
+        with self._lock:
             if self._closing:
                 future.set_exception(ClosedError("closed"))
             else:
@@ -190,18 +194,18 @@ class Lookups:
 
     def take_counters(self) -> dict[str, int]:
         """The counters since the last call."""
-        with self._changed:
+        with self._lock:
             counters, self._counters = self._counters, {}
         return counters
 
     def take_latencies_us(self) -> list[int]:
         """The latencies of lookups answered since the last call."""
-        with self._changed:
+        with self._lock:
             times, self._latencies_us = self._latencies_us, []
         return times
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
@@ -217,7 +221,7 @@ class Lookups:
         log.error(
             "lookups_died: this engine finds no more blocks in the store; restart it: %r", error
         )
-        with self._changed:
+        with self._lock:
             self._closing = True
             for lookup in self._active:
                 self._answer(lookup, failed=True)
@@ -228,7 +232,7 @@ class Lookups:
     def _run(self) -> None:
         chore_at = self._clock()
         while True:
-            with self._changed:
+            with self._lock:
                 due: list[Lookup] = []
                 while not self._closing and not self._errands:
                     now = self._clock()
@@ -266,13 +270,13 @@ class Lookups:
     def _look(self, lookup: Lookup) -> None:
         started = self._clock()
         if self.breaker.is_open(started):
-            with self._changed:
+            with self._lock:
                 self._answer(lookup, failed=True)
             return
         try:
             tokens, being_written = self._match(lookup.hashes)
         except KVStoreError as error:
-            with self._changed:
+            with self._lock:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
                 opened = self.breaker.failed(self._clock())
@@ -285,7 +289,7 @@ class Lookups:
             return
         except Exception:  # a bug in the connector must not end the thread
             log.exception("lookup_failed")
-            with self._changed:
+            with self._lock:
                 self._count("lookups_failed")
                 self._answer(lookup, failed=True)
             return
@@ -295,7 +299,7 @@ class Lookups:
         lookup.attempts += 1
         whole = self._groups.aligned(len(lookup.hashes) * self._groups.hash_block_tokens)
         missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
-        with self._changed:
+        with self._lock:
             lookup.tokens = tokens
             waited = now - lookup.asked
             if (being_written or missing) and tokens < whole and waited < self._writers_wait_s:

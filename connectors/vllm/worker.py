@@ -180,7 +180,7 @@ class WorkerSide:
         Transfers that have not begun after ``DRAIN_S`` are given up. Blocks for at most a
         transfer's time-out and some seconds. Arrived loads are reported with the next step, as
         always."""
-        with self._ended:
+        with self._lock:
             self._settle()
             saves, loads = set(self._saves_left), set(self._loads_left)
         return Drained(self.take_report(), saves, loads)
@@ -188,7 +188,7 @@ class WorkerSide:
     def suspend(self) -> None:
         """As ``drain``, but the report stays for the next step, and transfers that are ordered
         before ``resume`` fail. Idempotent."""
-        with self._ended:
+        with self._lock:
             self._settle()
             self._is_suspended = True
 
