@@ -200,6 +200,61 @@ class Cancels(Mixed):
         await hands.rest(rng.uniform(0.0, 0.02))
 
 
+class _Alarm(BaseException):
+    """What the handler of SIGALRM raises."""
+
+
+class _Alarmed:
+    """A client many of whose calls a handler of SIGALRM cuts short, between any two of their steps:
+    for the workload they are cancelled calls."""
+
+    def __init__(self, client: Client, rng: random.Random) -> None:
+        self._client = client
+        self._rng = rng
+        self._armed = False
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def _ring(self, *_: object) -> None:
+        if self._armed:
+            raise _Alarm
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **named: Any) -> Any:
+            try:
+                try:
+                    self._armed = True
+                    seconds = self._rng.choice([0.00003, 0.0002, 0.001, 0.01, 0.5])
+                    signal.setitimer(signal.ITIMER_REAL, seconds)
+                    return found(*args, **named)
+                finally:
+                    self._armed = False
+            except _Alarm:
+                raise asyncio.CancelledError from None
+
+        return call
+
+
+class Alarms(Mixed):
+    """The same, with calls that a signal handler cuts short by an exception."""
+
+    transports = ("shm",)
+
+    def run(self) -> None:
+        with self.client(transports=self.transports) as client:
+            alarmed: Any = _Alarmed(client, self.rng)
+            asyncio.run(self.work(self.hands(alarmed, self.rng)))
+
+
+class AlarmsTcp(Alarms):
+    """The same through sockets."""
+
+    transports = ("tcp",)
+
+
 class GivenUp(Role):
     """Puts through sockets and removes what was stored, then looks for it for as long as it lives:
     bytes of an attempt that was given up must not bring it back."""
@@ -604,6 +659,8 @@ ROLES: Final[dict[str, type[Role]]] = {
     "mixed-tcp": MixedTcp,
     "mixed-grpc": MixedGrpc,
     "cancels": Cancels,
+    "alarms": Alarms,
+    "alarms-tcp": AlarmsTcp,
     "given-up": GivenUp,
     "views": Views,
     "allocations": Allocations,

@@ -13,6 +13,7 @@ from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.lookups import FRESH_S, PENDING_MAX, STEP_PATIENCE_S, Lookup, Lookups
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
+from kvstore.stopping import Latch
 
 PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 16, 1: 32})
@@ -105,7 +106,7 @@ def answered(lookups: Lookups, lookup: Lookup) -> int:
     return tokens
 
 
-def pass_time(clock: Clock, until: threading.Event, seconds: float) -> float:
+def pass_time(clock: Clock, until: threading.Event | Latch, seconds: float) -> float:
     """Time goes on in steps of a millisecond, for so long at most; how long it took."""
     began = clock.now
     while not until.wait(0.002) and clock.now - began < seconds:
@@ -230,12 +231,11 @@ def test_one_step_waits_only_so_long_for_all_its_requests(
 ) -> None:
     now, waits = 0.0, []
 
-    class Waited(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
+    class Waited(Latch):
+        def wait(self, seconds: float = 0.0) -> bool:
             nonlocal now
-            assert timeout is not None
-            waits.append(timeout)
-            now += timeout / 2
+            waits.append(seconds)
+            now += seconds / 2
             return False
 
     store.hold()

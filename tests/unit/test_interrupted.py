@@ -1,0 +1,165 @@
+"""What waits and works in the threads of callers, cut short at every place (``tests.cuts``)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.background import Job, Workers, in_one_piece, join_all, start_thread
+from kvstore.errors import ClosedError
+from kvstore.stopping import Bell, Known, Latch, NotOurTurnError, Turn
+from tests.cuts import cut
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def each_place(work: Callable[[], object]) -> int:
+    """Cuts the work at each of its places, once; their number."""
+    place = 0
+    while cut(work, place):
+        place += 1
+    assert place > 2
+    return place
+
+
+def elsewhere(work: Callable[[], object], seconds: float = 10.0) -> None:
+    """In another thread, where it must end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+
+
+def test_a_latch() -> None:
+    latch = Latch()
+    each_place(lambda: latch.wait(0.001))
+    assert not latch.is_set()
+    waits = threading.Thread(target=latch.wait, daemon=True)
+    waits.start()
+    each_place(latch.set)
+    waits.join(10)
+    assert not waits.is_alive()
+    assert latch.wait(0)
+
+
+def test_a_bell_rings_for_those_that_have_waited_longest() -> None:
+    bell = Bell()
+    heard = [bell.listen() for _ in range(3)]
+    bell.ring(2)
+    assert [each.qsize() for each in heard] == [1, 1, 0]
+    bell.ring()
+    assert heard[2].qsize() == 1
+    began = time.monotonic()
+    bell.wait(bell.listen(), 0.05)
+    assert time.monotonic() - began >= 0.04
+    assert not bell._listening, "who has waited in vain listens no more"
+
+
+def test_a_turn_is_never_left_taken() -> None:
+    turn = Turn()
+    each_place(lambda: turn.run(lambda: None, 1.0))
+    assert not turn.is_taken
+    elsewhere(lambda: turn.run(lambda: None, 1.0))
+
+    def meanwhile() -> None:
+        began = time.monotonic()
+        with pytest.raises(NotOurTurnError):
+            turn.run(lambda: None, 0.05)
+        assert 0.02 < time.monotonic() - began < 5
+
+    turn.run(lambda: elsewhere(meanwhile), 1.0)
+
+
+def test_what_is_known_keeps_nothing() -> None:
+    class Thing:
+        pass
+
+    known: Known[Thing] = Known()
+    things = [Thing(), Thing(), Thing()]
+    for thing in things:
+        known.add(thing)
+    assert list(known) == things
+    known.discard(things.pop())
+    del things[0], thing
+    gc.collect()
+    known.prune()
+    assert len(known) == 1
+    assert list(known) == things
+
+
+def test_work_in_one_piece_ends_although_its_caller_is_cut() -> None:
+    done: list[int] = []
+    begun: list[int] = []
+
+    def work() -> int:
+        begun.append(1)
+        time.sleep(0.002)
+        done.append(1)
+        return 7
+
+    each_place(lambda: in_one_piece(work))
+    assert in_one_piece(work) == 7
+    deadline = time.monotonic() + 10
+    while len(done) < len(begun) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(done) == len(begun)
+
+    def fails() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        in_one_piece(fails)
+
+
+def test_starting_a_thread() -> None:
+    """It runs or it does not; it never waits for ever for its start."""
+    each_place(lambda: start_thread("cut", lambda: None))
+    began: list[int] = []
+    thread = start_thread("whole", lambda: began.append(1))
+    join_all([thread], 10)
+    assert began
+
+
+def test_workers_go_on_after_their_caller_was_cut() -> None:
+    workers = Workers("cut", 2)
+    jobs: list[Job[int]] = []
+
+    def use() -> None:
+        jobs.append(Job(lambda: 5))
+        workers.begin(jobs[-1])
+        assert jobs[-1].result() == 5
+
+    each_place(use)
+    for job in jobs:
+        job.cancel()
+
+    def check() -> None:
+        mine = [Job(lambda: 6) for _ in range(8)]
+        for each in mine:
+            workers.begin(each)
+        assert [each.result() for each in mine] == [6] * 8
+
+    elsewhere(check)
+    workers.close(10)
+    assert not [each for each in threading.enumerate() if each.name == "cut"]
+    with pytest.raises(ClosedError):
+        workers.begin(Job(lambda: 5))
+
+
+def test_a_cancelled_job_is_not_begun() -> None:
+    told: list[int] = []
+    job = Job(lambda: told.append(1), lambda: told.append(2))
+    assert job.cancel()
+    job.run()
+    assert told == [2]
+    assert job.is_done
+    with pytest.raises(ClosedError):
+        job.result()
+    ran = Job(lambda: 3)
+    ran.run()
+    assert not ran.cancel()
+    assert ran.result() == 3
