@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, Union, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -326,7 +326,7 @@ def _fillable_dtype(torch: ModuleType, tensor: torch.Tensor) -> str:
 
 def _why_not_plain(torch: ModuleType, tensor: torch.Tensor) -> str:
     """Why the tensor is not just the numbers in its memory; empty: it is."""
-    of = type(tensor)
+    of: Any = type(tensor)
     if of is not torch.Tensor and of is not torch.nn.Parameter:
         # An engine's own classes of parameters say where weights come from, and no more.
         is_wrapper = of.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -537,7 +537,8 @@ def described_as(
         raise InvalidArgumentError(f"the sizes of a shape must not be negative: {sizes}")
     if kind == "torch":
         module = import_torch()
-        found = dtype if isinstance(dtype, module.dtype) else torch_dtype(module, dtype)
+        is_one = isinstance(dtype, module.dtype)
+        found = cast("torch.dtype", dtype) if is_one else torch_dtype(module, dtype)
         return _describe("torch", torch_name(found), sizes), math.prod(sizes) * found.itemsize
     given = numpy_dtype_given(dtype)
     return _describe("numpy", numpy_name(given), sizes), math.prod(sizes) * given.itemsize

@@ -559,7 +559,7 @@ MUTANTS: Final = (
         "cancelled-call-is-not-waited-for",
         "client/aio.py",
         "            if not call.cancel() and not stop.set():\n"
-        "                while not call.done():",
+        "                while not call.is_done:",
         "            if not call.cancel() and not stop.set():\n                while False:",
         ("tests/unit/client/test_aio.py",),
     ),
