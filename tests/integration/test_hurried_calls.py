@@ -1,0 +1,284 @@
+"""A user in a hurry: every argument of every public call of both clients, given all that people
+give by mistake. The answer is the right thing or a typed error, soon; never an error of Python's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import inspect
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import AsyncClient, Client
+from kvstore.errors import InvalidArgumentError, InvalidKeyError, KVStoreError
+from tests.integration.cluster import Cluster, until
+from tests.integration.conftest import either_client
+
+BUFFER = np.zeros(64, np.uint8)
+HUGE = 1 << 80
+
+
+class Text(str):
+    __slots__ = ()
+
+    def encode(self, *_: object) -> bytes:
+        return b"something else"
+
+
+class Number(int):
+    pass
+
+
+class Named(enum.Enum):
+    KEY = "hurried"
+
+
+def given() -> dict[str, Any]:
+    """What a user in a hurry gives, for any argument. New ones for each call: some are used up."""
+    return {
+        "None": None,
+        "text": "hurried",
+        "number as text": "5",
+        "duration as text": "5s",
+        "surrogate": "a\udcff",
+        "empty text": "",
+        "bytes": b"hurried",
+        "bytearray": bytearray(b"hurried"),
+        "number": 5,
+        "zero": 0,
+        "negative": -1,
+        "huge": HUGE,
+        "float": 1.5,
+        "nan": float("nan"),
+        "infinity": float("inf"),
+        "bool": True,
+        "numpy integer": np.int64(5),
+        "numpy float": np.float32(1.5),
+        "numpy text": np.str_("hurried"),
+        "numpy bytes": np.bytes_(b"hurried"),
+        "numpy bool": np.bool_(True),
+        "array": np.arange(3),
+        "array of objects": np.array([None, {}], object),
+        "array without dimensions": np.array(5),
+        "subclass of str": Text("hurried"),
+        "subclass of int": Number(5),
+        "enum": Named.KEY,
+        "generator": (each for each in ["hurried", "other"]),
+        "empty generator": iter(()),
+        "endless generator": iter(lambda: "x", None),
+        "empty list": [],
+        "list": ["hurried"],
+        "list of None": [None],
+        "nested list": [["hurried"]],
+        "list of numbers": [1, 2],
+        "set": {"hurried"},
+        "dict": {"hurried": b"x"},
+        "empty dict": {},
+        "tuple": ("hurried", b"x"),
+        "pairs": [("hurried", b"x")],
+        "triples": [("hurried", b"x", 1)],
+        "slice": slice(3),
+        "function": lambda *_: None,
+        "class": dict,
+        "timedelta": timedelta(seconds=5),
+        "object": object(),
+    }
+
+
+class Row:
+    """One method: arguments with which it works, and those to leave as they are."""
+
+    def __init__(self, *keep: str, **works: Any) -> None:
+        self.keep = keep
+        self.works = works
+
+
+KEYS = ["hurried", "other"]
+PUT = {"namespace": None, "parent": None, "replicas": 1, "wait_ms": 0, "ttl": 60, "stream": None}
+BATCH = PUT | {"partial": False}
+ROWS: dict[str, Row | str] = {
+    "put": Row(key="hurried", value=b"x", overwrite=True, **PUT),
+    "put_many": Row(items=[("hurried", b"x")], overwrite=True, **BATCH),
+    "put_chain": Row(keys=KEYS, values=[b"x", b"y"], **BATCH),
+    "allocate": Row(shape=4, dtype="uint8", kind="numpy", wait_ms=0),
+    "get": Row(key="hurried", namespace=None, copy=True, kind=None, device=None),
+    "get_many": Row(keys=KEYS, namespace=None, copy=True, kind=None, device=None),
+    "get_raw": Row(key="hurried", size_max=100, namespace=None),
+    "get_into": Row(keys=["hurried"], buffers=[BUFFER], namespace=None, stream=None),
+    "get_ranges": Row(keys=["hurried"], ranges=[[(0, BUFFER[:1])]], namespace=None),
+    "register": Row(memory=BUFFER, size=None),
+    "unregister": Row(memory=BUFFER),
+    "memory_at": Row(address=BUFFER.ctypes.data, size=8),
+    "payload_at": Row(addresses=[BUFFER.ctypes.data], sizes=[8]),
+    "device": Row(name="cuda:0"),
+    "lease": Row(view=BUFFER),
+    "match_prefix": Row(keys=KEYS, namespace=None),
+    "match_prefixes": Row(keys=KEYS, namespaces=["default"]),
+    "matches": Row(keys=KEYS, namespaces=["default"]),
+    "lookup": Row(keys=KEYS, namespace=None),
+    "exists": Row(key="hurried", namespace=None),
+    "exists_many": Row(keys=KEYS, lease=False, namespace=None),
+    "stat": Row(key="hurried", namespace=None),
+    "status": Row(),
+    "http": Row(),
+    "traffic": Row(namespace=None),
+    "chains": Row(namespace="default", keys=[], count=0),
+    "blocks": Row(keys=KEYS, above=0, namespace=None),
+    "list_objects": Row(namespace="", prefix=b""),
+    "list_page": Row(namespace="", prefix=b"", cursor=0),
+    "pin": Row(keys=KEYS, seconds=1, namespace=None),
+    "unpin": Row(keys=KEYS, namespace=None),
+    "remove": Row(key="hurried", namespace=None),
+    "remove_many": Row(keys=KEYS, namespace=None),
+    "clear": Row("progress", namespace="nothing"),
+    "drain": Row(node="nobody", undo=False, leave=False),
+    "move_some": Row("evict_up_to", node="nobody", cursor=0, repair=False),
+    "stats": Row(),
+    "close": "takes no argument, and ends the client",
+    "embedded": "starts processes; its arguments are settings, which unit/test_config.py checks",
+    "config": "no call",
+}
+"""Every public name of the clients. A new one fails the test until it has its row."""
+
+PATIENCE_S = 8.0
+"""No call takes so long, whatever it is given: the time-out of the clients is 2 s."""
+
+
+def public(of: type) -> set[str]:
+    return {name for name in dir(of) if not name.startswith("_")}
+
+
+def test_each_public_call_has_its_row() -> None:
+    assert public(Client) | {"config"} == set(ROWS)
+    assert public(AsyncClient) == set(ROWS)
+    for name, row in ROWS.items():
+        if isinstance(row, Row):
+            parameters = set(inspect.signature(getattr(Client, name)).parameters)
+            assert parameters - {"self", "timeout_ms", *row.keep} == set(row.works), name
+
+
+@pytest.mark.parametrize("kind", ["blocking", "async"])
+def test_what_people_give_is_taken_or_refused(store: Cluster, kind: str) -> None:
+    wrong: list[str] = []
+    with either_client(kind, store.address, timeout_ms=2_000) as client:
+        client.put("hurried", b"x")
+        for name, row in ROWS.items():
+            if isinstance(row, Row):
+                takes = "timeout_ms" in inspect.signature(getattr(Client, name)).parameters
+                for argument in (*row.works, *(["timeout_ms"] if takes else [])):
+                    for what in given():
+                        works = dict(row.works) | {argument: given()[what]}
+                        began = time.monotonic()
+                        found = outcome(lambda: _all(getattr(client, name)(**works)))  # noqa: B023
+                        took = time.monotonic() - began
+                        if found or took > PATIENCE_S:
+                            wrong.append(f"{name}({argument}={what}): {found} {took:.1f} s")
+                client.unregister(BUFFER)
+    assert not wrong, "\n".join(wrong)
+
+
+def _all(result: Any) -> Any:
+    return list(result) if inspect.isgenerator(result) else result
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """Empty: the right kind of end."""
+    try:
+        call()
+    except KVStoreError as error:
+        return "" if error.code != "internal" else f"internal: {error}"
+    except Exception as error:  # that is what is looked for
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# --- what is right ------------------------------------------------------------------------------
+
+
+def test_one_text_is_no_sequence_of_keys(store: Cluster) -> None:
+    client = store.client()
+    client.put_many([("a", b"1"), ("b", b"2"), ("ab", b"3")])
+    calls: tuple[Callable[[Any], object], ...] = (
+        client.get_many,
+        client.lookup,
+        client.exists_many,
+        client.remove_many,
+        client.match_prefix,
+        client.unpin,
+        client.blocks,
+        lambda keys: client.pin(keys, 60),
+        lambda keys: client.put_chain(keys, [b"", b""]),
+        lambda keys: client.matches(["a"], namespaces=keys),
+    )
+    for call in calls:
+        for keys in ("ab", b"ab", bytearray(b"ab")):
+            with pytest.raises(InvalidArgumentError, match="is a sequence, and this is one"):
+                call(keys)
+    assert client.get("a") == b"1"
+
+
+def test_iterators_and_subclasses_are_what_they_hold(store: Cluster) -> None:
+    client = store.client()
+    client.put(Text("plain"), b"1", overwrite=True)
+    client.put(np.bytes_(b"bytes"), b"2", overwrite=True)
+    keys = (each for each in ["plain", "bytes", "none"])
+    assert client.get_many(keys) == [b"1", b"2", None]  # type: ignore[arg-type]
+    assert client.get("plain", timeout_ms=np.int64(5_000)) == b"1"  # type: ignore[arg-type]
+    assert client.exists("plain", namespace=np.str_("default"))
+    assert client.put("several", b"", replicas=np.int8(1))  # type: ignore[arg-type]
+
+
+def test_a_time_to_live_is_taken_with_its_unit(store: Cluster) -> None:
+    client = store.client()
+    for number, ttl in enumerate(("200ms", timedelta(milliseconds=200), np.float32(0.2))):
+        client.put(f"short{number}", b"", ttl=ttl)  # type: ignore[arg-type]
+    client.put("long", b"", ttl="1h")
+    assert client.pin(["long"], timedelta(minutes=1)) == [True]
+    until(lambda: not any(client.exists_many([f"short{number}" for number in range(3)])))
+    assert client.exists("long")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: c.put("t", b"", ttl="60"), "ttl is in seconds, or a text with a unit, not '60'"),
+        (lambda c: c.get("t", timeout_ms="5s"), "timeout_ms is a whole number of milliseconds"),
+        (lambda c: c.get("t", kind="nump"), "kind is 'torch', 'numpy' or 'bytes', not 'nump'"),
+        (lambda c: c.allocate(4, kind="tensor"), "kind is 'torch' or 'numpy', not 'tensor'"),
+        (lambda c: c.put("t", b"", overwrite="no"), "overwrite is True or False, not 'no'"),
+        (lambda c: c.put("t", b"", replicas="2"), "replicas is a whole number, not '2'"),
+        (lambda c: c.put_many(5), "items is a sequence, not 5"),
+    ],
+)
+def test_errors_name_the_argument_and_its_unit(
+    store: Cluster, call: Callable[[Client], object], says: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        call(store.client())
+    assert says in str(raised.value)
+
+
+def test_half_a_surrogate_pair_is_no_key(store: Cluster) -> None:
+    client = store.client()
+    for key in ("\udcff", "a\ud800"):
+        with pytest.raises(InvalidKeyError, match="valid Unicode"):
+            client.put(key, b"")
+        with pytest.raises(InvalidKeyError, match="valid Unicode"):
+            client.get_many(["fine", key])
+        with pytest.raises(InvalidKeyError, match="valid Unicode"):
+            client.match_prefix(["fine", key])
+
+
+def test_an_async_client_refuses_in_the_same_words(store: Cluster) -> None:
+    async def ask() -> None:
+        async with AsyncClient(store.address) as client:
+            with pytest.raises(InvalidArgumentError, match="whole number of milliseconds"):
+                await client.get("t", timeout_ms="5s")  # type: ignore[arg-type]
+
+    asyncio.run(ask())
