@@ -48,6 +48,7 @@ def test_a_bad_object_is_gone_wiped_counted_and_can_be_put_again(new_cluster: Ne
     counted = dict(cluster.status().counters)
     assert (counted["corrupt_objects"], counted["corrupt_replicas"]) == (1, 1)
     assert "corrupt_object" in cluster.notices
+    cluster.wipe()
     cluster.put("a")
     assert cluster.present("a") == "a"
 
