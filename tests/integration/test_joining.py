@@ -275,7 +275,7 @@ def test_a_named_node_keeps_its_memory_at_a_polite_stop(cluster: Cluster) -> Non
             assert entry.exists(), "a start that fails deletes nothing"
 
     told = run("clean", settings["name"])
-    assert told.returncode == 1
+    assert told.returncode == 2
     assert entry.exists(), "it asks first"
     assert settings["name"] in told.stderr
     row = json.loads(run("clean", settings["name"], "--json", "--yes").stdout)
