@@ -18,7 +18,7 @@ from aiohttp import web
 from kvstore.addresses import join_address, split_address
 from kvstore.background import start_task
 from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
-from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
 from kvstore.web import problems
 from kvstore.web.access import HEADERS
 from kvstore.web.doors import Handler
@@ -52,6 +52,8 @@ class Dashboard:
         self._port = port
         self._scheme = scheme
         self._history = History()
+        self._of_engines: list[problems.Problem] = []
+        """As of the last sample."""
         self._task = start_task("history", self._sample_forever())
 
     async def close(self) -> None:
@@ -78,9 +80,16 @@ class Dashboard:
             try:
                 seen = await self._master.seen()
                 self._history.add(sample(seen.at_ms, seen.measured, seen.status))
-            except UnavailableError as error:
+                self._of_engines = await self._look_at_engines(leads=seen.measured["leads"])
+            except KVStoreError as error:
                 log.debug("no_sample reason=%s", error)
             await asyncio.sleep(EVERY_S)
+
+    async def _look_at_engines(self, *, leads: bool) -> list[problems.Problem]:
+        if not leads:
+            return []
+        report = await self._master.client.traffic()
+        return problems.of_engines(report.namespaces, await self._master.fleet_records())
 
     async def _answer_status(self, request: web.Request) -> web.Response:
         del request
@@ -89,6 +98,7 @@ class Dashboard:
             if seen.status is None:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.of_the_store(seen.status, self._history, seen.at_ms)
+            found += self._of_engines
             return _json(status_json(seen, seen.status, found))
         return _json(
             {

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.calls import ClusterStatus, GoneNode, NodeStatus
+from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
+from kvstore.fleet import Record
 from kvstore.memory.entries import ENTRY_GONE
-from kvstore.texts import duration_text, name_text, size_text
+from kvstore.texts import duration_text, name_text, shown_text, size_text
 from kvstore.web.history import History, added, spread_of
+from kvstore.why import Evidence, diagnose, parties_of
 
 RECENT_S: Final = 600.0
 HOUR_S: Final = 3600.0
@@ -46,6 +48,10 @@ REFUSED: Final = {
 """Why a put finds no room: each cause of a ``NoSpaceError``."""
 
 
+KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
+"""Causes (``kvstore.why``) that no further prompt cures. Others may be of new prompts."""
+
+
 class Problem(NamedTuple):
     level: str
     """bad: something is lost or refused; warning: look at it; note: it was asked for."""
@@ -57,6 +63,26 @@ def of_the_store(status: ClusterStatus, history: History, now_ms: int) -> list[P
     found = [*_nodes(status), *_memory(status, history, now_ms), *_lately(history, now_ms)]
     order = ("bad", "warning", "note")
     return sorted(found, key=lambda problem: order.index(problem.level))
+
+
+def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[Problem]:
+    """Of engines that asked a moment ago and found nothing, because what other engines of their
+    model put is kept apart from what they ask for."""
+    everyone = parties_of(spaces, records)
+    asking = [
+        party
+        for party in everyone
+        if party.asked and not party.found
+        if min((row.idle_ms for row in party.askers), default=0) < RECENT_S * 1000
+    ]
+    causes = diagnose(Evidence(uptime_ms=0, spaces=spaces, records=records), asking, everyone)
+    found = []
+    for cause in causes[:NODES_NAMED]:
+        if cause.code in KEPT_APART:
+            fields = f": {'; '.join(cause.fields)}" if cause.fields else ""
+            text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
+            found.append(Problem("warning", f"{text} (kvstore why)"))
+    return found
 
 
 def of_a_standby(leader: str) -> list[Problem]:

@@ -16,7 +16,8 @@ from kvstore.calls import (
 )
 from kvstore.master.state import shortage
 from kvstore.web.history import COUNTED, History, sample
-from kvstore.web.problems import NODES_NAMED, REFUSED, of_a_standby, of_the_store
+from kvstore.web.problems import NODES_NAMED, REFUSED, of_a_standby, of_engines, of_the_store
+from tests.unit.test_why import asks, record, writes
 from tests.unit.web.test_history import EVERY_MS, histogram, measured
 
 
@@ -120,6 +121,17 @@ def test_why_puts_were_refused() -> None:
     )
     causes = {value for name, value in vars(shortage).items() if name in CAUSES}
     assert causes == REFUSED.keys()
+
+
+def test_an_engine_of_another_dtype_is_a_problem_of_the_page() -> None:
+    records = [record("a"), record("b", dtype="float16")]
+    spaces = [writes(records[0].namespaces[0]), asks(records[1].namespaces[0])]
+    (told,) = of_engines(spaces, records)
+    assert told.level == "warning"
+    assert "dtype: bfloat16 writes, float16 asks" in told.text
+    assert "--dtype" in told.text
+    assert of_engines([writes("x"), asks("x", objects=8)], []) == [], "prompts may be new"
+    assert of_engines([], []) == []
 
 
 CAUSES = (
