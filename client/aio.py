@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
-from kvstore.background import Job, Workers
+from kvstore.background import CLOSE_S, Job, Workers
 from kvstore.client import forks
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import View
@@ -36,9 +36,6 @@ ResultT = TypeVar("ResultT")
 
 CALLS_AT_ONCE = 64
 """Threads of one client, made when they are needed; more calls wait for one of them."""
-
-CLOSE_S = 10.0
-"""How long ``close`` waits for calls under way, which fail at once unless a system call hangs."""
 
 
 def _awaited(

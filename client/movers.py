@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.background import Job, Workers, join_all, start_thread
+from kvstore.background import CLOSE_S, Job, Workers, join_all, start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client import forks
 from kvstore.client.devices import ClientDevices
@@ -40,10 +40,6 @@ SWEEP_S = 1.0
 
 SEGMENTS_AT_ONCE = 8
 """Nodes with which one batch exchanges bytes in parallel."""
-
-CLOSE_S = 10.0
-"""How long ``close`` waits for transfers and the sweep, which end sooner unless a system call of
-theirs hangs."""
 
 
 class Movers:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.background import start_thread
+from kvstore.background import CLOSE_S, join_all, start_thread
 from kvstore.client.sync import Client
 from kvstore.connectors.fleet import Fleet
 from kvstore.errors import KVStoreError
@@ -49,7 +49,7 @@ class Announcer:
         self._records.put(None)
 
     def join(self) -> None:
-        self._thread.join()
+        join_all([self._thread], CLOSE_S)
 
     def _run(self) -> None:
         taken: dict[str, Record] = {}

@@ -39,6 +39,9 @@ and in the dying thread for a thread."""
 EXIT_BROKEN: Final = 70
 """The exit status of a process that ends because of a bug or for want of memory (EX_SOFTWARE)."""
 
+CLOSE_S: Final = 10.0
+"""How long a ``close`` waits for threads of its own that end soon, unless a system call hangs."""
+
 AnyResult = TypeVar("AnyResult")
 
 _running: Final[set[asyncio.Task[Any]]] = set()

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore import calls
-from kvstore.background import join_all, start_thread
+from kvstore.background import CLOSE_S, join_all, start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client.lent.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
 from kvstore.clocks import uptime
@@ -37,8 +37,6 @@ log = logging.getLogger("kvstore.client")
 BROKEN_PAUSE_S: Final = 0.2
 """The pause of the renewing thread after an exception that is a bug."""
 
-CLOSE_S: Final = 10.0
-"""How long ``close`` waits for the renewing thread, whose calls end when their stub is closed."""
 
 MakeCall = Callable[[calls.Request, float], calls.Reply]
 """Takes a request and the seconds that the call may last; raises KVStoreError."""

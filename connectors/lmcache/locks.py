@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.background import start_thread
+from kvstore.background import CLOSE_S, join_all, start_thread
 from kvstore.connectors.guard import Guard
 from kvstore.connectors.lmcache.memory import slices
 from kvstore.errors import KVStoreError
@@ -77,7 +77,7 @@ class Locks:
         with self._lock:
             self._closed = True
             self._changing.notify()
-        self._thread.join()
+        join_all([self._thread], CLOSE_S)
 
     def _renew_forever(self) -> None:
         while True:

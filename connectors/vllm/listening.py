@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from kvstore.background import start_thread
+from kvstore.background import CLOSE_S, join_all, start_thread
 from kvstore.config import http_token_given
 from kvstore.connectors.vllm.events import Block
 from kvstore.errors import ClosedError, KVStoreError
@@ -94,7 +94,7 @@ class Listener:
         """Ends the thread, in less than a second; in ``CONNECT_S`` if it is connecting to a host
         that does not answer."""
         self.stop()
-        self._thread.join()
+        join_all([self._thread], CLOSE_S)
 
     # --- the thread ---------------------------------------------------------------------------
 

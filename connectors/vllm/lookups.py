@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from kvstore.background import start_thread
+from kvstore.background import CLOSE_S, join_all, start_thread
 from kvstore.breaker import Breaker
 from kvstore.client.flows.asking import Match
 from kvstore.connectors.vllm.groups import Groups
@@ -209,7 +209,7 @@ class Lookups:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join()
+            join_all([self._thread], CLOSE_S)
         errands, self._errands = self._errands, []
         for future, _ in errands:  # so that no caller waits for them
             future.set_exception(ClosedError("closed"))
