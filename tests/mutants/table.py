@@ -27,9 +27,12 @@ KEPT: Final = (
     "tests/unit/master/test_keeping.py", "tests/unit/master/test_ends.py",
     "tests/model/test_master_state.py",
 )  # fmt: skip
+WIRE: Final = ("tests/unit/wire",)
+EPOCHS: Final = ("tests/unit/master/test_epochs.py",)
 TOLD: Final = ("tests/unit/master/test_chains.py",)
 ASKING: Final = "master/state/asking.py"
 CHAINS: Final = "master/state/chains.py"
+CODEC: Final = "kvstore/wire/codec.py"
 COMMON: Final = "master/state/common.py"
 ENDS: Final = "master/state/ends.py"
 GRANTING: Final = "master/state/granting.py"
@@ -49,6 +52,8 @@ JOURNAL: Final = "kvstore/web/journal.py"
 LINK: Final = "kvstore/web/link.py"
 OBJECTS: Final = "kvstore/web/objects.py"
 OPENAPI: Final = "kvstore/web/openapi.py"
+OUTRUNS: Final = "master/outruns.py"
+PACKED: Final = "kvstore/wire/packed.py"
 PEERS: Final = "kvstore/web/peers.py"
 PUBLISHER: Final = "kvstore/web/publisher.py"
 SERVING: Final = "kvstore/web/serving.py"
@@ -61,6 +66,7 @@ REGIONS: Final = "kvstore/memory/regions.py"
 REGISTERED: Final = "client/registered.py"
 VALUES: Final = "client/values.py"
 SCHEDULER: Final = "connectors/vllm/scheduler.py"
+TRAFFIC: Final = "master/state/traffic.py"
 WORKER: Final = "connectors/vllm/worker.py"
 
 
@@ -1216,8 +1222,8 @@ MUTANTS: Final = (
     Mutant(
         "pinned-again-is-refused",
         KEEPING,
-        "        if wanted and before + wanted > bound:\n",
-        "        if before + wanted > bound:\n",
+        "        if not wanted:\n            return\n        rules",
+        "        rules",
         KEPT,
     ),
     Mutant(
@@ -1745,5 +1751,68 @@ MUTANTS: Final = (
         "tensor.data_ptr() and end <= tensor.untyped_storage().nbytes()",
         "True",
         TOLD_OF,
+    ),
+    Mutant(
+        "columns-of-unequal-length",
+        CODEC,
+        "    if len(rows) != count:\n",
+        "    if len(rows) > count:\n",
+        WIRE,
+    ),
+    Mutant(
+        "columns-are-not-counted",
+        CODEC,
+        '    bound = f", rows=len({rows.like})" if rows.like else',
+        '    bound = f", rows_max=len({rows.like})" if rows.like else',
+        WIRE,
+    ),
+    Mutant(
+        "a-name-in-shm-is-matched-at-its-front",
+        PACKED,
+        "_SHM_NAME.fullmatch(value)",
+        "_SHM_NAME.match(value)",
+        WIRE,
+    ),
+    Mutant(
+        "partly-found-is-not-counted",
+        TRAFFIC,
+        "            row.partly += 1\n",
+        "            row.partly += first > 1\n",
+        ("tests/unit/master/test_traffic.py",),
+    ),
+    Mutant(
+        "any-epoch-is-believed",
+        COMMON,
+        "return self.epoch < epoch <= self._epoch_max",
+        "return self.epoch < epoch",
+        EPOCHS,
+    ),
+    Mutant(
+        "reports-end-terms-without-a-pause",
+        OUTRUNS,
+        "        if epoch <= own or now_s < self._not_before:\n",
+        "        if epoch <= own:\n",
+        EPOCHS,
+    ),
+    Mutant(
+        "a-term-begins-beyond-the-bound",
+        OUTRUNS,
+        "room = min(EPOCH_STEP_MAX, highest_believed(wall_clock_ms) - epoch)",
+        "room = EPOCH_STEP_MAX",
+        EPOCHS,
+    ),
+    Mutant(
+        "memory-is-mounted-by-two-nodes",
+        "master/state/membership.py",
+        "            if holder is not None and holder.name != join.name:\n",
+        "            if holder is not None and holder.name == join.name + '!':\n",
+        ("tests/unit/master/test_nodes.py",),
+    ),
+    Mutant(
+        "all-pins-have-no-bound",
+        KEEPING,
+        "        share = max(rules.pinned_max, rules.pinned_all_max)\n",
+        "        share = 1.0\n",
+        KEPT,
     ),
 )

@@ -11,6 +11,7 @@ from kvstore.errors import (
     NoSpaceError,
     ProtocolError,
     SegmentGoneError,
+    UnavailableError,
 )
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.master.state import sweeping
@@ -493,3 +494,20 @@ def test_lost_blocks_above_many_puts_are_found_in_slices(
 def test_the_quarantine_must_outlast_a_node_that_nobody_hears() -> None:
     with pytest.raises(ValueError, match="quarantine_ms"):
         MasterRules(quarantine_ms=10, liveness=LivenessRules(suspect_ms=10, dead_ms=20))
+
+
+def test_memory_that_a_node_has_mounted_is_not_mounted_by_another_one(
+    new_cluster: NewCluster,
+) -> None:
+    """Also while its node is silent: it may come back. Once it is dead, anybody may have it."""
+    cluster = new_cluster(one=8)
+    cluster.put("a")
+    offers = [cluster.offers["one"][0]._replace(fresh=False)]
+    liar = calls.NodeJoin("liar", "host", PROTOCOL_VERSION, 0, offers)
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="mounted by node one"):
+            cluster.state.nodes.joined(cluster.now_ms, 99, liar)
+        assert cluster.present("a") == "a"
+        cluster.break_stream("one")
+    cluster.kill("one")
+    cluster.state.nodes.joined(cluster.now_ms, 99, liar)

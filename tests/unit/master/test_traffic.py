@@ -99,6 +99,19 @@ def test_who_asks_is_remembered_with_the_first_key_that_was_missing(
 
 
 @pytest.mark.parametrize("kind", [calls.Lookup, calls.Exists, calls.MatchPrefix])
+def test_a_question_that_finds_its_first_key_alone_is_partly_answered(
+    new_cluster: NewCluster, kind: type
+) -> None:
+    cluster = new_cluster(one=8)
+    cluster.put("a")
+    several = kind is calls.MatchPrefix
+    keys = keys_of("ax")
+    ask(cluster, kind([NAMESPACE], keys, False) if several else kind(NAMESPACE, keys))
+    row = seen(cluster)
+    assert (row.questions, row.none, row.partly) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [calls.Lookup, calls.Exists, calls.MatchPrefix])
 def test_questions_in_a_namespace_without_objects_are_remembered(
     new_cluster: NewCluster, kind: type
 ) -> None:

@@ -316,6 +316,8 @@ def test_what_exceeds_a_bound_is_refused(case: str) -> None:
         ("uuid", b"short"),
         ("token", b"t" * 17),
         ("shm_name", "../../etc/passwd"),
+        ("shm_name", "kvstore.a/../.."),
+        ("shm_name", "kvstore.a\n"),
         ("shm_name", ".hidden"),
         ("shm_name", "a" * 256),
         ("address", "a\x00b"),
@@ -326,6 +328,29 @@ def test_a_bad_offer_is_refused(field: str, value: Any) -> None:
     join = node_pb2.NodeJoin(name="n", host="h", segments=[node_pb2.SegmentOffer(**offer)])
     with pytest.raises(UsageError):
         node_messages.decode_node_message(node_pb2.NodeMessage(join=join).SerializeToString())
+
+
+TWO = [Key(b"a"), Key(b"b")]
+CORRUPT = calls.ReportCorrupt(Namespace("n"), TWO, [1, 2], [3, 4], [b"u" * 16] * 2)
+WIPE = calls.MasterWipe(1, b"u" * 16, [1, 2], [3, 4], [5, 6], calls.NO_MARK, [7, 8], [9, 10])
+
+
+@pytest.mark.parametrize("field", ["epochs", "counters", "uuids"])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_columns_of_a_request_are_of_one_length(field: str, rows: int) -> None:
+    column = (2 * list(getattr(CORRUPT, field)))[:rows]
+    data = messages.encode_request(CORRUPT._replace(**{field: column}))
+    with pytest.raises(UsageError, match=f"{field}.*{rows} rows, expected 2"):
+        messages.decode_request(CALLS[calls.ReportCorrupt], data)
+
+
+@pytest.mark.parametrize("field", ["epochs", "counters", "cut_connections"])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_columns_of_an_order_are_of_one_length(field: str, rows: int) -> None:
+    column = (2 * list(getattr(WIPE, field)))[:rows]
+    data = node_messages.encode_master_message(WIPE._replace(**{field: column}))
+    with pytest.raises(ProtocolError, match=f"{field}.*{rows} rows, expected 2"):
+        node_messages.decode_master_message(data)
 
 
 @pytest.mark.parametrize(
