@@ -52,15 +52,13 @@ class Removing:
         self._check_remembered()
         removed = bytearray(len(request.keys))
         gone: list[Remains] = []
-        still_read: list[Wiping] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         for index, key in enumerate(request.keys):
             record = self._forest.get(request.namespace, key)
             self._granting.end_copies(now_ms, (request.namespace, key))
             readers = self._reclaim.still_read(record)
-            self._reclaim.concerns(readers, (request.namespace, key))
-            still_read += readers
+            self._reclaim.concerns(readers, (request.namespace, key))  # ``_earlier`` finds them
             if record is not None and record.segment is not None:
                 removed[index] = record.complete
                 gone.append(Remains.of(record))
@@ -69,7 +67,7 @@ class Removing:
         self._common.counters["removed_objects"] += len(gone)
         earlier = self._earlier([(request.namespace, key) for key in request.keys])
         reply = calls.Removed(bytes(removed))
-        return self._common.when_wiped(now_ms, gone, reply, [*earlier, *still_read])
+        return self._common.when_wiped(now_ms, gone, reply, earlier)
 
     def clear(self, now_ms: int, request: calls.Clear) -> calls.Cleared | Later:
         """Raises UnavailableError: no node is joined that could record the removal."""

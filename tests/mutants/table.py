@@ -258,7 +258,7 @@ MUTANTS: Final = (
     Mutant(
         "removal-does-not-wait-for-readers-of-dead-nodes",
         REMOVING,
-        "            still_read += readers\n",
+        "self._reclaim.concerns(readers, (request.namespace, key))",
         "",
         MASTER,
     ),
