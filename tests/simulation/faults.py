@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvstore import calls
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.wire.messages import CALLS, encode_request
 from tests.simulation import inside
-from tests.simulation.scheduler import MS, SECOND
+from tests.simulation.network import BrokenStreamError
+from tests.simulation.scheduler import MS, SECOND, Process, TimedOutError
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -20,6 +24,9 @@ KINDS = (
     "hold_back_a_put", "restart_amid_copies",
 )  # fmt: skip
 
+
+LIES = ("client_lies",)
+"""Not among the usual kinds: a test asks for them."""
 
 QUICK_US = (5, 200)
 """Between two pieces of a transfer, where nothing is slow."""
@@ -177,6 +184,27 @@ class Faults:
             # To before all epochs so far; and not onto one of them.
             cluster.wall_clock_us = -cluster.scheduler.now_us + self._random.randint(1, 1_000)
             self._restart_master()
+
+    def _client_lies(self) -> None:
+        """A stranger joins, and claims to have joined a master of an epoch that none has had."""
+        cluster, random = self._cluster, self._random
+        address = random.choice(cluster.masters)
+        epoch = cluster.oracle.newest_epoch + random.choice((1, 10**6, 1 << 40, 1 << 60))
+        self._note(f"a client claims the epoch {epoch} at {address}")
+        join = calls.Join("liar", "host-liar", PROTOCOL_VERSION, highest_epoch=epoch)
+        process = Process(cluster.scheduler, "liar", "host-liar")
+
+        async def lie() -> None:
+            end = cluster.network.connect(process, address, "join")
+            try:
+                end.send((0, CALLS[calls.Join].wire_name, encode_request(join), None))
+                await end.receive(SECOND)
+            except (BrokenStreamError, TimedOutError):
+                pass
+            finally:
+                end.close()
+
+        process.spawn("lie", lie())
 
     def _die_at_step(self) -> None:
         """Whoever comes to it next; each step that has a name is as likely as any other."""

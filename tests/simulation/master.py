@@ -235,6 +235,7 @@ class Master:
                     self._send(self._sessions[session], ("error", encode_error(error)))
                     self._sessions[session].close()
             case Outrun(epoch):
+                self.oracle.outrun(epoch)
                 self.process.after(0, "master/outrun", lambda: self.outrun(epoch))
             case Notice(event, fields):
                 self.oracle.note(f"master {event} {fields}")

@@ -199,6 +199,16 @@ class Oracle:
         self._evicted = self._claimed = self._repaired = self._last_token = 0
         self._calls = {}
 
+    @property
+    def newest_epoch(self) -> int:
+        """Of the last master."""
+        return self._epoch
+
+    def outrun(self, epoch: int) -> None:
+        """A master ends its term, because it was told of this epoch."""
+        if epoch not in self._epochs:
+            self.broken("believed", f"a term ends for the epoch {epoch}, which no master has had")
+
     def master_ended(self, state: MasterState) -> None:
         """It is dead, or leads no more."""
         if self._state is state:

@@ -20,11 +20,12 @@ import pytest
 from kvstore import calls
 from kvstore.calls import MasterWipe, PutOutcome
 from kvstore.master.state import common
-from kvstore.master.state.effects import Later
+from kvstore.master.state.effects import Later, Outrun
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.puts import Pending, PendingPut
 from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import ObjectRecord
@@ -385,3 +386,21 @@ def test_finds_a_missing_fence() -> None:
         "corrupt",
         within_steps=10**6,
     )
+
+
+LIARS = Options(seed=0, masters=1, faults=("client_lies", "restart_master"))
+
+
+def test_clients_that_lie_about_epochs_end_no_term() -> None:
+    for seed in range(1, 6):
+        result = run_seed(replace(LIARS, seed=seed, fault_seconds=FAULT_SECONDS))
+        assert not result.failure, result.failure
+
+
+def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def believes(nodes: Nodes, now_ms: int, join: calls.Join) -> None:
+        if join.highest_epoch > nodes._common.epoch:
+            nodes._common.effect(Outrun(join.highest_epoch))
+
+    monkeypatch.setattr(Nodes, "client_joined", believes)
+    found(LIARS, "believed", within_steps=10**6)
