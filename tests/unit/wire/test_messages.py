@@ -338,8 +338,8 @@ WIPE = calls.MasterWipe(1, b"u" * 16, [1, 2], [3, 4], [5, 6], calls.NO_MARK, [7,
 @pytest.mark.parametrize("field", ["epochs", "counters", "uuids"])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_columns_of_a_request_are_of_one_length(field: str, rows: int) -> None:
-    column = (2 * list(getattr(CORRUPT, field)))[:rows]
-    data = messages.encode_request(CORRUPT._replace(**{field: column}))
+    changed: dict[str, Any] = {field: (2 * list(getattr(CORRUPT, field)))[:rows]}
+    data = messages.encode_request(CORRUPT._replace(**changed))
     with pytest.raises(UsageError, match=f"{field}.*{rows} rows, expected 2"):
         messages.decode_request(CALLS[calls.ReportCorrupt], data)
 
@@ -347,8 +347,8 @@ def test_columns_of_a_request_are_of_one_length(field: str, rows: int) -> None:
 @pytest.mark.parametrize("field", ["epochs", "counters", "cut_connections"])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_columns_of_an_order_are_of_one_length(field: str, rows: int) -> None:
-    column = (2 * list(getattr(WIPE, field)))[:rows]
-    data = node_messages.encode_master_message(WIPE._replace(**{field: column}))
+    changed: dict[str, Any] = {field: (2 * list(getattr(WIPE, field)))[:rows]}
+    data = node_messages.encode_master_message(WIPE._replace(**changed))
     with pytest.raises(ProtocolError, match=f"{field}.*{rows} rows, expected 2"):
         node_messages.decode_master_message(data)
 
