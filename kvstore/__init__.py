@@ -12,6 +12,7 @@ names are loaded when they are first used.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from kvstore.client.lent.leases import Lease
     from kvstore.client.sync import Client
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
+
+# gRPC's C core writes to descriptor 2 itself, in threads that serve: what we raise as errors, and
+# that an idle connection was closed. It reads this when it is imported; a program that has imported
+# it before keeps its own choice.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _HOMES = {
     "AsyncClient": "kvstore.client.aio",

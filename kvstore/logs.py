@@ -57,8 +57,6 @@ def configure(level: str) -> None:
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
     """
-    # gRPC's C core writes to descriptor 2 itself, in the threads that serve.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _take_over()
     handler = logging.StreamHandler()
     handler.setFormatter(_LINE)
@@ -231,6 +229,7 @@ class _Stream(io.RawIOBase):
     def __init__(self, fd: int, writer: Writer) -> None:
         self._fd = fd
         self._writer = writer
+        self.name = fd  # as that of a file without a path
 
     def write(self, data: Any, /) -> int:
         """Takes all of it."""

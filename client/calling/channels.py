@@ -8,7 +8,6 @@ connects within its first call.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +34,6 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs raised errors to stderr
 
 
 class Lent:

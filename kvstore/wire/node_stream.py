@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -49,8 +48,6 @@ _NOT_THE_MASTER = (
 )
 """Codes by which gRPC itself reports that a connection ended; the master's errors carry a detail.
 INTERNAL ("Internal error from Core"): the peer ended the stream while it was being opened."""
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core logs to stderr what we raise
 
 
 class NodeStream:

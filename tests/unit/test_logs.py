@@ -146,6 +146,27 @@ assert ours and not any(each.handlers or each.level or not each.propagate for ea
     assert output_of(program) == ""
 
 
+def test_grpc_says_nothing_of_an_idle_connection() -> None:
+    """Its C core would, to descriptor 2 of whatever program has a client."""
+    program = """
+import kvstore.client.sync
+import time
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.max_connection_idle_ms", 200)])
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    try:
+        channel.unary_unary("/a/b")(b"", timeout=5)
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    time.sleep(1.5)
+server.stop(0).wait()
+"""
+    assert output_of(program) == ""
+
+
 def record(text: str, *args: object, level: int = logging.INFO, **more: object) -> Any:
     made = logging.LogRecord("kvstore.test", level, "", 0, text, args, None)
     vars(made).update(more)
