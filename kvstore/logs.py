@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Final, TextIO
+from typing import IO, Any, Final, TextIO, cast
 
 from kvstore.background import start_thread
 from kvstore.texts import shown_text
@@ -261,16 +261,11 @@ def _take_over() -> None:
             if shared is None or not os.path.sameopenfile(1, 2):  # one file: in order
                 shared = Writer(fd)
                 _writers.append(shared)
-            setattr(
-                sys,
-                name,
-                io.TextIOWrapper(
-                    _Stream(fd, shared),
-                    encoding=stream.encoding,
-                    errors="backslashreplace",
-                    line_buffering=True,
-                ),
+            raw = cast(IO[bytes], _Stream(fd, shared))  # without a buffer: the queue is one
+            text = io.TextIOWrapper(
+                raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True
             )
+            setattr(sys, name, text)
     if _writers:
         atexit.register(_drain)
 

@@ -21,7 +21,10 @@ NOTE = "The GPU is a fake, made of the host's memory: these numbers mean nothing
 class FakeGPU(GPU):
     name = "fake:0"
     note = NOTE
-    title = "none"
+
+    @property
+    def title(self) -> str:
+        return "none"
 
     def batch_bytes(self, *, quick: bool) -> int:
         return 12 << 20

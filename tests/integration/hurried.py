@@ -76,7 +76,7 @@ def run(circumstance: str, module: str, arguments: list[str], ends: bool) -> dic
 
 
 def _wait(pid: int, read: dict[str, int], *, ends: bool) -> tuple[dict[str, str], int]:
-    said = dict.fromkeys(("out", "err"), b"")
+    said: dict[str, bytes] = dict.fromkeys(("out", "err"), b"")
     began = time.monotonic()
     left = dict(read)
     interrupted = ends

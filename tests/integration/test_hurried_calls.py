@@ -27,7 +27,7 @@ HUGE = 1 << 80
 class Text(str):
     __slots__ = ()
 
-    def encode(self, *_: object) -> bytes:
+    def encode(self, encoding: str = "", errors: str = "") -> bytes:
         return b"something else"
 
 
@@ -216,8 +216,9 @@ def test_one_text_is_no_sequence_of_keys(store: Cluster) -> None:
         lambda keys: client.put_chain(keys, [b"", b""]),
         lambda keys: client.matches(["a"], namespaces=keys),
     )
+    texts: tuple[Any, ...] = ("ab", b"ab", bytearray(b"ab"))
     for call in calls:
-        for keys in ("ab", b"ab", bytearray(b"ab")):
+        for keys in texts:
             with pytest.raises(InvalidArgumentError, match="is a sequence, and this is one"):
                 call(keys)
     assert client.get("a") == b"1"

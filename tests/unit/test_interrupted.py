@@ -80,6 +80,7 @@ def test_what_is_known_keeps_nothing() -> None:
 
     known: Known[Thing] = Known()
     things = [Thing(), Thing(), Thing()]
+    thing = things[0]
     for thing in things:
         known.add(thing)
     assert list(known) == things

@@ -97,7 +97,7 @@ def test_keys_are_the_bytes_that_they_hold() -> None:
     class Text(str):
         __slots__ = ()
 
-        def encode(self, *_: object) -> bytes:
+        def encode(self, encoding: str = "", errors: str = "") -> bytes:
             return b"other"
 
     class Data(bytes):
