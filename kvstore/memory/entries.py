@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import grp
+import itertools
 import os
 import re
 import stat
@@ -65,34 +66,41 @@ def free_node_name(
         owner: the cluster that the name is for; None: any, and left-over memory is not considered.
         avoid: names that cannot be used.
     """
+    places = tuple(directories())
     free = ""
-    number = 0
-    left_until = _last_number(base) if owner is not None else 0
-    while not free or number < left_until:
-        number += 1
-        name = base if number == 1 else f"{base}-{number}"
-        paths = [f"{each}/{SHM_PREFIX}{name}" for each in directories()]
-        if name in avoid or any(_is_taken(path) for path in paths):
-            continue
-        found = [left for path in paths if (left := read_left(path)) is not None]
-        lefts = [left for left in found if not left.owner.on_device]  # nothing is left of those
-        if owner is not None and any(layout.why_not_of(left.owner, owner) for left in lefts):
-            continue
-        if lefts and owner is not None:
-            return name
-        free = free or name
+    while not free:
+        known = _numbers(base, places)
+        unused = (n for n in itertools.count(1) if n not in known)
+        fresh = next(n for n in unused if _numbered(base, n) not in avoid)
+        for number in sorted({*known, fresh}):
+            name = _numbered(base, number)
+            paths = [f"{each}/{SHM_PREFIX}{name}" for each in places]
+            if name in avoid or any(_is_taken(path) for path in paths):
+                continue
+            found = [left for path in paths if (left := read_left(path)) is not None]
+            lefts = [left for left in found if not left.owner.on_device]  # nothing is left of those
+            if owner is not None and any(layout.why_not_of(left.owner, owner) for left in lefts):
+                continue
+            if lefts and owner is not None:
+                return name
+            free = free or name
     return free
 
 
-def _last_number(base: str) -> int:
-    """The last number of the existing entries ``base``, ``base-2`` ...; 0: none."""
-    pattern = re.compile(rf"{re.escape(SHM_PREFIX + base)}(?:-(\d{{1,6}}))?")
-    numbers = [0]
-    for directory in directories():
+def _numbered(base: str, number: int) -> str:
+    return base if number == 1 else f"{base}-{number}"
+
+
+def _numbers(base: str, places: Collection[str]) -> set[int]:
+    """The numbers of the entries ``base``, ``base-2`` ... that exist: few, whatever they are (a
+    master's own node is called after its port)."""
+    pattern = re.compile(rf"{re.escape(SHM_PREFIX + base)}(?:-([2-9]|[1-9]\d{{1,5}}))?")
+    numbers: set[int] = set()
+    for directory in places:
         with contextlib.suppress(OSError):
             found = map(pattern.fullmatch, os.listdir(directory))
-            numbers += [int(each[1] or 1) for each in found if each]
-    return max(numbers)
+            numbers.update(int(each[1] or 1) for each in found if each)
+    return numbers
 
 
 class LeftOver(NamedTuple):

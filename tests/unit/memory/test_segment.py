@@ -16,9 +16,16 @@ import pytest
 from kvstore.errors import ConfigError, NodeNameTakenError, SharedMemoryTooSmallError, StartupError
 from kvstore.host import host_id
 from kvstore.limits import Key, Namespace
-from kvstore.memory import taking
+from kvstore.memory import entries, taking
 from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, freed_by_removal
-from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, pack_into, unpack
+from kvstore.memory.header import (
+    HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    Header,
+    Owner,
+    pack_into,
+    unpack,
+)
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import Segment
 from kvstore.memory.taking import MemoryOptions
@@ -340,6 +347,25 @@ def test_free_names_are_counted_up(name: str) -> None:
     first.close()
     assert free_node_name(name) == name
     second.close()
+
+
+def test_a_free_name_is_found_by_the_entries_that_exist(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A master's own node is called after its port: counting up to that takes seconds."""
+    asked: list[str] = []
+    is_taken = entries._is_taken
+
+    def asks(path: str) -> bool:
+        asked.append(path)
+        return is_taken(path)
+
+    monkeypatch.setattr(entries, "_is_taken", asks)
+    far = f"{name}-41293"
+    segment = Segment.create(far, MIB)
+    assert free_node_name(name, Owner("cluster")) == name
+    segment.close()
+    assert len(asked) <= 2 * len(list(entries.directories()))
 
 
 def test_the_name_of_a_killed_owner_is_free(name: str) -> None:
