@@ -84,6 +84,7 @@ class Nodes:
         match message:
             case calls.NodeBeat(number, entry_gone):
                 self._membership.heard_of_entry(node, is_gone=entry_gone)
+                self._follow(now_ms)
                 repair = self._copying.has_work_for(node, now_ms)
                 common.effect(Send(session, calls.MasterBeat(number, repair)))
             case calls.NodeWiped(order):

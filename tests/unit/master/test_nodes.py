@@ -166,6 +166,17 @@ def test_memory_that_was_allocated_waits_for_its_owner(new_cluster: NewCluster) 
     cluster.put("b")
 
 
+def test_an_entry_that_is_gone_is_noted_once_and_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    cluster.notices.clear()
+
+    for is_gone in (True, True, False, True):
+        cluster.say("one", calls.NodeBeat(1, entry_gone=is_gone))
+        cluster.state.check_invariants()
+
+    assert cluster.notices == ["node_entry_gone", "node_entry_gone"]
+
+
 # --- streams -----------------------------------------------------------------------------------
 
 
