@@ -36,7 +36,7 @@ from kvstore.wire.node_messages import SESSION_PATH, encode_node_message
 from kvstore.wire.status import decode_error, detail_of
 from tests.integration.cluster import Cluster, until
 from tests.integration.http import request
-from tests.integration.twin import (
+from tests.twin import (
     MINE,
     NUMBERS,
     TEXTS,

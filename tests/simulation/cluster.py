@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
@@ -28,6 +28,7 @@ from tests.simulation.client import Client
 from tests.simulation.etcd import Etcd, EtcdStub, Store
 from tests.simulation.faults import KINDS, Faults
 from tests.simulation.known import KNOWN_ISSUES
+from tests.simulation.liars import LyingClient
 from tests.simulation.master import Master
 from tests.simulation.memory import Memory
 from tests.simulation.network import Network, Weather
@@ -35,6 +36,8 @@ from tests.simulation.node import Node
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import SECOND, Process, Scheduler
 from tests.simulation.workload import NAMESPACES, Mix, Worker
+
+ClientT = TypeVar("ClientT", bound=Client)
 
 RULES = MasterRules(
     lease_ms=2_000,
@@ -387,7 +390,16 @@ class Cluster:
             process.spawn("work", worker.work())
 
     def _client_in(self, process: Process, config: ClientConfig) -> Client:
-        return self.options.new_client(
+        return self._client_of(self.options.new_client, process, config)
+
+    def new_liar(self, process: Process) -> LyingClient:
+        """Not one of ``clients``: nothing is promised to it."""
+        return self._client_of(LyingClient, process, ClientConfig(lease_margin_ms=LEASE_MARGIN_MS))
+
+    def _client_of(
+        self, new_client: Callable[..., ClientT], process: Process, config: ClientConfig
+    ) -> ClientT:
+        return new_client(
             process, self.network, self.oracle,
             memories=self._memories.get, piece_bytes=self.piece_bytes, piece_us=self.piece_us,
             rate=self._rate(), config=config, call_ids=self._call_ids,

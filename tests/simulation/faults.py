@@ -4,19 +4,17 @@ faults of one kind only and others a few of each."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
-from kvstore import calls
-from kvstore.limits import PROTOCOL_VERSION
-from kvstore.wire.messages import CALLS, encode_request
 from tests.simulation import inside
-from tests.simulation.network import BrokenStreamError
-from tests.simulation.scheduler import MS, SECOND, Process, TimedOutError
+from tests.simulation.liars import Liars
+from tests.simulation.scheduler import MS, SECOND
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
-KINDS = (
+FAILURES = (
     "break_stream", "cut_one_way", "cut_both_ways", "stall_node", "stall_node_long",
     "stall_client", "stall_master", "kill_node", "leave_node", "kill_client",
     "kill_client_mid_put", "restart_master", "isolate_node", "die_at_step", "stall_leader",
@@ -24,9 +22,8 @@ KINDS = (
     "hold_back_a_put", "restart_amid_copies",
 )  # fmt: skip
 
-
-LIES = ("client_lies",)
-"""Not among the usual kinds: a test asks for them."""
+LIES = ("client_lies", "node_lies")
+KINDS = FAILURES + LIES
 
 QUICK_US = (5, 200)
 """Between two pieces of a transfer, where nothing is slow."""
@@ -48,12 +45,16 @@ class Faults:
         self._random = random = cluster.scheduler.random
         chosen = list(allowed)
         if allowed == KINDS:
-            chosen = [kind for kind in KINDS if random.random() < 0.6]
+            chosen = [kind for kind in FAILURES if random.random() < 0.6]
         self._weights = {kind: random.choice((0.3, 1, 3)) for kind in chosen}
+        if allowed == KINDS:
+            lying = Random(repr(self._weights))  # a seed without lies stays what it was
+            self._weights |= {kind: lying.choice((1, 3)) for kind in LIES if lying.random() < 0.3}
         if "break_stream" in self._weights:
             self._weights["break_stream"] *= 4
         self._pause_us = random.choice((150 * MS, 400 * MS, 1_000 * MS))
         self._stopped = False
+        self._liars = Liars(cluster)
         self._seeks_from_us = 0
         """The next restart that waits for its moment may be planned then."""
         if self._weights and allowed:
@@ -61,6 +62,7 @@ class Faults:
 
     def stop(self) -> None:
         self._stopped = True
+        self._liars.stop()
         cluster = self._cluster
         cluster.network.heal()
         cluster.network.weather.very_slow = cluster.network.weather.twice = 0.0
@@ -186,25 +188,10 @@ class Faults:
             self._restart_master()
 
     def _client_lies(self) -> None:
-        """A stranger joins, and claims to have joined a master of an epoch that none has had."""
-        cluster, random = self._cluster, self._random
-        address = random.choice(cluster.masters)
-        epoch = cluster.oracle.newest_epoch + random.choice((1, 10**6, 1 << 40, 1 << 60))
-        self._note(f"a client claims the epoch {epoch} at {address}")
-        join = calls.Join("liar", "host-liar", PROTOCOL_VERSION, highest_epoch=epoch)
-        process = Process(cluster.scheduler, "liar", "host-liar")
+        self._liars.client()
 
-        async def lie() -> None:
-            end = cluster.network.connect(process, address, "join")
-            try:
-                end.send((0, CALLS[calls.Join].wire_name, encode_request(join), None))
-                await end.receive(SECOND)
-            except (BrokenStreamError, TimedOutError):
-                pass
-            finally:
-                end.close()
-
-        process.spawn("lie", lie())
+    def _node_lies(self) -> None:
+        self._liars.node()
 
     def _die_at_step(self) -> None:
         """Whoever comes to it next; each step that has a name is as likely as any other."""

@@ -23,6 +23,20 @@ def complete_objects(state: MasterState) -> dict[Name, Version]:
     }
 
 
+def claims_of(state: MasterState) -> list[tuple[Name, Key | None, int, Version]]:
+    """What a node would claim of each complete object: name, parent, size and version."""
+    return [
+        (
+            (record.namespace, record.key),
+            None if record.parent is None else record.parent.key,
+            record.size,
+            Version(record.epoch, record.counter),
+        )
+        for record in state.forest.records()
+        if record.complete
+    ]
+
+
 def extents_of(state: MasterState, name: Name) -> list[tuple[Segment, int]]:
     record = state.forest.get(*name)
     extents = [] if record is None else record.extents()

@@ -12,7 +12,6 @@ from kvstore.errors import (
     NotLeaderError,
     PermissionDeniedError,
     ProtocolError,
-    UnavailableError,
 )
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
@@ -157,16 +156,16 @@ class Master:
 
     async def _serve_node(self, port: str, end: End) -> None:
         del port
-        try:
-            join = decode_node_message(await end.receive())
-        except BrokenStreamError:
-            return
-        assert isinstance(join, calls.NodeJoin)
         self._next_session += 1
         session = self._next_session
         try:
+            join = decode_node_message(await end.receive())
+            if not isinstance(join, calls.NodeJoin):
+                raise ProtocolError("a node's stream begins with NodeJoin")
             self._check_time()
-        except NotLeaderError as error:
+        except BrokenStreamError:
+            return
+        except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
             end.close()
             return
@@ -193,7 +192,7 @@ class Master:
                 self._settle()
         except BrokenStreamError:
             pass
-        except (ProtocolError, NotLeaderError, UnavailableError) as error:
+        except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
         del self._sessions[session]
         end.close()

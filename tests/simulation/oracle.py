@@ -204,6 +204,10 @@ class Oracle:
         """Of the last master."""
         return self._epoch
 
+    def may_end(self, version: Version) -> bool:
+        """Whether it has a time to live, which this master knows."""
+        return version in self._may_end
+
     def outrun(self, epoch: int) -> None:
         """A master ends its term, because it was told of this epoch."""
         if epoch not in self._epochs:

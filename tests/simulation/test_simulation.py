@@ -388,13 +388,18 @@ def test_finds_a_missing_fence() -> None:
     )
 
 
-LIARS = Options(seed=0, masters=1, faults=("client_lies", "restart_master"))
+LIARS = Options(seed=0, masters=1, faults=("client_lies", "node_lies", "restart_master"))
 
 
-def test_clients_that_lie_about_epochs_end_no_term() -> None:
+def test_clients_and_nodes_that_lie_break_no_rule() -> None:
+    happened: dict[str, int] = {}
     for seed in range(1, 6):
         result = run_seed(replace(LIARS, seed=seed, fault_seconds=FAULT_SECONDS))
         assert not result.failure, result.failure
+        for what, number in result.counts.items():
+            happened[what] = happened.get(what, 0) + number
+    for what in ("lies_answered", "liars_joined", "claimed_by_liars"):
+        assert happened.get(what), f"{what} never happened: {happened}"
 
 
 def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,4 +408,16 @@ def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) 
             nodes._common.effect(Outrun(join.highest_epoch))
 
     monkeypatch.setattr(Nodes, "client_joined", believes)
-    found(LIARS, "believed", within_steps=10**6)
+    found(replace(LIARS, faults=("client_lies",)), "believed", within_steps=SOON, each=10_000)
+
+
+class Boundless(MasterState):
+    """Believes a node whatever epoch it reports."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"epoch_max": 1 << 64})
+
+
+def test_finds_a_master_that_believes_a_node_without_a_bound() -> None:
+    options = replace(LIARS, faults=("node_lies",), new_state=Boundless)
+    found(options, "believed", within_steps=10**6, each=10_000)

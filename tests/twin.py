@@ -153,10 +153,14 @@ def _scalars(hint: Any, rules: tuple[Any, ...], theirs: Theirs) -> Sequence[Any]
 
 MINE = "liar"
 KEY = b"liar's key, 16 b"
+FIRST = calls.Version(1, 1)
 
 
-def true_calls(node: str = "liar-node", segment: bytes = b"l" * 16) -> list[calls.Request]:
-    """One true request of every call, about what the liar has put itself."""
+def true_calls(
+    node: str = "liar-node", segment: bytes = b"l" * 16, put: calls.Version = FIRST
+) -> list[calls.Request]:
+    """One true request of every call, about what the liar has put itself, by ``put``."""
+    epoch, token = put
     keys = [Key(KEY)]
     namespace = Namespace(MINE)
     return [
@@ -168,18 +172,18 @@ def true_calls(node: str = "liar-node", segment: bytes = b"l" * 16) -> list[call
             namespace, keys, [100], None, chain=False, replicas=1, overwrite=False, wait_ms=0,
             host="host", avoid=[segment], client_number=7, ttl_ms=60_000,
         ),
-        calls.PutEnd(1, [1]),
-        calls.PutRevoke(1, [1], settled=True, connections=[1]),
+        calls.PutEnd(epoch, [token]),
+        calls.PutRevoke(epoch, [token], settled=True, connections=[1]),
         calls.Allocate(100, 0, "host", [segment], client_number=7),
-        calls.Commit(1, 1, namespace, Key(KEY), None, 100, overwrite=False, ttl_ms=60_000),
-        calls.Renew(namespace, keys, [1], [1], 1, [1]),
+        calls.Commit(epoch, token, namespace, Key(KEY), None, 100, overwrite=False, ttl_ms=60_000),
+        calls.Renew(namespace, keys, [epoch], [token], epoch, [token]),
         calls.Pin(namespace, keys, 1_000),
         calls.Unpin(namespace, keys),
         calls.Remove(namespace, keys),
         calls.Clear(namespace, 10),
         calls.DescribeSegments([1]),
         calls.ReportFailure([1], MINE, "host", "no reason"),
-        calls.ReportCorrupt(namespace, keys, [1], [1], [segment]),
+        calls.ReportCorrupt(namespace, keys, [epoch], [token], [segment]),
         calls.Status(),
         calls.ListObjects(namespace, b"", 0, 10),
         calls.StatObject(namespace, Key(KEY)),
@@ -205,10 +209,11 @@ def true_join(
     )
 
 
-def true_messages() -> list[calls.NodeMessage]:
-    """What a node says after its join."""
+def true_messages(put: calls.Version = FIRST) -> list[calls.NodeMessage]:
+    """What a node says after its join, about what was put by ``put``."""
     claims = calls.NodeClaims(
         segment=0, first=True, last=True, namespaces=[Namespace(MINE)], namespace_of=[0],
-        keys=[Key(KEY)], parents=[None], sizes=[100], epochs=[1], counters=[1], offsets=[4096],
+        keys=[Key(KEY)], parents=[None], sizes=[100], epochs=[put.epoch],
+        counters=[put.counter], offsets=[4096],
     )  # fmt: skip
     return [calls.NodeBeat(1), calls.NodeWiped(1), claims, calls.NodeLeave()]
