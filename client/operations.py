@@ -965,7 +965,7 @@ def _not_apart(what: str) -> InvalidArgumentError:
 
 
 LIST_PAGE = 1_000
-CURSOR_MAX = (1 << 63) - 1
+CURSOR_MAX = (1 << 64) - 1
 OFFSET_MAX = (1 << 62) - 1
 
 

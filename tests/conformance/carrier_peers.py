@@ -66,7 +66,7 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
         ),
         (calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False), calls.Committed(4)),
         (
-            calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10]),
+            calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10], (b"u" * 16, b"v" * 16), [4096, 8192]),
             calls.Renewed(10_000, 30_000, b"\x01\x00", b"\x01"),
         ),
         (calls.Remove(N, KEYS), calls.Removed(b"\x01\x00")),

@@ -76,7 +76,10 @@ def test_one_object(store: Store) -> None:
     assert (told["key"], told["parent"]) == (KEYS[1].hex(), KEYS[0].hex())
     assert [place["node"] for place in told["places"]] == [store.node.name]
     assert get(store.port, f"{STAT_PATH}?key={KEYS[1].hex()}").status == 404
-    assert get(store.port, f"{STAT_PATH}?key=xyz") == (400, "key: 'xyz' is not hexadecimal\n")
+    assert get(store.port, f"{STAT_PATH}?key=xyz") == (
+        400,
+        "key: 'xyz' is no key of up to 256 bytes in hexadecimal\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_a_form_of_another_site_is_refused(store: Store) -> None:
 
 
 def test_a_question_that_is_too_long_is_refused(store: Store) -> None:
-    assert post(store.port, MATCH_PATH, b" " * (2 << 20))[0] == 413
+    assert post(store.port, MATCH_PATH, b" " * (16 << 20))[0] == 413
 
 
 def test_without_a_master_that_leads_programs_are_told_to_ask_again(store: Store) -> None:

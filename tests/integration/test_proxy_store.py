@@ -72,7 +72,7 @@ def test_what_the_store_holds_is_not_prefilled_again(tmp_path: Path, cluster: Cl
 
     cluster.start()
     cluster.client().put("f", record(), namespace="vllm-fleet")
-    cluster.client().put("broken", b"no record", namespace="vllm-fleet")
+    cluster.client().put("broken", b"no record" * 20, namespace="vllm-fleet")
     cluster.client().put("old", record(format=0, models=["n"]), namespace="vllm-fleet")
     play(
         tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
