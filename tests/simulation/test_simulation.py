@@ -415,7 +415,8 @@ class Boundless(MasterState):
     """Believes a node whatever epoch it reports."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings | {"epoch_max": 1 << 64})
+        settings["epoch_max"] = 1 << 64
+        super().__init__(**settings)
 
 
 def test_finds_a_master_that_believes_a_node_without_a_bound() -> None:
