@@ -165,7 +165,10 @@ class Forest:
         cut_off = walk.cut_off
         for _ in range(min(len(walked), WALK_STEPS)):
             seen = walked.pop()
-            seen.checked = detached if len(walked) < cut_off else breaks
+            if len(walked) >= cut_off:
+                seen.checked = breaks
+            elif not seen.lost:  # else it must be looked at again once it has children
+                seen.checked = detached
         return not walked
 
     def match(self, table: NamespaceTable, keys: Sequence[Key], *, records: bool = False) -> Match:

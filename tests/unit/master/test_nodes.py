@@ -485,6 +485,27 @@ def test_what_is_lost_above_a_put_under_way_is_gone_at_once(new_cluster: NewClus
     assert cluster.present("abc") == "c"
 
 
+def test_what_is_lost_is_gone_at_once_if_a_put_comes_below_what_was_looked_for(
+    new_cluster: NewCluster,
+) -> None:
+    """Before the background work has come to it."""
+    cluster = new_cluster(one=6, two=6)
+    cluster.put("ab", host="host-one")
+    cluster.break_stream("one")
+    cluster.state.forest.events = []
+    cluster.now_ms += cluster.rules.liveness.dead_ms + 1
+    cluster.say("two", calls.NodeBeat(1))
+    cluster.state.tick(cluster.now_ms)
+
+    assert cluster.match("b") == 0
+    cluster.start("c", parent="b", host="host-two")
+    cluster.work()
+
+    gone = [event[1] for event in cluster.state.take_events(10) if event[3] == GONE_SIZE]
+    assert sorted(gone) == [b"a", b"b"]
+    cluster.state.check_invariants()
+
+
 def test_lost_blocks_above_many_puts_are_found_in_slices(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
