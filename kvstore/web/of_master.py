@@ -55,7 +55,8 @@ FRESH_S: Final = 1.0
 """How long an answer is used again: the master is asked no more often, however many pages are
 open."""
 
-FLEET_S: Final = 30.0
+FLEET_S: Final = 10.0
+"""The sampling of the last hour asks that often; a new engine is on the page after as long."""
 NOTICES_MAX: Final = 1_000
 
 

@@ -302,7 +302,7 @@ def refused(cluster: Cluster, module: str, settings: dict[str, Any], *says: str)
 def test_a_port_in_use(store: Cluster) -> None:
     port = store.settings["port"]
     said = f"{port}, for gRPC, is in use: a gRPC server answers there"
-    refused(store, MASTER, {"port": port}, said, "another --port")
+    refused(store, MASTER, {"port": port, "lane_port": free_port()}, said, "another --port")
     refused(store, MASTER, {"port": 0, "lane_port": store.lane_port}, "the lane, is in use", "lane")
     with socket.create_server(("127.0.0.1", 0)) as taken:  # one that says nothing
         port = taken.getsockname()[1]

@@ -29,7 +29,7 @@ def test_a_full_pool_keeps_what_is_pinned_and_says_so() -> None:
         for index in range(60):
             client.put(f"o{index}", VALUE, namespace="other")
         client.pin([f"o{index}" for index in range(55)], 600, namespace="other")
-        client.pin([key for key in map("k{}".format, range(150, 200)) if client.exists(key)], 600)
+        client.pin([key for key in map("k{}".format, range(170, 200)) if client.exists(key)], 600)
         with pytest.raises(NoSpaceError, match="are pinned") as full:
             client.put_many([(f"n{index}", VALUE) for index in range(100)], wait_ms=8_000)
         assert full.value.fields["pinned_bytes"]
