@@ -6,13 +6,14 @@ With ``--json`` an error is one line of JSON on stderr, whatever its exit code.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import click
 
@@ -177,11 +178,14 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         if sys.stdout is not None:  # it was closed when Python started
             sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        _forget(sys.stdout)
     except OSError as error:  # a full disk: what was printed is not there
-        _forget_stdout()
-        click.echo(f"{name}: standard output: {error.strerror}", err=True)
+        _forget(sys.stdout)
+        with _stderr_may_fail():
+            click.echo(f"{name}: standard output: {error.strerror}", err=True)
         code = code or FAILED
+    with _stderr_may_fail():
+        pass  # what the command has left there
     sys.exit(code)
 
 
@@ -199,46 +203,54 @@ def _run(
     try:
         result = command.main(arguments, prog_name=name, standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except (click.Abort, KeyboardInterrupt):
+    except BrokenPipeError:  # kvstore ls | head
+        return FAILED
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - a person sees it, in one line
+        with _stderr_may_fail():
+            _tell(error, name, as_json=as_json, debug=debug)
+        return _code_of(error)
+
+
+def _code_of(error: BaseException) -> int:
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, click.ClickException):
+        return error.exit_code
+    return ASKED_WRONGLY if isinstance(error, UsageError) else FAILED
+
+
+def _tell(error: BaseException, name: str, *, as_json: bool, debug: bool) -> None:
+    if isinstance(error, click.Abort | KeyboardInterrupt):
         if as_json:
             print_json_error("interrupted", "interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # kvstore ls | head
-        _forget_stdout()
-        return FAILED
-    except click.ClickException as error:
+        return
+    if isinstance(error, click.ClickException):
         if as_json:
-            print_json_error("usage", error.format_message(), "", {})
+            print_json_error("usage", error.format_message())
         else:
             error.show()
-        return error.exit_code
-    except KVStoreError as error:
-        if debug:
-            traceback.print_exc()
+        return
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, KVStoreError):
         if as_json:
             print_json_error(error.code, error.message, error.advice, error.fields)
         elif not debug:
             click.echo(f"{name}: {error}", err=True)
-        return ASKED_WRONGLY if isinstance(error, UsageError) else FAILED
-    except OSError as error:
-        if debug:
-            traceback.print_exc()
+        return
+    if isinstance(error, OSError):
         what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         if as_json:
-            print_json_error("os", what, "", {})
+            print_json_error("os", what)
         elif not debug:
             click.echo(f"{name}: {what}", err=True)
-        return FAILED
-    except Exception as error:  # noqa: BLE001 - a person sees this, so one line and what to do
-        if debug:
-            traceback.print_exc()
-        what = f"unexpected {type(error).__name__}: {error}"
-        advice = "This is a bug: run it again with --debug and report what it shows."
-        if as_json:
-            print_json_error("internal", what, advice, {})
-        else:
-            click.echo(f"{name}: {what}. {advice}", err=True)
-        return FAILED
+        return
+    what = f"unexpected {type(error).__name__}: {error}"
+    advice = "This is a bug: run it again with --debug and report what it shows."
+    if as_json:
+        print_json_error("internal", what, advice)
+    else:
+        click.echo(f"{name}: {what}. {advice}", err=True)
 
 
 def print_json_error(
@@ -249,6 +261,19 @@ def print_json_error(
     click.echo(json.dumps({"error": error}), err=True)
 
 
-def _forget_stdout() -> None:
-    """Redirects stdout, whose reader is gone, to /dev/null for the interpreter's last flush."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+@contextlib.contextmanager
+def _stderr_may_fail() -> Iterator[None]:
+    """For what is said there, and what still waits to be: its reader may be gone, or its disk full,
+    which leaves the exit code of the command as it is."""
+    try:
+        yield
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        _forget(sys.stderr)
+
+
+def _forget(stream: TextIO | None) -> None:
+    """Redirects a stream that cannot be written to /dev/null, for the interpreter's last flush."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
