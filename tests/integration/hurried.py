@@ -80,14 +80,16 @@ def _wait(pid: int, read: dict[str, int], *, ends: bool) -> tuple[dict[str, str]
     began = time.monotonic()
     left = dict(read)
     interrupted = ends
+    gone, status = 0, 0
     while True:
         taken = time.monotonic() - began
-        if not interrupted and taken > INTERRUPT_S:
+        if not (gone or interrupted) and taken > INTERRUPT_S:
             interrupted = True
             os.kill(pid, signal.SIGINT)
-        if taken > LIMIT_S:
+        if not gone and taken > LIMIT_S:
             os.kill(pid, signal.SIGKILL)
-        gone, status = os.waitpid(pid, os.WNOHANG)
+        if not gone:
+            gone, status = os.waitpid(pid, os.WNOHANG)
         ready = select.select(list(left.values()), [], [], 0 if gone else 0.02)[0]
         for name, fd in list(left.items()):
             if fd in ready:
