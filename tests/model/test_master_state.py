@@ -60,6 +60,10 @@ SIZES = [0, 500, 1024, 2500]
 NODES = ["n0", "n1", "n2"]
 HOSTS = ["h0", "h1"]
 
+LATE_MS = RULES.put_deadline_ms - RULES.lease_ms
+"""By which the lease on a committed allocation may be longer than others, and what is removed after
+it ends in turn."""
+
 Name = tuple[Namespace, Key]
 Place = tuple[int, int]
 """Segment id and offset."""
@@ -97,6 +101,9 @@ class Unwiped:
     name: Name
     length: int
     free_at_ms: int
+    """When no reader has a lease any more. The master may know it later by ``LATE_MS``."""
+    ended: bool = False
+    """Whether the master has noted that."""
 
 
 @dataclass
@@ -157,6 +164,12 @@ def _rounded(end_ms: int) -> int:
     return -(-end_ms // STEP_MS) * STEP_MS
 
 
+def _of_wiping(order: reclaim.Wiping) -> list[tuple[Place, Version]]:
+    rows = zip(order.offsets, order.epochs, order.counters, strict=True)
+    segment_id = order.segment.segment_id
+    return [((segment_id, offset), Version(epoch, count)) for offset, epoch, count in rows]
+
+
 class MasterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -186,8 +199,9 @@ class MasterMachine(RuleBasedStateMachine):
         """When a put last leased what it found, or its parent, while it waits or writes; or when
         something was last removed, whose bytes are free one lease later."""
         self.waiting: dict[int, Waiting] = {}
-        self.cleaning: dict[int, calls.PutStart | calls.Allocate] = {}
-        """Granted, but not told before what was evicted for it is wiped."""
+        self.untold: dict[int, tuple[calls.Grants, set[tuple[Place, Version]]]] = {}
+        """Granted, but not told before what was evicted for it is wiped, and nobody reads removed
+        versions (these) of what it found."""
         self.tickets: set[int] = set()  # all that were ever given
         self.expired: set[Name] = set()
         """Of which a version was ever taken back after its time to live."""
@@ -430,6 +444,8 @@ class MasterMachine(RuleBasedStateMachine):
         self.unwiped.pop(item, None)
         for items in self.removals.values():
             items.discard(item)
+        for _, items in self.untold.values():
+            items.discard(item)
 
     # --- putting -----------------------------------------------------------------------------
 
@@ -558,7 +574,9 @@ class MasterMachine(RuleBasedStateMachine):
             self._new_ticket(result.ticket)
             if not any(put.ticket == result.ticket for put in self.state.waiting):
                 assert not busy
-                self.cleaning[result.ticket] = request
+                grants = self._note_untold(result.ticket, request)
+                assert grants is not None
+                assert list(grants.outcomes) == outcomes
                 self._see(may_evict=True)
                 return
             assert len(self.waiting) < RULES.waiting_puts_max
@@ -571,9 +589,44 @@ class MasterMachine(RuleBasedStateMachine):
         else:
             assert not busy
             assert list(result.outcomes) == outcomes
+            for item in self._read_of_found(request, result):
+                self._check_nobody_reads(item)
             self._see_gone(may_evict=True)
             self._take_grants(request, result)
         self._see(may_evict=True)
+
+    def _note_untold(
+        self, ticket: int, request: calls.PutStart | calls.Allocate
+    ) -> calls.Grants | None:
+        """Take note of grants that the state keeps back, if it does, and of what they wait for."""
+        orders = [
+            (order, removal.reply)
+            for order in self.state.reclaim._unwiped.values()
+            for removal in order.removals
+            if removal.ticket == ticket
+        ]
+        if not orders:
+            return None
+        grants = orders[0][1]
+        assert isinstance(grants, calls.Grants)
+        read = self._read_of_found(request, grants)
+        waits_for = {item for order, _ in orders for item in _of_wiping(order)}
+        assert read or self._waits_for_others(), "what is there to wait for?"
+        assert read <= waits_for, "it does not wait for readers"
+        self._see_gone(may_evict=True)
+        self._take_grants(request, grants)
+        self.untold[ticket] = grants, read
+        return grants
+
+    def _read_of_found(
+        self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
+    ) -> set[tuple[Place, Version]]:
+        """What a put that found these objects waits for."""
+        if isinstance(request, calls.Allocate):
+            return set()
+        found = zip(request.keys, grants.outcomes, strict=True)
+        keys = [key for key, outcome in found if outcome == PutOutcome.FOUND]
+        return {item for key in keys for item in self._being_read((request.namespace, key))}
 
     def _sizes(self, request: calls.PutStart | calls.Allocate) -> list[int]:
         return [request.size] if isinstance(request, calls.Allocate) else list(request.sizes)
@@ -765,8 +818,7 @@ class MasterMachine(RuleBasedStateMachine):
             expected.append(PutOutcome.STORED)
             before = self.objects.get(granted.name)
             replaced |= self._to_be_wiped(granted.name)
-            if granted.overwrite:
-                replaced |= self._unwiped_of(granted.name)
+            replaced |= (self._unwiped_of if granted.overwrite else self._being_read)(granted.name)
             version = Version(EPOCH, token)
             stored = Stored(version, granted.size, places, granted.parent)
             self._keep(stored, granted.ttl_ms, before)
@@ -848,8 +900,7 @@ class MasterMachine(RuleBasedStateMachine):
         above = parent if before is None else before.parent
         self.links[name] = above
         replaced = self._to_be_wiped(name)
-        if overwrite:
-            replaced |= self._unwiped_of(name)
+        replaced |= (self._unwiped_of if overwrite else self._being_read)(name)
         stored = Stored(Version(EPOCH, token), size, places, above)
         self._keep(stored, ttl_ms, before)
         self.objects[name] = stored
@@ -1170,6 +1221,19 @@ class MasterMachine(RuleBasedStateMachine):
         """Also of earlier removals."""
         return {item for item, unwiped in self.unwiped.items() if unwiped.name in names}
 
+    def _being_read(self, name: Name) -> set[tuple[Place, Version]]:
+        """Of what was removed before, that on which leases are left: a put of the key, which does
+        not overwrite, waits for no more. Until the master notes that the leases have ended, it may
+        take them for left."""
+        orders = self.state.reclaim.being_read(name)
+        left = {item for order in orders for item in _of_wiping(order)}
+        return {
+            item
+            for item in self._unwiped_of(name)
+            if self.unwiped[item].free_at_ms > self.now_ms
+            or (item in left and not self.unwiped[item].ended)
+        }
+
     def _reply_now_or_later(
         self, result: calls.Reply | Later, items: set[tuple[Place, Version]]
     ) -> calls.Reply | None:
@@ -1214,6 +1278,8 @@ class MasterMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         self.state.tick(self.now_ms)
         self.ticked_ms = self.now_ms
+        if not self.state.removing.frees():
+            self._note_ended()
         self.taboos = self._living_taboos()
         self._expire_nodes()
         for token, granted in list(self.granted.items()):
@@ -1229,6 +1295,10 @@ class MasterMachine(RuleBasedStateMachine):
             "nothing is due, and yet it asks"
         )
         assert next_ms is not None or not (self.granted or self.waiting or self.nodes)
+
+    def _note_ended(self) -> None:
+        for unwiped in self.unwiped.values():
+            unwiped.ended |= unwiped.free_at_ms + LATE_MS <= self.now_ms
 
     @rule()
     def tick_when_asked(self) -> None:
@@ -1247,8 +1317,9 @@ class MasterMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("the background work does not end")
         if self.ticked_ms == self.now_ms:
+            self._note_ended()
             for item, unwiped in list(self.unwiped.items()):
-                if not self._alive([item[0]]) and unwiped.free_at_ms <= self.now_ms:
+                if unwiped.ended and not self._alive([item[0]]):
                     self._wiped(item)
             self._see(may_evict=True)
         if self.ticked_ms == self.now_ms:
@@ -1369,18 +1440,46 @@ class MasterMachine(RuleBasedStateMachine):
         for ticket, items in self.removals.items():
             if not self._waits_for_others():
                 assert items, f"ticket {ticket} was not answered, although all is wiped"
+        for ticket, (_, items) in self.untold.items():
+            if not self._waits_for_others():
+                assert items, f"ticket {ticket} was not granted, although all is wiped"
         self._see_gone(may_evict=may_evict)
 
     def _effects(self) -> Iterator[Effect]:
         while self.state.effects:
+            self._note_served()
             yield from self.state.take_effects()
+
+    def _note_served(self) -> None:
+        """Take note of what waiting puts were granted, in the order in which they were."""
+        queue = {put.ticket for put in self.state.waiting}
+        answers = {
+            each.ticket: each.result for each in self.state.effects if isinstance(each, Answer)
+        }
+        for ticket, waited in list(self.waiting.items()):
+            if ticket in queue:
+                continue
+            before = self._outcomes(waited.request)
+            self._see_gone(may_evict=True)
+            after = self._outcomes(waited.request)  # one served before may have evicted some
+            grants = answers.get(ticket)
+            if isinstance(grants, KVStoreError):
+                continue
+            if grants is None:
+                grants = self._note_untold(ticket, waited.request)
+            else:
+                assert isinstance(grants, calls.Grants)
+                self._take_grants(waited.request, grants)
+                self.untold[ticket] = grants, self._read_of_found(waited.request, grants)
+            assert grants is not None, "neither waits nor was answered"
+            for got, first, then in zip(grants.outcomes, before, after, strict=True):
+                assert got in (first, then)
+            del self.waiting[ticket]
 
     def _see_answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
         if ticket in self.removals:
             items = self.removals.pop(ticket)
-            if isinstance(result, UnavailableError):
-                left = self.none_left_ms != self.now_ms
-                assert not left, "a node is left that could record the removal"
+            if self._is_unrecorded(result):
                 return
             for item in items:
                 self._check_nobody_reads(item)
@@ -1388,29 +1487,29 @@ class MasterMachine(RuleBasedStateMachine):
                 result, (calls.Removed, calls.Cleared, calls.PutEnded, calls.Committed)
             )
             return
-        if ticket in self.cleaning:
-            assert isinstance(result, calls.Grants)
-            self._see_gone(may_evict=True)
-            self._take_grants(self.cleaning.pop(ticket), result)
+        if ticket in self.untold:
+            grants, read = self.untold.pop(ticket)
+            if self._is_unrecorded(result):
+                return
+            assert result == grants
+            for item in read:
+                self._check_nobody_reads(item)
             return
         if isinstance(result, calls.Dropped):
             return  # of what is over: no client waits for its wiping
         waited = self.waiting.pop(ticket)  # once only
-        request = waited.request
-        if isinstance(result, KVStoreError):
-            if isinstance(result, NoSpaceError):
-                assert self.now_ms >= waited.deadline_ms, "refused too early"
-                assert int(result.fields["missing_bytes"]) > 0
-            else:
-                assert isinstance(result, (BusyError, InvalidArgumentError))
-            return
-        assert isinstance(result, calls.Grants)
-        before = self._outcomes(request)
-        self._see_gone(may_evict=True)
-        after = self._outcomes(request)  # one that was served before may have evicted some
-        for got, first, then in zip(result.outcomes, before, after, strict=True):
-            assert got in (first, then)
-        self._take_grants(request, result)
+        if isinstance(result, NoSpaceError):
+            assert self.now_ms >= waited.deadline_ms, "refused too early"
+            assert int(result.fields["missing_bytes"]) > 0
+        else:
+            assert isinstance(result, (BusyError, InvalidArgumentError))
+
+    def _is_unrecorded(self, result: calls.Reply | KVStoreError) -> bool:
+        """Whether no node is left that could record a removal."""
+        if not isinstance(result, UnavailableError):
+            return False
+        assert self.none_left_ms == self.now_ms, "a node is left that could record the removal"
+        return True
 
     def _check_nobody_reads(self, item: tuple[Place, Version]) -> None:
         assert not self._alive([item[0]]), "acknowledged before it was wiped"
