@@ -789,7 +789,7 @@ class Operations:
         return ask(calls.Drain(node, step), calls.Drained)
 
     def move_some(
-        self, node: str, cursor: int, repair: bool, evict_up_to: calls.Version = moving.EVICT_NONE
+        self, node: str, cursor: int, repair: bool, evict_up_to: calls.Version = calls.NO_VERSION
     ) -> Flow[Moved]:
         node, cursor = text("node", node), whole("cursor", cursor, 0, CURSOR_MAX)
         if flag("repair", repair):

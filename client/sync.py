@@ -17,7 +17,7 @@ from kvstore.client import forks
 from kvstore.client.arguments import ADDRESS_MAX, SIZE_MAX, text, whole, wholes
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.asking import Match, ObjectStat
-from kvstore.client.flows.moving import EVICT_NONE, Moved
+from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready
 from kvstore.client.lent.leases import Lease
 from kvstore.client.operations import (
@@ -809,7 +809,7 @@ class Client:
         cursor: int = 0,
         *,
         repair: bool = False,
-        evict_up_to: calls.Version = EVICT_NONE,
+        evict_up_to: calls.Version = calls.NO_VERSION,
         timeout_ms: int | None = None,
     ) -> Moved:
         """Copy some of what a draining node holds to others, through this process.

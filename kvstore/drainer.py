@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvstore.calls import ClusterStatus, NodeStatus, Version
+from kvstore.calls import NO_VERSION, ClusterStatus, NodeStatus, Version
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.texts import size_text
 
@@ -94,7 +94,7 @@ def drain_node(
     outcome = Outcome(node)
     begun = client.drain(node)
     used = begun.used
-    evict_up_to = begun.began if evict else Version(0, 0)
+    evict_up_to = begun.began if evict else NO_VERSION
     give_up = time.monotonic() + wait_s
     while True:
         moved = outcome.moved

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from kvstore import calls
-from kvstore.calls import PutOutcome, SegmentInfo, Version
+from kvstore.calls import NO_VERSION, PutOutcome, SegmentInfo, Version
 from kvstore.client.flows.objects import ObjectWrites
 from kvstore.client.flows.putting import revoke
 from kvstore.client.flows.steps import Context, Flow, Transfer, ask, carry_out, describe
@@ -35,9 +35,6 @@ OBJECTS_MAX = 128
 
 BYTES_MAX = 64 << 20
 """Bytes moved by one call, unless one object is larger: the client holds them in memory."""
-
-EVICT_NONE = Version(0, 0)
-"""Before all others: no object may be evicted."""
 
 REPAIRED_BYTES_MAX = 16 << 20
 """The same for one call of ``repair_some``: the memory of a node's process may be limited to little
@@ -86,7 +83,7 @@ class _Copy:
 
 
 def move_some(
-    context: Context, node: str, cursor: int, evict_up_to: Version = EVICT_NONE
+    context: Context, node: str, cursor: int, evict_up_to: Version = NO_VERSION
 ) -> Flow[Moved]:
     """Moves some objects of a draining node. ``evict_up_to``: as in ``calls.StartMoves``.
 

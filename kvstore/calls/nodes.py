@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.places import DevicePlace, EngineAddress, Version
+from kvstore.calls.places import NO_VERSION, DevicePlace, EngineAddress, Version
 from kvstore.fields import (
     Between,
     Name,
@@ -18,8 +18,6 @@ from kvstore.fields import (
     Uuid,
 )
 from kvstore.limits import NODE_SEGMENTS_MAX, SIZE_BYTES_MAX, Key, Namespace
-
-NO_MARK = Version(0, 0)
 
 
 class SegmentOffer(NamedTuple):
@@ -34,7 +32,7 @@ class SegmentOffer(NamedTuple):
     generation: int
     fresh: bool
     """Whether no extent of it has ever been granted."""
-    mark: Version = NO_MARK
+    mark: Version = NO_VERSION
     """The last mark that the node was ordered to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
     data_protocol: int = 2
@@ -133,9 +131,10 @@ class MasterWipe(NamedTuple):
     offsets: Numbers
     epochs: NumberPerOffset
     counters: NumberPerOffset
-    mark: Version = NO_MARK
-    """The mark to keep in the segment; ``NO_MARK``: none. Memory whose mark is older than another's
-    was away during a removal. A master that does not know what was removed refuses its claims."""
+    mark: Version = NO_VERSION
+    """The mark to keep in the segment; ``NO_VERSION``: none. Memory whose mark is older than
+    another's was away during a removal. A master that does not know what was removed refuses its
+    claims."""
     cut_clients: Numbers = ()
     """Data connections to end first, because they may still carry bytes of abandoned puts: the
     client of each, 0 for any."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from kvstore.calls.clients import Grants
-from kvstore.calls.places import Placements, Version
+from kvstore.calls.places import NO_VERSION, Placements, Version
 from kvstore.fields import Avoided, KeyPrefix, Name, NameOrEmpty, NamespaceOrEmpty, PageRows, Size
 from kvstore.limits import Key, Namespace
 
@@ -195,7 +195,7 @@ class Drained(NamedTuple):
     """Bytes of the node's segments that are not free."""
     pending: int
     """Puts and allocations under way that were to be written there."""
-    began: Version = Version(0, 0)
+    began: Version = NO_VERSION
     """The newest version when the draining began; 0 from older masters. What is moved off the node
     gets a later one."""
 
@@ -219,7 +219,7 @@ class StartMoves(NamedTuple):
     repair: bool = False
     """Instead of moves off a draining node, grant one more replica for objects that have too few.
     Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
-    evict_up_to: Version = Version(0, 0)
+    evict_up_to: Version = NO_VERSION
     """Moves may evict objects elsewhere of this version or an earlier one, if they were used longer
     ago than the moved object; as it is, none. With ``Drained.began`` a drain evicts nothing that
     was moved off the node."""

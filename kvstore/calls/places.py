@@ -18,6 +18,10 @@ class Version(NamedTuple):
     counter: int
 
 
+NO_VERSION = Version(0, 0)
+"""Before all others."""
+
+
 class EngineAddress(NamedTuple):
     """Where a segment is registered with a transfer engine (``kvstore.transport.mooncake``)."""
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from kvstore.calls import NO_MARK, DevicePlace, Version
+from kvstore.calls import NO_VERSION, DevicePlace, Version
 from kvstore.errors import ConfigError
 from kvstore.limits import highest_believed
 from kvstore.memory import cgroup, numa, pages
@@ -299,10 +299,10 @@ class Segment:
 
     @property
     def mark(self) -> Version:
-        """The last mark that was kept; ``NO_MARK`` if its epoch is damaged."""
+        """The last mark that was kept; ``NO_VERSION`` if its epoch is damaged."""
         at = layout.MARK_OFFSET // 8
         mark = Version(self._words[at], self._words[at + 1])
-        return mark if is_believed(mark.epoch) else NO_MARK
+        return mark if is_believed(mark.epoch) else NO_VERSION
 
     def keep_mark(self, mark: Version) -> None:
         """Keeps ``mark``, unless a newer one is kept. If the process is killed half-way, an older

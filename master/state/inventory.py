@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore.calls import NodeClaims, Version
+from kvstore.calls import NO_VERSION, NodeClaims, Version
 from kvstore.errors import ProtocolError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key
 from kvstore.master.state.records import Name, Segment
@@ -256,10 +256,10 @@ class Tombstones:
         """By namespace and key (None: all of them), or version, oldest first: its number, the
         version, and one up to it that is allowed. An ``OrderedDict``: to find its oldest entry, a
         plain dict passes the places of all that were deleted."""
-        self.newest = Version(0, 0)
+        self.newest = NO_VERSION
         """No removal forbids a later version."""
         self._dropped = 0
-        self._dropped_version = Version(0, 0)
+        self._dropped_version = NO_VERSION
 
     def add(
         self, namespace: str, key: Key | None, version: Version, but: Version | None = None

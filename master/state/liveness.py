@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.calls import NO_MARK, Version
+from kvstore.calls import NO_VERSION, Version
 
 ALIVE, SUSPECT, DEAD = "alive", "suspect", "dead"
 
@@ -60,7 +60,7 @@ class Node:
     """Hosts whose clients last got grants on the node, and when."""
     draining: bool = False
     """Whether the node is about to leave, and gets no new objects."""
-    drained_from: Version = NO_MARK
+    drained_from: Version = NO_VERSION
     """The newest version when its draining began: those moved off the node are later."""
     version: str = ""
     """Of its program; empty: not known."""

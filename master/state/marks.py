@@ -29,9 +29,9 @@ class Marks:
 
     def __init__(self, common: Common) -> None:
         self._common = common
-        self._newest = calls.NO_MARK
+        self._newest = calls.NO_VERSION
         """The newest mark that any segment keeps."""
-        self._found = calls.NO_MARK
+        self._found = calls.NO_VERSION
         """The newest mark of an earlier master that a node has reported."""
         self._outdated: set[bytes] = set()
         """Memory (uuid) whose claims were accepted until it was found to be outdated."""

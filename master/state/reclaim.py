@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvstore import calls
-from kvstore.calls import NO_MARK, MasterWipe, Version
+from kvstore.calls import NO_VERSION, MasterWipe, Version
 from kvstore.errors import KVStoreError
 from kvstore.master.state.effects import Answer, Effect, Send
 from kvstore.master.state.inventory import Tombstones
@@ -50,7 +50,7 @@ class Wiping:
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
-    mark: Version = NO_MARK
+    mark: Version = NO_VERSION
     """The mark that the node must keep, when the headers are wiped."""
     writers: dict[Writer, None] = field(default_factory=dict)
     """Connections that the node must end before it wipes the headers."""
@@ -223,7 +223,7 @@ class Reclaim:
             wiping
             for wipings in self._unclean.values()
             for wiping in wipings.values()
-            if wiping.mark != NO_MARK
+            if wiping.mark != NO_VERSION
         ]
 
     def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:

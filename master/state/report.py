@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from kvstore import calls
-from kvstore.calls import NO_PLACEMENTS, Version
+from kvstore.calls import NO_PLACEMENTS, NO_VERSION, Version
 from kvstore.master.state import liveness
 from kvstore.master.state.common import Common
 from kvstore.master.state.liveness import Node
@@ -101,7 +101,7 @@ class Report:
         record = common.forest.get(request.namespace, request.key)
         is_there = record is not None and _is_there(common, record, now_ms)
         if record is None or not (is_there or record.writer):
-            return calls.ObjectDetail(None, b"", 0, Version(0, 0), 0, NO_PLACEMENTS)
+            return calls.ObjectDetail(None, b"", 0, NO_VERSION, 0, NO_PLACEMENTS)
         return calls.ObjectDetail(
             row=_row(common, record, now_ms),
             parent=b"" if record.parent is None else record.parent.key,

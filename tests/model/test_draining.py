@@ -39,7 +39,7 @@ class DrainMachine(RuleBasedStateMachine):
         self.overwrites: dict[int, tuple[str, int]] = {}
         self.evicts = False
         """Whether the next drain may evict."""
-        self.evict_up_to = calls.NO_MARK
+        self.evict_up_to = calls.NO_VERSION
 
     # --- what others do ----------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class DrainMachine(RuleBasedStateMachine):
     @rule(node=nodes, step=st.sampled_from([DrainStep.BEGIN, DrainStep.BEGIN, DrainStep.UNDO]))
     def drain(self, node: str, step: DrainStep) -> None:
         drained = self.cluster.state.nodes.drain(self.cluster.now_ms, calls.Drain(node, step))
-        self.evict_up_to = drained.began if self.evicts else calls.NO_MARK
+        self.evict_up_to = drained.began if self.evicts else calls.NO_VERSION
         self.cluster._settle()
 
     @rule(evicts=st.booleans())

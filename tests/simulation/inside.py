@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstore.calls import NO_MARK, Version
+from kvstore.calls import NO_VERSION, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import repairing
 from kvstore.master.state.master_state import MasterState
@@ -56,7 +56,7 @@ def mounted_uuids(state: MasterState | None) -> set[bytes]:
 
 
 def newest_mark(state: MasterState | None) -> Version:
-    return NO_MARK if state is None else state.marks._newest
+    return NO_VERSION if state is None else state.marks._newest
 
 
 def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int]]:

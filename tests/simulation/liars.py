@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from kvstore import calls
-from kvstore.calls import NO_MARK, Version
+from kvstore.calls import NO_VERSION, Version
 from kvstore.client.calling.retries import CarrierBrokenError, TokenRefusedError
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.limits import Key, Namespace, highest_believed
@@ -110,7 +110,7 @@ class Liars:
                 return not field.startswith(("epoch", "token")) or message.epoch < true.epoch
             case calls.NodeJoin():
                 taken = (field == "name" and value in self._names()) or field == "segments.0.uuid"
-                marked = any(offer.mark != NO_MARK for offer in message.segments)
+                marked = any(offer.mark != NO_VERSION for offer in message.segments)
                 return not (taken or marked or self._is_believed(message.highest_epoch))
             case calls.NodeClaims():
                 return not any(map(self._is_believed, message.epochs))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, cast
 
-from kvstore.calls import NO_MARK
+from kvstore.calls import NO_VERSION
 from kvstore.memory.header import GENERATION_OFFSET, Header, Superblock, pack_superblock
 from kvstore.memory.segment import Segment
 
@@ -26,7 +26,7 @@ class Memory:
         self.seed = random.getrandbits(64)
         self.token = random.randbytes(16)
         self.shm_name = f"kvstore.{node}"
-        self.mark = NO_MARK
+        self.mark = NO_VERSION
         self.epoch = 0
         """The highest that its node has joined."""
         self.linked = True

@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol, cast
 from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
-from kvstore.calls import NO_MARK, MasterWipe, Presence, PutOutcome, Version
+from kvstore.calls import NO_VERSION, MasterWipe, Presence, PutOutcome, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.ends import STEP_MS
@@ -668,7 +668,7 @@ class Oracle:
         self.note(f"{memory.node} wiped {order.offsets} {order.epochs} {order.counters}")
         if max(order.epochs, default=0) > epoch:
             self.broken("later_wiped", f"{order} of a master of epoch {epoch}")
-        if order.mark != NO_MARK and epoch == self._epoch:
+        if order.mark != NO_VERSION and epoch == self._epoch:
             had = self._had.setdefault(epoch, set())
             had |= {memory.uuid} | inside.mounted_uuids(self._state)
             self._kept.setdefault(memory.uuid, []).append((order.mark, set(had)))
@@ -727,7 +727,7 @@ class Oracle:
         kept = {
             uuid
             for uuid, marks in self._kept.items()
-            if NO_MARK < newest <= max(mark for mark, _ in marks)
+            if NO_VERSION < newest <= max(mark for mark, _ in marks)
         }
         return kept | inside.mounted_uuids(self._state)
 

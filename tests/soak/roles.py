@@ -636,7 +636,7 @@ class Operator(Role):
         if len(nodes) > 2:
             node = hands.rng.choice(nodes)
             begun = await hands.call("drain", node, expected=unknown)
-            up_to = begun.value.began if begun.ok else calls.NO_MARK
+            up_to = begun.value.began if begun.ok else calls.NO_VERSION
             cursor = 0
             for _ in range(hands.rng.randint(1, 6)):
                 moved = await hands.call(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore import calls
-from kvstore.calls import NO_MARK, PutOutcome, Version
+from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Send
@@ -89,7 +89,7 @@ class Cluster:
         again: bool = False,
         resume: bool = False,
         tells: bool = True,
-        mark: Version = NO_MARK,
+        mark: Version = NO_VERSION,
     ) -> calls.MasterAccepted:
         """
         Args:

@@ -34,7 +34,7 @@ def start(
     *,
     limit: int = 100,
     bytes_max: int = 1 << 30,
-    evict_up_to: calls.Version = calls.NO_MARK,
+    evict_up_to: calls.Version = calls.NO_VERSION,
 ) -> calls.MovesStarted:
     request = calls.StartMoves(node, cursor, limit, bytes_max, evict_up_to=evict_up_to)
     result = cluster.state.copying.start_moves(cluster.now_ms, request)
@@ -45,7 +45,7 @@ def start(
 
 
 def move(
-    cluster: Cluster, node: str, evict_up_to: calls.Version = calls.NO_MARK, limit: int = 100
+    cluster: Cluster, node: str, evict_up_to: calls.Version = calls.NO_VERSION, limit: int = 100
 ) -> list[PutOutcome]:
     """A whole pass, in which every copy succeeds."""
     outcomes: list[PutOutcome] = []

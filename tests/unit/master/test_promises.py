@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.calls import NO_MARK, PutOutcome, Version
+from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import NoSpaceError, SegmentGoneError
 from kvstore.limits import Key
 from kvstore.master.state.inventory import Claim
@@ -253,7 +253,7 @@ def test_a_mark_of_an_earlier_master_does_not_replace_ours(new_cluster: NewClust
 
     cluster.remove_later("?")
 
-    marks = {order.mark for _, order in cluster.orders} - {NO_MARK}
+    marks = {order.mark for _, order in cluster.orders} - {NO_VERSION}
     assert marks == {Version(EPOCH, 2)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.calls import NO_MARK, PutOutcome, Version
+from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
@@ -76,7 +76,9 @@ def test_a_removal_of_replicas_waits_for_every_node(new_cluster: NewCluster) -> 
 def marks_of(cluster: Cluster, node: str) -> list[Version]:
     """Those in the orders that the node has not done yet."""
     session = cluster.sessions[node]
-    return [order.mark for to, order in cluster.orders if to == session and order.mark != NO_MARK]
+    return [
+        order.mark for to, order in cluster.orders if to == session and order.mark != NO_VERSION
+    ]
 
 
 def test_a_removal_that_outlives_its_node_waits_for_a_lease_and_a_mark(
@@ -131,7 +133,7 @@ def test_a_removal_that_waited_for_an_eviction_on_a_node_that_died_waits_for_a_m
     ticket = _remove_later(cluster, "a")
 
     cluster.kill("one")
-    cluster.orders = [each for each in cluster.orders if each[1].mark != NO_MARK]
+    cluster.orders = [each for each in cluster.orders if each[1].mark != NO_VERSION]
     assert ticket not in cluster.answers
     assert len(marks_of(cluster, "two")) == 1
     cluster.wipe()

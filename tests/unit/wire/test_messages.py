@@ -332,7 +332,7 @@ def test_a_bad_offer_is_refused(field: str, value: Any) -> None:
 
 TWO = [Key(b"a"), Key(b"b")]
 CORRUPT = calls.ReportCorrupt(Namespace("n"), TWO, [1, 2], [3, 4], [b"u" * 16] * 2)
-WIPE = calls.MasterWipe(1, b"u" * 16, [1, 2], [3, 4], [5, 6], calls.NO_MARK, [7, 8], [9, 10])
+WIPE = calls.MasterWipe(1, b"u" * 16, [1, 2], [3, 4], [5, 6], calls.NO_VERSION, [7, 8], [9, 10])
 
 
 @pytest.mark.parametrize("field", ["epochs", "counters", "uuids"])
