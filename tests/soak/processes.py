@@ -375,13 +375,19 @@ FAKETIME: Final = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 
 def clock_reason() -> str:
     """Why the clock cannot be stepped here; empty: it can."""
-    return "" if os.path.exists(FAKETIME) else "there is no libfaketime (Debian's libfaketime)"
+    if not os.path.exists(FAKETIME):
+        return "there is no libfaketime (Debian's libfaketime)"
+    return "" if need("cc") else "there is no C compiler (Debian's gcc and libc6-dev)"
 
 
 def faked(clock: Path) -> dict[str, str]:
-    """Environment of a process whose wall clock, and only that, is off by what a file says."""
+    """Environment of a process whose wall clock, and only that, is off by what the file ``clock``
+    says. Compiles a library beside it."""
+    sleep = clock.with_name("sleep.so")
+    source = Path(__file__).with_name("sleep.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", sleep, source], check=True)
     return {
-        "LD_PRELOAD": FAKETIME, "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "LD_PRELOAD": f"{sleep} {FAKETIME}", "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1",
     }  # fmt: skip
 
