@@ -21,6 +21,7 @@ from kvstore.errors import (
     KVStoreError,
     NodeUnreachableError,
     SegmentGoneError,
+    without_frames,
 )
 from kvstore.stopping import Latch, Stop, current
 from kvstore.transport.base import Transport
@@ -225,10 +226,7 @@ class Movers:
                     transport.forget(segment)
             if isinstance(error, DeadlineExceededError) and is_final:
                 error.fields["final"] = 1  # no time is left to go elsewhere
-            # The traceback's frames refer to the segment's memory, which is unmapped with its last
-            # reference. A caller that keeps the error, or forms a cycle with it, would keep it.
-            error.__context__ = error.__cause__ = None
-            return error.with_traceback(None)
+            return without_frames(error)  # which refer to memory that is to be unmapped
         names = ", ".join(transport.name for transport in self._transports)
         return NodeUnreachableError(
             f"none of the transports ({names}) reaches node {segment.node} "

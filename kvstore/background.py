@@ -114,7 +114,10 @@ def start_thread(
     _thread.start_new_thread(start, ())
     error = started.get()
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame
     return thread
 
 

@@ -48,9 +48,10 @@ both carriers unchanged (``kvstore.wire.status``).
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 FieldValue = str | int
+_ErrorT = TypeVar("_ErrorT", bound=BaseException)
 
 
 class KVStoreError(Exception):
@@ -78,6 +79,14 @@ class KVStoreError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.message, self.advice, self.fields)
+
+
+def without_frames(error: _ErrorT) -> _ErrorT:
+    """The error as a value, to be kept or to be raised elsewhere: without its traceback, its cause
+    and its context. Their frames refer to what they worked with, and to the variables of all their
+    callers, which would stay until a collection if one of these refers to the error."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
 
 
 def _rebuild(

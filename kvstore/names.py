@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from kvstore.addresses import join_address, split_address
 from kvstore.clocks import uptime
+from kvstore.errors import without_frames
 from kvstore.stopping import check_current, current
 
 PATIENCE_S: Final = 0.3
@@ -199,14 +200,17 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
             sock.connect(address.place)
         except OSError as error:
             sock.close()
-            failure = error
+            failure = without_frames(error)
         except BaseException:
             sock.close()
             raise
         else:
             return sock
     assert failure is not None
-    raise failure
+    try:
+        raise failure
+    finally:
+        del failure  # its traceback refers to this frame
 
 
 def grpc_target(address: str, deadline: float) -> str:

@@ -40,7 +40,7 @@ from kvstore.client.calling.retries import (
     silent,
 )
 from kvstore.clocks import uptime
-from kvstore.errors import ClosedError, NotLeaderError
+from kvstore.errors import ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.native import fast
@@ -172,7 +172,7 @@ class MasterStub:
             except EndedBeforeError:
                 pass
             except (CarrierBrokenError, NotLeaderError) as error:
-                broken = error
+                broken = without_frames(error)
         under_way = attempts(self._link, call, deadline, uptime, broken)
         reply = decode_reply(call, self._run(under_way, call, payload, deadline, silence_s))
         self._answered = True
@@ -329,13 +329,17 @@ class MasterStub:
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
                 lent.in_doubt = detail_of(error) is None
+                without_frames(error)  # it is the call itself, to which the frames refer
             except grpc.FutureCancelledError as error:  # stopped, or the channel was closed
                 failure = CarrierBrokenError(str(error), sent=True)
             except ValueError as error:  # a channel that was closed meanwhile
                 failure = CarrierBrokenError(str(error), sent=False)
         # Raised outside the handler: as its ``__context__``, gRPC's error would keep the connection
         # open for as long as the caller keeps this error.
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback refers to this frame
 
     def _result(self, calling: grpc.Future[bytes], call: Call[Any, Any], deadline: float) -> bytes:
         if call is JOIN:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -168,7 +169,7 @@ def get(
             else:
                 yield from unreachable(context, group.reads.segment, error)
                 if error.fields.get("final"):
-                    raise error
+                    raise copy(error)  # which no frame refers to
                 todo += [target for target, _, _ in group.targets]
         if not todo:
             break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -27,6 +28,7 @@ from kvstore.errors import (
     NoSpaceError,
     PutRefusedError,
     UnavailableError,
+    without_frames,
 )
 from kvstore.limits import AVOID_MAX, PUT_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
@@ -136,7 +138,7 @@ def put(
                 if len(failures) == before:
                     attempts -= 1
                 if not quick:
-                    error = full
+                    error = without_frames(full)
                     break
                 quick.clear()
             if PutOutcome.REFUSED not in outcomes:
@@ -148,7 +150,7 @@ def put(
     except DeadlineExceededError as late:
         if not failures:
             raise
-        error = late
+        error = without_frames(late)
     if not failures:
         known = context.segments.failures()
         failures = [_Failure(each.segment, each.error) for each in known if each.is_silent]
@@ -414,7 +416,7 @@ def allocate(
     assert isinstance(errors, list)
     if errors[0] is not None:
         yield from revoke(grants.epoch, grants.tokens, errors)
-        raise errors[0]
+        raise copy(errors[0])  # which no frame refers to
     return grants, Replica(segment, offset), until
 
 
@@ -451,7 +453,7 @@ def commit(
         errors = yield [Transfer(segment, [Move(offset, memoryview(head))], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
-            raise errors[0]
+            raise copy(errors[0])  # which no frame refers to
         written[:] = head
     committed = yield from ask(
         calls.Commit(

@@ -7,6 +7,7 @@ header is checked: it says that this version of the object is there, and was com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from kvstore.client.flows.getting import (
     ATTEMPTS,
@@ -92,7 +93,7 @@ def get_ranges(
         failed = yield from carry_out(context, transfers)
         for error in failed.values():
             if error.fields.get("final"):
-                raise error
+                raise copy(error)  # which no frame refers to
         now = context.clock()
         todo = []
         for parts, known, replica in reads:

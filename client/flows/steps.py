@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -182,10 +183,10 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
     master may not know it.
 
     Raises:
-        KVStoreError: ``error`` itself, when going elsewhere cannot help.
+        KVStoreError: as ``error``, when going elsewhere cannot help.
     """
     if not isinstance(error, UnavailableError | InvalidRangeError | PermissionDeniedError):
-        raise error
+        raise copy(error)  # which no frame refers to
     epoch = context.segments.forget(segment)
     context.count("failed_transfers")
     if isinstance(error, SegmentGoneError):
