@@ -65,7 +65,7 @@ class Carriers:
             except OSError as error:
                 raise startup_error(
                     join_address(host or "::", lane_port), lane_port, error,
-                    "the lane", "--lane-port (by default the one after --port)",
+                    "the lane", "--port, which the lane's follows, or --lane-port",
                 ) from error  # fmt: skip
         try:
             await self._grpc.bind(host, port)
