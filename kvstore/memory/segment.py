@@ -149,15 +149,10 @@ class Segment:
         path = f"{directory}/{shm_name}"
         left = read_left(path)
         if left is not None and left.node:  # its objects are only thrown away for what has room
-            freed = freed_by_removal(path)
-            check_room(directory, size - freed)
-            if directory == SHM_DIRECTORY:
-                cgroup.check(max(0, size - freed))
+            check_room(directory, max(0, size - freed_by_removal(path)))
         fd = open_locked(path)
         try:
             check_room(directory, size)
-            if directory == SHM_DIRECTORY:  # cgroups count reserved huge pages elsewhere
-                cgroup.check(size)
             os.ftruncate(fd, size)
             mapped = map_file(fd, directory, size)
             try:

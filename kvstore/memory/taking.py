@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Final, Literal
 
 from kvstore.errors import MemoryLimitError, SharedMemoryTooSmallError, StartupError
-from kvstore.memory import pages
+from kvstore.memory import cgroup, pages
 from kvstore.memory.entries import SHM_DIRECTORY, directories
 from kvstore.memory.pages import POPULATE_WRITE, populate
 
@@ -105,10 +105,17 @@ def map_file(fd: int, directory: str, size: int) -> mmap.mmap:
 
 
 def check_room(directory: str, size: int) -> None:
+    """Checks that ``size`` more bytes can be taken there.
+
+    Raises:
+        SharedMemoryTooSmallError, MemoryLimitError
+    """
     room = os.statvfs(directory)
     available = room.f_bavail * room.f_frsize
     if room.f_blocks and available < size:  # no blocks: the file system has no limit
         raise _too_small(directory, size, available)
+    if directory == SHM_DIRECTORY:  # cgroups count reserved huge pages elsewhere
+        cgroup.check(size)
 
 
 def _too_small(directory: str, size: int, available: int) -> SharedMemoryTooSmallError:
