@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore import logs, supervisor
+from kvstore import supervisor
 from kvstore.background import start_thread
 from kvstore.texts import duration_text, size_text
 from kvstore.web import metrics
@@ -63,11 +63,10 @@ class Starting:
             return Readiness(False, self.text)
 
         async def page() -> bytes:
-            counted = logs.counters().items()
             rows: dict[str, metrics.Rows] = {
                 "kvstore_node_joined": {(): 0},
                 "kvstore_node_memory_bytes": {(): self._done},
-                **{f"kvstore_node_{name}_total": {(): value} for name, value in counted},
+                **metrics.of_log("node"),
             }
             return metrics.page(NODE, rows, pid=os.getpid())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from kvstore import logs
 from kvstore._version import __version__
 from kvstore.memory.segment import Segment
 from kvstore.node.agent import NodeAgent
@@ -47,5 +46,5 @@ def _values(agent: NodeAgent, segment: Segment, server: DataServer) -> dict[str,
             ("read",): counted.read_bytes,
             ("write",): counted.written_bytes,
         },
-        **{f"kvstore_node_{name}_total": {(): value} for name, value in logs.counters().items()},
+        **metrics.of_log("node"),
     }

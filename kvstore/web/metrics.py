@@ -16,6 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvstore import logs
 from kvstore.calls import ClusterStatus
 from kvstore.histograms import cumulative
 from kvstore.web.families import MASTER, OF_COUNTERS, STORE, Family
@@ -66,6 +67,11 @@ def page(families: Sequence[Family], values: Mapping[str, Rows], *, pid: int) ->
     registry.register(_Shown(families, values))
     ProcessCollector(pid=lambda: pid, registry=registry)
     return generate_latest(registry)
+
+
+def of_log(process: str) -> dict[str, Rows]:
+    """Lines of this process's log that are missing there. ``process``: part of the names."""
+    return {f"kvstore_{process}_{name}_total": {(): n} for name, n in logs.counters().items()}
 
 
 def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
