@@ -521,8 +521,6 @@ class Client:
         """
         starts = wholes("addresses", addresses, 0, ADDRESS_MAX)
         lengths = wholes("sizes", sizes, 0, SIZE_MAX, "bytes")
-        if len(starts) != len(lengths):
-            raise InvalidArgumentError(f"{len(starts)} addresses and {len(lengths)} sizes")
         return self._state.registered.payload(starts, lengths)
 
     def device(self, name: str) -> Device:

@@ -87,7 +87,7 @@ def start_command(masters: str) -> str:
     if masters.startswith(ETCD_SCHEME):
         return f"kvstore-master --etcd {parse_etcd(masters).endpoints[0]}"
     host, port = split_address(masters.partition(",")[0], default_port=DEFAULT_PORT)
-    where = "" if is_loopback(host) or host == "localhost" else f"--host {host} "
+    where = "" if is_loopback(host) else f"--host {host} "
     return f"kvstore-master {where}--port {port}"
 
 

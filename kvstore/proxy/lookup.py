@@ -16,15 +16,15 @@ from typing import Final
 
 from kvstore.background import start_task
 from kvstore.breaker import Breaker
-from kvstore.calls import ObjectRow
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet import RECORDS_MAX, ROWS_MAX, worth_reading
+from kvstore.fleet import RECORDS_MAX, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.records import FleetRecord, Held
+from kvstore.web.fleet import rows_of
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -118,12 +118,7 @@ class StoreLookup:
 
     async def _read(self) -> None:
         found: dict[bytes, FleetRecord] = {}
-        rows: list[ObjectRow] = []
-        async for row in self._client.list_objects(namespace=FLEET_NAMESPACE):
-            rows.append(row)
-            if len(rows) == ROWS_MAX:
-                break
-        for key in itertools.chain.from_iterable(worth_reading(rows)):
+        for key in itertools.chain.from_iterable(worth_reading(await rows_of(self._client))):
             await self._read_one(found, key)
             if len(found) == RECORDS_MAX:
                 break

@@ -60,6 +60,8 @@ BUFFER_BYTES: Final = 64 << 10
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_ENCODED: Final = "a body is taken as it is: no Content-Encoding\n"
+
 _FULL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n"
     b"Retry-After: %d\r\n\r\n" % RETRY_AFTER_S
@@ -271,9 +273,6 @@ class Waits:
 
     def _forget(self, limit: asyncio.Timeout) -> None:
         self._weight -= self._waiting.pop(limit, 0)
-
-
-_ENCODED: Final = "a body is taken as it is: no Content-Encoding\n"
 
 
 class _Refusal(asyncio.Protocol):

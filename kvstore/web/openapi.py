@@ -53,14 +53,16 @@ STATUSES: Final[Mapping[type[KVStoreError], int]] = {
 # --- questions ------------------------------------------------------------------------------------
 
 
-_HEX: Final = f"([0-9a-fA-F]{{2}}){{0,{KEY_BYTES_MAX}}}"
+def _hex(bytes_min: int) -> str:
+    """The pattern of that many bytes in hexadecimal, up to ``KEY_BYTES_MAX``."""
+    return f"([0-9a-fA-F]{{2}}){{{bytes_min},{KEY_BYTES_MAX}}}"
 
 
 def _from_hex(text: object) -> bytes:
     """Raises ValueError. What ``bytes.fromhex`` takes beside that is no key: white space."""
     if not isinstance(text, str):
         raise ValueError("a key is text, in hexadecimal")
-    if re.fullmatch(_HEX, text) is None:
+    if re.fullmatch(_hex(0), text) is None:
         raise ValueError(f"{text[:64]!r} is no key of up to {KEY_BYTES_MAX} bytes in hexadecimal")
     return bytes.fromhex(text)
 
@@ -75,12 +77,12 @@ def _key_from_hex(text: object) -> bytes:
 HexKey = Annotated[
     bytes,
     BeforeValidator(_key_from_hex),
-    WithJsonSchema({"type": "string", "pattern": f"^{_HEX.replace('{0,', '{1,')}$"}),
+    WithJsonSchema({"type": "string", "pattern": f"^{_hex(1)}$"}),
 ]
 HexPrefix = Annotated[
     bytes,
     BeforeValidator(_from_hex),
-    WithJsonSchema({"type": "string", "pattern": f"^{_HEX}$"}),
+    WithJsonSchema({"type": "string", "pattern": f"^{_hex(0)}$"}),
 ]
 
 

@@ -428,8 +428,8 @@ MUTANTS: Final = (
     Mutant(
         "detached-is-matched",
         "master/state/forest.py",
-        "            seen.checked = detached if len(walked) < cut_off else breaks\n",
-        "            seen.checked = breaks\n",
+        "            if len(walked) >= cut_off:\n",
+        "            if True:\n",
         FOREST,
     ),
     Mutant(
@@ -781,8 +781,8 @@ MUTANTS: Final = (
     Mutant(
         "keys-may-have-blanks",
         OPENAPI,
-        "re.fullmatch(_HEX, text) is None",
-        "re.match(_HEX, text) is None",
+        "re.fullmatch(_hex(0), text) is None",
+        "re.match(_hex(0), text) is None",
         ("tests/unit/web/test_objects.py",),
     ),
     Mutant(
