@@ -7,7 +7,7 @@ import sys
 from typing import Final
 
 PORTS: Final = (50080, 50100)
-"""Of a master and of a node. Start them with --host 0.0.0.0, so that they listen on loopback."""
+"""Of a master and of a node. Start them with --host ::, so that they listen on loopback."""
 
 TIMEOUT_S: Final = 2.0
 

@@ -41,9 +41,8 @@ def command(config_path: str | None, parent_fd: int | None, **flags: object) -> 
     with ParentLink(parent_fd) as parent:
         config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
         logs.configure(config.log_level)
-        from kvstore.master.app import (
-            run as serve,
-        )  # after the settings: a typo is reported at once
+        # After the settings: a typo is reported at once.
+        from kvstore.master.app import run as serve
 
         return serve(config, parent)
     return FAILED  # the parent was told why

@@ -44,7 +44,8 @@ def command(
     with ParentLink(parent_fd) as parent:
         config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
         logs.configure(config.log_level)
-        from kvstore.node.app import run as serve  # after the settings: a typo is reported at once
+        # After the settings: a typo is reported at once.
+        from kvstore.node.app import run as serve
         from kvstore.repairer import Repairer
 
         return serve(config, parent, keep_orphaned=keep_orphaned, repairs=Repairer.of_node)

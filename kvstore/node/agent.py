@@ -131,8 +131,9 @@ class NodeAgent:
         self._fresh = not segment.attached
         """No master has ever granted an extent of the segment."""
         self._unverified = segment.attached
-        self._entry_gone = False
         """The segment's bytes may have changed while no node served it."""
+        self._entry_gone = False
+        """The entry of the segment's memory has been removed: new clients cannot map it."""
         self._known = False
         """A master has accepted this node."""
         self._is_joined = False
