@@ -1815,4 +1815,18 @@ MUTANTS: Final = (
         "        share = 1.0\n",
         KEPT,
     ),
+    Mutant(
+        "a-kept-error-keeps-its-frames",
+        "kvstore/errors.py",
+        "    return error.with_traceback(None)\n",
+        "    return error\n",
+        ("tests/unit/test_names.py",),
+    ),
+    Mutant(
+        "a-refusal-refers-to-its-frame",
+        "kvstore/names.py",
+        "        del failure  # its traceback refers to this frame\n",
+        "        pass\n",
+        ("tests/unit/test_names.py",),
+    ),
 )

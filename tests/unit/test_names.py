@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -178,6 +181,28 @@ def test_each_address_of_a_name_is_tried(server: Server) -> None:
         server.places = ["127.9.9.9", "127.0.0.1"]  # the first one refuses
         with connect("cache", port, uptime() + 5) as sock:
             assert sock.getpeername() == ("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("accepts", [True, False], ids=["the last accepts", "all refuse"])
+def test_an_address_that_refuses_keeps_nothing_of_the_caller(server: Server, accepts: bool) -> None:
+    """The traceback of its error refers to the frames of all callers."""
+
+    def caller() -> weakref.ref[object]:
+        held = threading.Event()
+        with contextlib.suppress(ConnectionRefusedError), connect("cache", port, uptime() + 5):
+            pass
+        return weakref.ref(held)
+
+    server.places = ["127.9.9.9", "127.0.0.1"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if not accepts:
+            listener.close()
+        gc.disable()
+        try:
+            assert caller()() is None
+        finally:
+            gc.enable()
 
 
 def test_grpc_gets_digits_only_while_the_server_is_silent(server: Server) -> None:
