@@ -7,7 +7,7 @@
 Each fault goes into a copy of the tree, and the tests that the table names for it run there. Tests
 that fail, or do not end in time, have killed it. One that survives is a test that is missing, or a
 fault that makes no difference: then it leaves the table. Before all, the same tests must pass where
-nothing was planted.
+nothing was planted. A fault whose tests need what is not installed is left out, and named.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from tests.mutants.table import MUTANTS, Mutant
+import pytest
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.table import MUTANTS
 
 ROOT: Final = Path(__file__).parents[2]
+NO_TEST: Final = "no test was collected"
 LEFT_OUT: Final = shutil.ignore_patterns(
     ".venv", ".git", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )
@@ -91,24 +95,23 @@ class Run:
                 its = [mutant.tests for mutant in mutants if mutant.native == native]
                 tests = tuple(dict.fromkeys(test for each in its for test in each))
                 print(f"mutants: the tree as it is: {' '.join(tests)}", flush=True)
-                if (failed := self._tests(self._copy("as-it-is"), tests, native)) is not None:
+                failed = self._tests(self._copy("as-it-is"), tests, native)
+                if failed not in (None, NO_TEST):
                     print(f"mutants: error: tests fail where nothing was planted:\n{failed}")
                     return 2
         with ThreadPoolExecutor(self._options.jobs) as pool:
-            survivors = [
-                mutant
-                for mutant, killed in zip(
-                    mutants, pool.map(lambda each: self._try(each, len(mutants)), mutants),
-                    strict=True,
-                )
-                if not killed
-            ]  # fmt: skip
-        print(f"mutants: {len(mutants)} planted, {len(mutants) - len(survivors)} killed")
-        for mutant in survivors:
-            print(f"mutants: survives: {mutant.name} ({mutant.file})")
-        return 1 if survivors else 0
+            ends = list(pool.map(lambda each: self._try(each, len(mutants)), mutants))
+        count = {end: ends.count(end) for end in ("killed", "survives", "left out")}
+        print(
+            f"mutants: {len(mutants) - count['left out']} planted, {count['killed']} killed, "
+            f"{count['left out']} left out"
+        )
+        for mutant, end in zip(mutants, ends, strict=True):
+            if end != "killed":
+                print(f"mutants: {end}: {mutant.name} ({mutant.file})")
+        return 1 if count["survives"] else 0
 
-    def _try(self, mutant: Mutant, of: int) -> bool:
+    def _try(self, mutant: Mutant, of: int) -> str:
         started = time.monotonic()
         tree = self._copy(mutant.name)
         path = tree / mutant.file
@@ -117,11 +120,13 @@ class Run:
         shutil.rmtree(tree)
         with self._lock:
             self._done += 1
-            what = "SURVIVES" if failed is None else f"killed by {failed.splitlines()[0][:90]}"
+            what = "survives" if failed is None else f"killed by {failed.splitlines()[0][:90]}"
+            if failed == NO_TEST:
+                what = "left out"
             seconds = time.monotonic() - started
             print(f"mutants: {self._done:3} of {of}  {mutant.name:42} {seconds:4.0f} s  {what}",
                   flush=True)  # fmt: skip
-        return failed is not None
+        return "killed" if what.startswith("killed") else what
 
     def _copy(self, name: str) -> Path:
         tree = self._directory / name
@@ -130,7 +135,7 @@ class Run:
         return tree
 
     def _tests(self, tree: Path, tests: Sequence[str], native: bool) -> str | None:
-        """None: they pass. Else which one failed, and the end of what was printed."""
+        """None: they pass. Else which one failed, and the end of what was printed; or NO_TEST."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
                    "-p", "no:randomly", "--no-header", "-rfE", *tests]  # fmt: skip
         environ = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -143,8 +148,10 @@ class Run:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"the clock: {self._options.seconds:.0f} s"
-        if done.returncode == 0:
+        if done.returncode == pytest.ExitCode.OK:
             return None
+        if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+            return NO_TEST
         lines = done.stdout.splitlines()
         first = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or ["a crash"]
         return "\n".join([*first, *lines[-30:], done.stderr[-2_000:]])

@@ -7,7 +7,10 @@ more. Tests are the quick ones that should see it, the most likely first.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
+
+from tests.mutants import of_connectors
+from tests.mutants.mutant import Mutant
 
 MASTER: Final = ("tests/unit/master", "tests/model/test_master_state.py")
 FOREST: Final = ("tests/model/test_forest.py", *MASTER)
@@ -18,7 +21,6 @@ TRANSPORT: Final = (
     "tests/unit/transport",
 )  # fmt: skip
 MEMORY: Final = ("tests/unit/memory", "tests/model/test_allocator.py", "tests/unit/node")
-CONNECTOR: Final = ("tests/unit/connectors",)
 LENT: Final = ("tests/unit/client/test_registered.py",)
 MAPPED: Final = ("tests/unit/memory/test_mapping.py",)
 WAITS: Final = ("tests/unit/device/test_device.py", "tests/unit/client/test_device_values.py")
@@ -65,21 +67,7 @@ RAW: Final = "kvstore/memory/raw.py"
 REGIONS: Final = "kvstore/memory/regions.py"
 REGISTERED: Final = "client/registered.py"
 VALUES: Final = "client/values.py"
-SCHEDULER: Final = "connectors/vllm/scheduler.py"
 TRAFFIC: Final = "master/state/traffic.py"
-WORKER: Final = "connectors/vllm/worker.py"
-
-
-class Mutant(NamedTuple):
-    """One fault."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-    native: bool = True
-    """False: tests run without what is compiled, because its twin in Python is broken."""
 
 
 MUTANTS: Final = (
@@ -1034,63 +1022,6 @@ MUTANTS: Final = (
         "                if silent:\n",
         ("tests/unit/web/test_link.py",),
     ),
-    # --- the connector ------------------------------------------------------------------------
-    Mutant(
-        "save-counts-while-another-writes-it",
-        WORKER,
-        "                    stored &= PutOutcome.BEING_WRITTEN not in outcomes\n",
-        "",
-        CONNECTOR,
-    ),
-    Mutant(
-        "save-counts-if-one-worker-stored-it",
-        SCHEDULER,
-        "pinned.stored &= end.stored == end.workers",
-        "pinned.stored |= end.stored > 0",
-        CONNECTOR,
-    ),
-    Mutant(
-        "unpinned-at-the-first-report",
-        SCHEDULER,
-        "            if pinned.workers_left > 0:\n                continue\n            del",
-        "            del",
-        CONNECTOR,
-    ),
-    Mutant(
-        "failed-load-is-offered-again",
-        SCHEDULER,
-        "tracked.limit = again if tracked.limit is None else min(again, tracked.limit)",
-        "tracked.limit = None",
-        CONNECTOR,
-    ),
-    Mutant(
-        "no-token-is-left-to-compute",
-        SCHEDULER,
-        "limit = self._groups.aligned(max(request.num_tokens - 1, 0))",
-        "limit = self._groups.aligned(max(request.num_tokens, 0))",
-        CONNECTOR,
-    ),
-    Mutant(
-        "guessed-tokens-are-saved",
-        SCHEDULER,
-        "            len(request.block_hashes) * self._groups.hash_block_tokens,\n",
-        "            1 << 30,\n",
-        CONNECTOR,
-    ),
-    Mutant(
-        "missing-block-counts-as-loaded",
-        WORKER,
-        "                if done and None not in sizes:\n",
-        "                if done:\n",
-        CONNECTOR,
-    ),
-    Mutant(
-        "pieces-of-a-save-have-no-parent",
-        WORKER,
-        "parent = run.keys[start - 1] if start else run.parent",
-        "parent = run.parent",
-        CONNECTOR,
-    ),
     # --- what is kept and what ends, and how it is told -------------------------------------------
     Mutant(
         "over-comes-back",
@@ -1829,4 +1760,5 @@ MUTANTS: Final = (
         "        pass\n",
         ("tests/unit/test_names.py",),
     ),
+    *of_connectors.MUTANTS,
 )

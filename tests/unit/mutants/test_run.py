@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import run
-from tests.mutants.table import MUTANTS, Mutant
+from tests.mutants.mutant import Mutant
+from tests.mutants.table import MUTANTS
 
 
 @pytest.fixture
@@ -47,6 +48,18 @@ def test_a_fault_that_no_test_notices_survives(
 ) -> None:
     assert main(monkeypatch, planted("a > b", "a >= b")) == 1
     assert "survives: fault (program.py)" in capsys.readouterr().out
+
+
+def test_a_fault_whose_tests_are_not_collected_is_left_out(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "test_program.py").write_text("")
+    assert main(monkeypatch, planted("a > b", "a < b")) == 0
+    out = capsys.readouterr().out
+    assert "0 planted, 0 killed, 1 left out" in out
+    assert "left out: fault (program.py)" in out
+    monkeypatch.setattr(run, "MUTANTS", (planted("a > b", "a < b"),))
+    assert run.main([]) == 0
 
 
 @pytest.mark.parametrize("text", ["a == b", "a"])

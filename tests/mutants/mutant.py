@@ -1,0 +1,17 @@
+"""What is planted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One fault."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    native: bool = True
+    """False: tests run without what is compiled, because its twin in Python is broken."""
