@@ -40,7 +40,7 @@ EVENTS: Final = (
     "tests/unit/connectors/test_audits.py",
     ALL,
 )
-GUARD: Final = ("tests/integration/test_guard.py",)
+GUARD: Final = ("tests/unit/test_guard.py", "tests/integration/test_guard.py")
 
 
 MUTANTS: Final = (

@@ -1,0 +1,77 @@
+"""How long an adapter's call may last, and when the store is not asked."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+
+from kvstore.connectors import guard
+from kvstore.connectors.guard import BYTES_PER_MS, Guard
+from kvstore.errors import DeadlineExceededError, KVStoreError, NoSpaceError, UnavailableError
+
+log = logging.getLogger("test")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(guard, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def guarded(clock: Clock) -> Guard:
+    client = SimpleNamespace(config=SimpleNamespace(timeout_ms=2_000))
+    return Guard(client, log)  # type: ignore[arg-type]
+
+
+def fails(error: KVStoreError, guarded: Guard) -> None:
+    def call(timeout_ms: int) -> NoReturn:
+        raise error
+
+    with pytest.raises(type(error)):
+        guarded.run(call)
+
+
+def test_a_call_has_time_for_the_bytes_that_it_moves(guarded: Guard) -> None:
+    assert guarded.run(lambda timeout_ms: timeout_ms) == 2_000
+    assert guarded.run(lambda timeout_ms: timeout_ms, size=1 << 30) == 2_000 + 4_096
+    assert guarded.run(lambda timeout_ms: timeout_ms, size=BYTES_PER_MS - 1) == 2_000
+
+
+def test_a_store_that_keeps_failing_is_left_alone_for_a_while(
+    guarded: Guard, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    asked: list[int] = []
+    for _ in range(3):
+        fails(DeadlineExceededError("late"), guarded)
+    with pytest.raises(UnavailableError, match="several times in a row"):
+        guarded.run(asked.append)
+    assert not asked
+    clock.now += 1.1
+    guarded.run(asked.append)
+    guarded.run(asked.append)
+    assert len(asked) == 2
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "the store is not asked for a while, calls are misses: late",
+        "the store answers again",
+    ]
+
+
+def test_a_store_that_refuses_has_answered(guarded: Guard) -> None:
+    for error in [DeadlineExceededError("late"), NoSpaceError("full")] * 3:
+        fails(error, guarded)
+    assert guarded.run(lambda _: "asked") == "asked"
