@@ -1,4 +1,4 @@
-"""Faults of the adapters that engines load. Their tests need vLLM: ``make test-vllm`` has it."""
+"""Faults of the adapters that engines load. Tests of vLLM's need it: ``make test-vllm`` has it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 VLLM: Final = "connectors/vllm/"
+MOONCAKE: Final = "connectors/mooncake/"
 ALL: Final = "tests/unit/connectors"
 GROUPS: Final = (
     "tests/unit/connectors/test_groups.py",
@@ -40,6 +41,7 @@ EVENTS: Final = (
     "tests/unit/connectors/test_audits.py",
     ALL,
 )
+DROP_IN: Final = ("tests/conformance/test_mooncake_store.py",)
 GUARD: Final = ("tests/unit/test_guard.py", "tests/integration/test_guard.py")
 
 
@@ -808,5 +810,295 @@ MUTANTS: Final = (
         "self.client.config.timeout_ms + size // BYTES_PER_MS",
         "self.client.config.timeout_ms",
         GUARD,
+    ),
+    # --- the drop-in for Mooncake's store -----------------------------------------------------
+    Mutant(
+        "a-full-pool-is-another-code",
+        MOONCAKE + "names.py",
+        "    (NoSpaceError, Code.NO_AVAILABLE_HANDLE),\n",
+        "",
+        DROP_IN,
+    ),
+    Mutant(
+        "memory-is-freed-twice",
+        MOONCAKE + "names.py",
+        "        if memory is None:\n"
+        "            return Code.INVALID_PARAMS\n"
+        "        memory.close()",
+        "        if memory is None:\n            return Code.OK\n        memory.close()",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-handle-of-zeros-is-false",
+        MOONCAKE + "names.py",
+        "        return True\n\n    def __repr__",
+        "        return bool(self.nbytes)\n\n    def __repr__",
+        DROP_IN,
+    ),
+    Mutant(
+        "runs-may-share-their-last-byte",
+        MOONCAKE + "objects.py",
+        "any(stop > start for",
+        "any(stop > start + 1 for",
+        DROP_IN,
+    ),
+    Mutant(
+        "the-last-value-of-a-key-is-put",
+        MOONCAKE + "objects.py",
+        "(overwrite or name not in wanted)",
+        "(overwrite or True)",
+        DROP_IN,
+    ),
+    Mutant(
+        "the-first-value-of-a-key-replaces",
+        MOONCAKE + "objects.py",
+        "(overwrite or name not in wanted)",
+        "(name not in wanted)",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-full-pool-stores-nothing",
+        MOONCAKE + "objects.py",
+        "overwrite=overwrite, partial=True,",
+        "overwrite=overwrite, partial=False,",
+        DROP_IN,
+    ),
+    Mutant(
+        "one-value-too-large-fails-all",
+        MOONCAKE + "objects.py",
+        "if isinstance(error, ValueTooLargeError) and len(items) > 1:",
+        "if False:",
+        DROP_IN,
+    ),
+    Mutant(
+        "gets-may-overlap",
+        MOONCAKE + "objects.py",
+        "if len(keys) != len(buffers) or overlap(host) is not None:",
+        "if len(keys) != len(buffers):",
+        DROP_IN,
+    ),
+    Mutant(
+        "one-short-buffer-fails-all",
+        MOONCAKE + "objects.py",
+        "            if len(names) == 1:\n",
+        "            if True:\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "one-bad-range-fails-all",
+        MOONCAKE + "objects.py",
+        "if code != Code.INVALID_PARAMS or len(sizes) <= 1 or share_memory([(pointers, sizes)]):",
+        "if True:",
+        DROP_IN,
+    ),
+    Mutant(
+        "an-empty-range-shifts-the-others",
+        MOONCAKE + "objects.py",
+        "starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]",
+        "starts = list(offsets)",
+        DROP_IN,
+    ),
+    Mutant(
+        "asked-and-not-leased",
+        MOONCAKE + "objects.py",
+        "client.exists_many(names, lease=True,",
+        "client.exists_many(names, lease=False,",
+        DROP_IN,
+    ),
+    Mutant(
+        "an-empty-key-shifts-the-others",
+        MOONCAKE + "objects.py",
+        "        return [by_name.get(name, absent) for name in names]\n",
+        "        return [*told, *[absent] * (len(names) - len(told))]\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-key-twice-is-removed-twice",
+        MOONCAKE + "objects.py",
+        "codes.pop(name, Code.OBJECT_NOT_FOUND)",
+        "codes.get(name, Code.OBJECT_NOT_FOUND)",
+        DROP_IN,
+    ),
+    Mutant(
+        "long-keys-are-cut",
+        MOONCAKE + "objects.py",
+        "return name[: KEY_BYTES_MAX - len(digest)] + digest",
+        "return name[:KEY_BYTES_MAX]",
+        DROP_IN,
+    ),
+    Mutant(
+        "no-copy-at-all-is-put",
+        MOONCAKE + "objects.py",
+        "min(config.replica_num or min(elsewhere, 1), REPLICAS_MAX)",
+        "min(config.replica_num, REPLICAS_MAX)",
+        DROP_IN,
+    ),
+    Mutant(
+        "large-batches-are-not-cut",
+        MOONCAKE + "objects.py",
+        "return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]",
+        "return [items] if items else []",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-part-beyond-its-object",
+        MOONCAKE + "sessions.py",
+        "if any(offset < 0 or offset + len(part) > len(data) for",
+        "if any(offset + len(part) > len(data) for",
+        DROP_IN,
+    ),
+    Mutant(
+        "sessions-have-no-bound",
+        MOONCAKE + "sessions.py",
+        "if self._bytes + size > self._bytes_max:",
+        "if False:",
+        DROP_IN,
+    ),
+    Mutant(
+        "an-ended-session-counts",
+        MOONCAKE + "sessions.py",
+        "                self._bytes -= len(data)\n",
+        "                pass\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-session-begins-twice",
+        MOONCAKE + "sessions.py",
+        "if size <= 0 or key in self._open:",
+        "if size <= 0:",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-second-setup-is-taken",
+        MOONCAKE + "store.py",
+        "        if self._objects.are_there:\n",
+        "        if False:\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "megabytes-are-decimal",
+        MOONCAKE + "store.py",
+        'given = re.sub(r"([kmgt])b?\\s*$", r"\\1ib", given.lower())',
+        "given = given.lower()",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-tenant-shares-the-namespace",
+        MOONCAKE + "store.py",
+        '        given["namespace"] = tenant\n',
+        "        pass\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-master-that-does-not-answer-is-set-up",
+        MOONCAKE + "store.py",
+        "        client.status()\n",
+        "        pass\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "memory-of-others-is-unregistered",
+        MOONCAKE + "store.py",
+        "        if buffer_ptr not in self._registered:\n            return Code.INVALID_PARAMS\n",
+        "",
+        DROP_IN,
+    ),
+    Mutant(
+        "metadata-comes-last",
+        MOONCAKE + "store.py",
+        "pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]",
+        "pointers, sizes = [buffer_ptr, metadata_buffer_ptr], [size, metadata_size]",
+        DROP_IN,
+    ),
+    Mutant(
+        "an-error-is-a-hit",
+        MOONCAKE + "store.py",
+        "return max(self.batch_is_exist([key])[0], 0)",
+        "return abs(self.batch_is_exist([key])[0])",
+        DROP_IN,
+    ),
+    Mutant(
+        "ranges-need-no-session",
+        MOONCAKE + "store.py",
+        "            if name_of(key) in self._reading\n",
+        "            if True\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-mask-is-lost-in-the-drop-in",
+        MOONCAKE + "store.py",
+        "if not is_plain(data) or isinstance(value, np.ma.MaskedArray):",
+        "if not is_plain(data):",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-batch-is-stored-if-the-last-is",
+        MOONCAKE + "store.py",
+        "return next((code for code in codes if code), Code.OK)",
+        "return codes[-1] if codes else Code.OK",
+        DROP_IN,
+    ),
+    Mutant(
+        "copies-elsewhere-are-removed",
+        MOONCAKE + "store.py",
+        "if all(_node_of(copy) == segment_name for copy in copies)",
+        "if any(_node_of(copy) == segment_name for copy in copies)",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-pattern-is-of-the-beginning",
+        MOONCAKE + "store.py",
+        "[key for key in keys if pattern.search(key)]",
+        "[key for key in keys if pattern.match(key)]",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-header-of-another-version",
+        MOONCAKE + "tensors.py",
+        "if (magic, version, start) != (_MAGIC, _VERSION, _HEADER.size) or",
+        "if (magic, start) != (_MAGIC, _HEADER.size) or",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-tensor-longer-than-its-bytes",
+        MOONCAKE + "tensors.py",
+        " or start + size != len(data):",
+        ":",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-shape-of-other-bytes",
+        MOONCAKE + "tensors.py",
+        " or size != math.prod(shape) * dtype.itemsize:",
+        ":",
+        DROP_IN,
+    ),
+    Mutant(
+        "negative-shapes",
+        MOONCAKE + "tensors.py",
+        " or min(shape, default=0) < 0 or",
+        " or",
+        DROP_IN,
+    ),
+    Mutant(
+        "slices-that-do-not-divide",
+        MOONCAKE + "tensors.py",
+        " or tensor.shape[dim] % count:",
+        ":",
+        DROP_IN,
+    ),
+    Mutant(
+        "a-part-is-put-as-a-whole",
+        MOONCAKE + "tensors.py",
+        "        any(part is not None for part in each)\n",
+        "        False\n",
+        DROP_IN,
+    ),
+    Mutant(
+        "ranks-share-a-slice",
+        MOONCAKE + "tensors.py",
+        'return f"{key}_tp_{rank}" if size > 1 else key',
+        'return f"{key}_tp_0" if size > 1 else key',
+        DROP_IN,
     ),
 )
