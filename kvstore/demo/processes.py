@@ -201,15 +201,15 @@ def connects(host: str, port: int) -> bool:
 
 def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:
     """End a process, and all processes that it left in its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        deadline = time.monotonic() + GROUP_SECONDS
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(POLL_SECONDS)
-        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # the group has ended
+        for number, patience in ((signal.SIGTERM, GROUP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            deadline = time.monotonic() + patience
+            while time.monotonic() < deadline:
+                os.killpg(process.pid, 0)
+                time.sleep(POLL_SECONDS)
     process.wait(STOP_SECONDS)
 
 

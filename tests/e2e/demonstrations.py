@@ -48,7 +48,8 @@ class Demonstration:
     def output(self) -> tuple[int, list[str], str]:
         """As ``end``, with every line that was not read before."""
         stdout, stderr = self.process.communicate(timeout=self._seconds)
-        assert self.left() == []
+        left = self.left()
+        assert not left, left
         return self.process.returncode, stdout.splitlines(), stderr
 
     def left(self) -> list[str]:
