@@ -1,15 +1,16 @@
 """The stream of a node to its master: join, heartbeats, inventory, completed wipes.
 
-    create segment, serve it ──► join ──► report objects, beat …  ──► leave
+    create segment, serve it ──► join ──► report objects, beat …  ──► fence, leave
                                   ▲  ▲      │ stream broken, or the master is silent
                                   │  └──────┤ resume: the master still knows this node
                                   └─ fence ◄┘ refused: a new master, or it declared this node dead
 
-*Fencing* stops all writes under older grants: the node raises the segment's generation, which stops
-writers through shared memory and refuses new data connections of the older generation; it closes
-open connections; and it moves a transfer engine's segment to another address. Only then does the
-node join anew and report its objects (``kvstore.node.inventory``). The master grants no space on
-the node before it knows all of its objects and the leases of the previous master have ended.
+*Fencing* stops all writes under older grants, and all reads: the node raises the segment's
+generation, which stops clients that use shared memory and refuses new data connections of the older
+generation; it closes open connections; and it moves a transfer engine's segment to another address.
+Only then does the node leave, or join anew and report its objects (``kvstore.node.inventory``). The
+master grants no space on the node before it knows all of its objects and the leases of the previous
+master have ended.
 """
 
 from __future__ import annotations
@@ -330,9 +331,11 @@ class NodeAgent:
             await link.send(message)
 
     async def _leave(self, link: NodeStream) -> None:
-        """Sends the leave message, and waits until the master has received it."""
+        """Fences, sends the leave message, and waits until the master has received it: a removal
+        waits for no reader of this memory from then on. Where it cannot fence, it says nothing."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await asyncio.to_thread(self._fence)
                 await self._send(link, NodeLeave())
                 await link.done_sending()
                 while True:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tests.simulation import inside
 from tests.simulation.liars import Liars
+from tests.simulation.node import LEAVE_US
 from tests.simulation.scheduler import MS, SECOND
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class Faults:
         if node.process.alive and not node.process.stalled:
             self._note(f"{node.name} leaves")
             node.leave()
-            self._cluster.later(self._duration_us(), self._cluster.revive)
+            self._cluster.later(LEAVE_US, node.end)
+            self._cluster.later(LEAVE_US + self._duration_us(), self._cluster.revive)
 
     def _kill_client(self) -> None:
         name = self._random.choice(list(self._cluster.clients))

@@ -35,11 +35,17 @@ SCAN_US = (500, 20 * MS)
 CLAIMS_PER_MESSAGE = 4
 
 
+LEAVE_US = 200 * MS
+"""From the leave message, until the master has heard it, to the end of the process."""
+
+
 class Node:
     """One node process. A restart is another one, with another segment of the same name, or with
     the one that is left."""
 
     fences = True
+    leaves_fenced = True
+    """Ends what clients read and write before it leaves its master."""
     verifies = True
     """What it finds in memory that was left."""
     wipes = True
@@ -73,6 +79,7 @@ class Node:
         """A join was sent, and nobody knows whether the master has accepted it."""
         self._connections: dict[Task[None], End] = {}
         self._link: End | None = None
+        self._leaving = False
         self.copier: Client | None = None
         """Copies what the master wants more replicas of."""
         self._copying: Task[None] | None = None
@@ -88,20 +95,26 @@ class Node:
             self._connections = {t: e for t, e in self._connections.items() if not t.ended}
 
     def leave(self) -> None:
-        """A clean stop."""
+        """The first part of a clean stop; ``end`` is the other one, ``LEAVE_US`` later."""
+        self._leaving = True
+        if self.leaves_fenced:
+            self._fence()
         if self._link is not None:
             try:
                 self._link.send(encode_node_message(NodeLeave()))
             except BrokenStreamError:
                 pass
-        self.memory.close()
-        self.process.kill()
+
+    def end(self) -> None:
+        if self.process.alive:
+            self.memory.close()
+            self.process.kill()
 
     # --- the agent ----------------------------------------------------------------------------
 
     async def _run(self) -> None:
         failures = 0
-        while True:
+        while not self._leaving:
             started_us = self.process.scheduler.now_us
             try:
                 await self._session()

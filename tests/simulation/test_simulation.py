@@ -388,6 +388,23 @@ def test_finds_a_missing_fence() -> None:
     )
 
 
+class Talkative(Node):
+    """Is read by clients after it has left its master."""
+
+    leaves_fenced = False
+
+
+def test_finds_a_node_that_is_read_after_it_has_left() -> None:
+    mix = Mix(
+        weights={"put": 4.0, "get": 8.0, "remove": 3.0}, size_bytes_max=1_000, think_s=0.01,
+        overwrite=0.5, replicas=0.0, hold_s=0.1,
+    )  # fmt: skip
+    options = Options(
+        seed=0, new_node=Talkative, mix=mix, masters=1, faults=("leave_node",), waived=frozenset()
+    )
+    found(options, "removed_read_from_dead", within_steps=500_000, each=15_000)
+
+
 LIARS = Options(seed=0, masters=1, faults=("client_lies", "node_lies", "restart_master"))
 
 
