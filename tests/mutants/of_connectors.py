@@ -461,8 +461,8 @@ MUTANTS: Final = (
     Mutant(
         "a-hole-is-promised",
         VLLM + "scheduler.py",
-        "            tokens = min(tokens, tracked.promised)\n",
-        "",
+        "tokens = min(tokens, tracked.promised)",
+        "pass",
         SCHEDULER,
     ),
     Mutant(
@@ -668,13 +668,6 @@ MUTANTS: Final = (
         VLLM + "identity.py",
         "        if not experts and _are_experts(module):\n",
         "        if False:\n",
-        IDENTITY,
-    ),
-    Mutant(
-        "tied-weights-count-by-name",
-        VLLM + "identity.py",
-        "            seen.add(id(tensor))\n",
-        "",
         IDENTITY,
     ),
     Mutant(

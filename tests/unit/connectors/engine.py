@@ -56,6 +56,8 @@ class Pool:
         self.blocks[NULL_BLOCK].references = 1
         self.evicted: set[int] = set()
         """From the prefix cache, the last time."""
+        self.freed: list[int] = []
+        """In their order; vLLM evicts the first of them first."""
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -67,6 +69,7 @@ class Pool:
         for block in blocks:
             assert block.references > 0, f"{block} is freed twice"
             block.references -= 1
+            self.freed.append(block.block_id)
 
     def take(self) -> int:
         block = next(block for block in self.blocks if not block.references)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
@@ -124,3 +126,12 @@ def test_a_block_is_there_when_every_worker_has_its_part() -> None:
         lambda asked, name: [key in parts[name] for key in asked],
     )
     assert found == [(0, b"a")]
+
+
+@pytest.mark.parametrize("lacking", ["a", "b", "c"])
+def test_a_block_of_which_one_worker_has_no_part_is_gone(lacking: str) -> None:
+    def exists(keys: Sequence[bytes], namespace: str) -> list[bool]:
+        return [key != b"k1" or namespace != lacking for key in keys]
+
+    blocks = [(0, b"k0"), (0, b"k1"), (1, b"k1")]
+    assert audit(blocks, {0: ["a", "b", "c"], 1: ["d"]}, exists) == [(0, b"k1")]

@@ -155,9 +155,9 @@ class Manager:
         return dict(self.loaded)
 
 
-def adapter(value: float) -> Any:
+def adapter(value: float, scaling: float = 1.0) -> Any:
     layer = SimpleNamespace(
-        lora_a=torch.full((2, 8), value), lora_b=[torch.ones(8, 2), None], scaling=1.0
+        lora_a=torch.full((2, 8), value), lora_b=[torch.ones(8, 2), None], scaling=scaling
     )
     return SimpleNamespace(loras={"q_proj": layer})
 
@@ -176,6 +176,8 @@ def test_adapters_are_known_by_what_is_loaded() -> None:
     assert adapters.have_changed()
     second = adapters.digests()
     assert first[1] != second[1]
+    manager.loaded[1] = adapter(1.0, scaling=2.0)
+    assert adapters.digests()[1] not in (first[1], second[1])
     manager.loaded[1] = adapter(1.0)
     assert adapters.digests() == first
     del manager.loaded[1]

@@ -168,12 +168,14 @@ def test_a_silent_stream_is_not_heard(place: Place, monkeypatch: pytest.MonkeyPa
 def test_other_answers_are_not_heard_and_it_tries_again(place: Place, answer: bytes) -> None:
     with listener(lambda: place.address) as each:
         connection, _ = place.accept()
-        heard(each, lambda found: found.missed)
+        connection.sendall(removal(1, b"a"))
+        heard(each, lambda found: bool(found.blocks))
         connection.close()
         with contextlib.suppress(ConnectionError):
             place.accept(answer)[0].close()
-        place.accept(STREAM)
+        _, request = place.accept(STREAM)
         until(lambda: each.take().listening)
+        assert "Last-Event-ID: 7-1" in request
 
 
 def test_a_master_without_events_is_asked_again(place: Place) -> None:

@@ -143,6 +143,13 @@ def test_what_a_group_lacks_is_not_there_and_hits_are_aligned(start: Start, stor
     assert store.asked == [(hashes(5), ["n0"]), ([b"h1", b"h3"], ["n1"])]
 
 
+def test_what_the_first_group_lacks_is_not_there(start: Start, store: Store) -> None:
+    """Three blocks of 16 tokens are one whole block of the scheduler."""
+    store.answers = [[Match(3, 0)], [Match(3, 0)]]
+    lookups = start(HYBRID)
+    assert answered(lookups, lookups.want("r", hashes(6))) == 32
+
+
 def test_groups_of_one_block_size_are_asked_about_at_once(start: Start, store: Store) -> None:
     groups = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16, 2: 16})
     store.answers = [[Match(2, 0), Match(1, 0)]]
@@ -372,6 +379,7 @@ def test_a_store_that_does_not_answer_has_nothing_and_is_left_alone(
     failures(lookups, 3)
     assert lookups.breaker.is_open(clock.now)
     failures(lookups, 20)
+    assert lookups.want("at once", hashes(1)).done.is_set(), "no thread is asked"
     assert len(store.asked) == 3
     assert lookups.take_counters() == {"lookups_failed": 3, "breaker_opened": 1}
 

@@ -275,3 +275,10 @@ def test_the_stride_of_a_single_head_is_no_part_of_the_layout() -> None:
         survey({"l0": cache}, config(["l0"])).layout for cache in (heads_first, tokens_first)
     )
     assert one == other
+
+
+def test_a_block_beyond_the_cache_is_no_memory() -> None:
+    pages = CPUPages(survey(layer_by_layer(1), config(["l0"])))
+    assert len(pages.blocks(0, [BLOCKS - 1], None)) == 1
+    with pytest.raises(AssertionError, match=f"block {BLOCKS}"):
+        pages.blocks(0, [0, BLOCKS], None)

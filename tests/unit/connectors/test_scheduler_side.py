@@ -214,6 +214,7 @@ def test_blocks_are_pinned_until_every_worker_has_reported() -> None:
     assert engine.pool.used == 3
     engine.report(save.number)
     assert engine.pool.used == 0
+    assert engine.pool.freed[-3:] == save.runs[0].block_ids[::-1], "the prefix is evicted last"
     engine.side.reported(Report({save.number: SaveEnd(3, 3)}))
     engine.check()
     assert engine.side.take_counters() == {}
@@ -487,6 +488,19 @@ def test_a_request_whose_adapter_was_replaced_saves_nothing_more() -> None:
     for number, saves in ((1, 0), (2, 1)):
         engine.allocate(engine.requests[f"r{number}"], 40)
         assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == saves
+
+
+def test_an_adapter_that_changes_under_a_request_is_neither_loaded_nor_saved() -> None:
+    """Its first keys have the salt of the one before."""
+    engine = Engine()
+    salts = [b"first"]
+    engine.side.salt = lambda request: salts[-1]
+    request = engine.add("r", 40, there=32, lora=lora())
+    assert engine.matched(request) == 32
+    salts.append(b"second")
+    assert engine.matched(request) == 0
+    engine.allocate(request, 20)
+    assert engine.side.orders(engine.scheduled({"r": 20})).saves == []
 
 
 # --- holes, and saves that hang -------------------------------------------------------------------

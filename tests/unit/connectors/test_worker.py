@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from kvstore.connectors.vllm.messages import (
 )
 from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
-from kvstore.errors import DeadlineExceededError
+from kvstore.errors import DeadlineExceededError, NoSpaceError
 from tests.unit.connectors.test_pages import Config, Group
 
 GROUPS = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8})
@@ -266,9 +266,11 @@ def test_the_worst_group_says_how_many_tokens_are_good(start: Start, store: kvst
     cache = Cache(1)
     worker = start(cache.pages)
     assert save(worker, run(0, [1, 2, 3]), run(1, [4]))
-    report, bad = load(worker, run(0, [11, 12, 13, 14]), run(1, [15, 16]))
-    assert report == Report(failed_loads={"r": 8})
-    assert bad == {14, 16}
+    runs = [run(0, [11, 12, 13, 14]), run(1, [15, 16])]
+    for ordered in (runs, runs[::-1]):
+        report, bad = load(worker, *ordered)
+        assert report == Report(failed_loads={"r": 8})
+        assert bad == {14, 16}
 
 
 def test_blocks_after_an_exchange_that_failed_are_bad_too(
@@ -290,6 +292,21 @@ def test_groups_that_a_worker_holds_no_layers_of_are_others_business(
     assert save(start(ours.pages), run(0, [1, 2]), run(1, [3]))
     assert load(start(theirs.pages), run(0, [5, 6]), run(1, [7])) == (None, set())
     assert theirs.block(0, 6) == ours.block(0, 2)
+
+
+def test_a_store_that_is_full_is_asked_again(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(Cache(1).pages)
+
+    def full(*_: object, **__: object) -> NoReturn:
+        raise NoSpaceError("full")
+
+    with monkeypatch.context() as context:
+        context.setattr(worker._client, "put_chain", full)
+        for _ in range(5):
+            assert not save(worker, run(0, [1]))
+    assert save(worker, run(0, [1]))
 
 
 # --- a store that is not there --------------------------------------------------------------------
