@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,10 +23,22 @@ import kvstore.mooncake
 from kvstore.bench import mooncake
 from kvstore.children import start_master
 from kvstore.connectors.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
-from kvstore.connectors.mooncake.names import Code
+from kvstore.connectors.mooncake.names import Code, code_of
+from kvstore.connectors.mooncake.objects import slices
 from kvstore.connectors.mooncake.sessions import PutSessions
-from kvstore.connectors.mooncake.store import _size
+from kvstore.connectors.mooncake.store import _replica, _size
 from kvstore.demo.processes import Children
+from kvstore.errors import (
+    ClosedError,
+    CorruptObjectError,
+    InvalidKeyError,
+    KVStoreError,
+    MasterUnreachableError,
+    NoSpaceError,
+    PutRefusedError,
+    UnavailableError,
+)
+from kvstore.limits import BATCH_KEYS_MAX
 from tests import leaks
 from tests.programs import need_engine
 
@@ -480,10 +493,16 @@ def test_the_same_key_again_in_one_call(place: Place) -> None:
     assert store.put_batch(["a", "a"], [b"1", b"2"]) == 0
     assert store.get_batch(["a", "a", ""]) == [b"1", b"1", b""]
     assert store.batch_is_exist(("a", "a", "no")) == [1, 1, 0]
+    assert store.batch_is_exist(["", "a"]) == [0, 1]
     assert store.batch_get_into(["a", "a"], [start, start + 10], [1, 1]) == [1, 1]
     assert store.batch_put_session_start(["s", "s"], [10, 10]) == [0, -705]
     assert store.batch_put_session_revoke(["s"]) == [0]
     assert store.batch_remove(["a", "a", ""], True) == [0, MISS, MISS]
+
+
+def test_the_last_value_of_a_key_replaces(ours: Place) -> None:
+    assert ours.store.upsert_batch(["u", "v", "u"], [b"1", b"2", b"3"]) == 0
+    assert ours.store.get_batch(["u", "v"]) == [b"3", b"2"]
 
 
 def test_ranges_that_do_not_fit(place: Place) -> None:
@@ -543,6 +562,12 @@ def test_numbers_of_replicas(place: Place) -> None:
     assert place.store.put("none", b"1", config) == INVALID
 
 
+def test_copies_that_were_to_be_elsewhere_are_one_in_memory(ours: Place) -> None:
+    config = ours.config(replica_num=0, nof_replica_num=2)
+    assert ours.store.put("elsewhere", b"1", config) == 0
+    assert len(ours.store.get_replica_desc("elsewhere")) == 1
+
+
 def test_unregistering(place: Place) -> None:
     other = np.zeros(MIB, np.uint8)
     address = int(other.ctypes.data)
@@ -590,10 +615,22 @@ def test_a_broken_header_is_no_tensor(ours: Place, at: int) -> None:
         assert got is None or at in (16, 20) or (is_same and torch.equal(got, torch.ones(2, 3)))
 
 
+def test_a_shape_of_negative_lengths_is_no_tensor(ours: Place) -> None:
+    """Although their product is right."""
+    torch = pytest.importorskip("torch")
+    assert ours.store.put_tensor("shape", torch.ones(2, 3)) == 0
+    data = bytearray(ours.store.get("shape"))
+    assert struct.unpack_from("<2q", data, 40) == (2, 3)
+    struct.pack_into("<2q", data, 40, -2, -3)
+    assert ours.store.put("negative", data) == 0
+    assert ours.store.get_tensor("negative") is None
+
+
 def test_no_bytes_are_a_value(ours: Place) -> None:
     assert ours.store.put("empty", b"") == 0
     assert (ours.store.is_exist("empty"), ours.store.get_size("empty")) == (1, 0)
     assert ours.store.get("empty") == b""
+    assert ours.store.get_buffer("empty"), "it is there"
 
 
 def test_what_is_leased_is_removed_at_once(ours: Place) -> None:
@@ -613,6 +650,23 @@ def test_replicas_are_cleared_by_node(ours: Place) -> None:
     node = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
     assert store.batch_replica_clear(["a"], "another node") == []
     assert store.batch_replica_clear(["a"], node) == ["a"]
+
+
+def test_an_object_with_a_copy_elsewhere_stays(
+    ours: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ours.store.put("twice", b"1") == 0
+    copies = [_replica(1, "one"), _replica(1, "two")]
+    monkeypatch.setattr(ours.store, "batch_get_replica_desc", lambda keys: {keys[0]: copies})
+    assert ours.store.batch_replica_clear(["twice"], "one") == []
+    assert ours.store.is_exist("twice") == 1
+
+
+def test_a_pattern_may_match_anywhere_in_a_key(ours: Place) -> None:
+    assert ours.store.put_batch(["a/1", "b/1", "b/2"], [b"1"] * 3) == 0
+    assert ours.store.remove_by_regex("/1") == 2
+    assert ours.store.remove_by_regex("^/") == 0
+    assert ours.store.batch_is_exist(["a/1", "b/1", "b/2"]) == [0, 0, 1]
 
 
 def test_a_full_pool_stores_what_fits(ours: Place) -> None:
@@ -762,6 +816,27 @@ def test_sessions_are_bounded() -> None:
     assert sessions.start(b"c", 0) == Code.INVALID_PARAMS
     assert sessions.end(b"a") is not None
     assert sessions.start(b"b", 100) == Code.OK
+    for offset, size in ((-1, 1), (100, 1), (0, 101)):
+        assert sessions.write(b"b", [(offset, memoryview(bytes(size)))]) == Code.INVALID_PARAMS
+    assert sessions.write(b"b", [(99, memoryview(b"x"))]) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NoSpaceError, FULL), (ClosedError, INVALID), (InvalidKeyError, INVALID),
+        (PutRefusedError, -800), (UnavailableError, DOWN), (MasterUnreachableError, DOWN),
+        (CorruptObjectError, -1),
+    ],
+)  # fmt: skip
+def test_each_error_has_the_code_of_mooncake(error: type[KVStoreError], code: int) -> None:
+    assert code_of(error("said")) == code
+
+
+def test_calls_carry_a_bounded_number_of_keys() -> None:
+    keys = list(range(2 * BATCH_KEYS_MAX + 1))
+    assert [len(some) for some in slices(keys)] == [BATCH_KEYS_MAX, BATCH_KEYS_MAX, 1]
+    assert [key for some in slices(keys) for key in some] == keys
 
 
 def test_allocator() -> None:

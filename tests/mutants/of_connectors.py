@@ -864,13 +864,6 @@ MUTANTS: Final = (
         DROP_IN,
     ),
     Mutant(
-        "gets-may-overlap",
-        MOONCAKE + "objects.py",
-        "if len(keys) != len(buffers) or overlap(host) is not None:",
-        "if len(keys) != len(buffers):",
-        DROP_IN,
-    ),
-    Mutant(
         "one-short-buffer-fails-all",
         MOONCAKE + "objects.py",
         "            if len(names) == 1:\n",
