@@ -28,6 +28,7 @@ from typing import Any, Final, Self
 from kvstore import descriptors, interpreter, supervisor
 from kvstore.clocks import uptime
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
+from kvstore.stopping import current
 
 START_TIMEOUT_S: Final = 60.0
 """Time for a child to join its master, and to reserve little memory."""
@@ -75,8 +76,8 @@ class Child:
 
         Raises:
             KVStoreError: the child's own error; StartupError: it could not be started, or ended
-            without a word; DeadlineExceededError: it did not report in time. The child has ended
-            then.
+            without a word, for example because the thread's ``Stop`` was set;
+            DeadlineExceededError: it did not report in time. The child has ended then.
         """
         try:
             descriptors.keep_standard()
@@ -106,8 +107,12 @@ class Child:
                 ) from error
         child = cls(process, ours, {})
         deadline, step = uptime() + timeout_s, "starts"
+        stop = current()
         try:
-            with ours.makefile("rb") as lines:
+            with (
+                ours.makefile("rb") as lines,
+                stop.wakes(process.kill) if stop else contextlib.nullcontext(),
+            ):
                 while True:
                     ours.settimeout(max(deadline - uptime(), 0.001))
                     said = json.loads(lines.readline(LINE_BYTES_MAX) or b"{}")

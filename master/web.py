@@ -14,6 +14,7 @@ from kvstore.background import start_task
 from kvstore.children import Child
 from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.errors import KVStoreError, StartupError
+from kvstore.stopping import Stop
 from kvstore.web.access import NOT_SECURED, Secured
 from kvstore.web.feed import Feed
 from kvstore.web.link import Answers, answer_forever
@@ -64,7 +65,7 @@ async def keep_serving(
             if feed is not None:
                 given["events"] = their_events
             with theirs, their_events:
-                child = await asyncio.to_thread(_start, given, flags, environ)
+                child = await _started(given, flags, environ)
         except KVStoreError as error:
             for each in made:
                 each.close()
@@ -122,6 +123,28 @@ def _links() -> list[socket.socket]:
             raise StartupError(f"its child needs sockets: {error.strerror}") from error
         stack.pop_all()
     return made
+
+
+async def _started(
+    given: Mapping[str, socket.socket], flags: list[str], environ: Mapping[str, str]
+) -> Child:
+    """A child that serves. If this is cancelled meanwhile, the child has ended then. Raises as
+    ``Child.start``."""
+    stop = Stop()
+
+    def start() -> Child:
+        with stop.here():
+            return _start(given, flags, environ)
+
+    starting = asyncio.ensure_future(asyncio.to_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        stop.set()
+        with contextlib.suppress(KVStoreError):
+            child = await starting
+            await asyncio.to_thread(child.stop)
+        raise
 
 
 def _start(

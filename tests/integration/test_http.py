@@ -103,6 +103,15 @@ def test_a_child_that_is_killed_comes_back_and_nobody_is_refused_meanwhile(
         client.put("k", b"v")
 
 
+def test_a_master_that_is_stopped_while_its_child_starts_leaves_none(cluster: Cluster) -> None:
+    """The child takes a second to import what it needs."""
+    server = cluster.launch(MASTER, cluster.settings | {"http_port": free_port()})
+    until(lambda: bool(children_of(server.pid)))
+    children = children_of(server.pid)
+    assert server.terminate() == 0
+    assert not any(map(is_running, children))
+
+
 def test_a_child_that_hangs_is_named_and_replaced(served: tuple[Cluster, int]) -> None:
     cluster, port = served
     server = cluster.master_server
