@@ -241,8 +241,9 @@ def test_a_master_that_is_stopped_costs_requests_nothing_they_would_notice(
     finally:
         store.master_server.resume()
     assert all(len(each.tokens) == 8 for each in results)
-    answered_late = metrics["lookups_late"] + metrics["lookups_failed"]
-    assert 3 <= answered_late < 30, "a breaker keeps it from asking every time"
+    late, failed = metrics["lookups_late"], metrics["lookups_failed"]
+    assert late + failed >= 3  # one lookup can be both
+    assert late < len(results), "a breaker keeps it from asking every time"
 
 
 def test_blocks_that_cannot_be_loaded_are_computed_and_not_tried_for_ever(
