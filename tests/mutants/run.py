@@ -118,15 +118,19 @@ class Run:
         path.write_text(path.read_text().replace(mutant.old, mutant.new))
         failed = self._tests(tree, mutant.tests, mutant.native)
         shutil.rmtree(tree)
+        by = ""
+        if failed is None:
+            end = "survives"
+        elif failed == NO_TEST:
+            end = "left out"
+        else:
+            end, by = "killed", f" by {failed.splitlines()[0][:90]}"
         with self._lock:
             self._done += 1
-            what = "survives" if failed is None else f"killed by {failed.splitlines()[0][:90]}"
-            if failed == NO_TEST:
-                what = "left out"
             seconds = time.monotonic() - started
-            print(f"mutants: {self._done:3} of {of}  {mutant.name:42} {seconds:4.0f} s  {what}",
+            print(f"mutants: {self._done:3} of {of}  {mutant.name:42} {seconds:4.0f} s  {end}{by}",
                   flush=True)  # fmt: skip
-        return "killed" if what.startswith("killed") else what
+        return end
 
     def _copy(self, name: str) -> Path:
         tree = self._directory / name
