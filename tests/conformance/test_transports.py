@@ -96,7 +96,12 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     peer.close()
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name == "mooncake" else name
+        for name in TRANSPORTS
+    ]
+)
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     if request.param == "mooncake":
         need_engine()

@@ -8,8 +8,16 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import IO
 
 SECONDS = 120
+
+
+def _line_of(stream: IO[str], pattern: str) -> re.Match[str]:
+    for line in stream:
+        if found := re.search(pattern, line):
+            return found
+    raise AssertionError(f"ended without a line like {pattern}")
 
 
 class Demonstration:
@@ -35,10 +43,12 @@ class Demonstration:
     def line(self, pattern: str) -> re.Match[str]:
         """Read its output up to a line that matches."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := re.search(pattern, line):
-                return found
-        raise AssertionError(f"ended without a line like {pattern}")
+        return _line_of(self.process.stdout, pattern)
+
+    def error(self, pattern: str) -> re.Match[str]:
+        """The same of its standard error."""
+        assert self.process.stderr is not None
+        return _line_of(self.process.stderr, pattern)
 
     def end(self) -> tuple[int, str, str]:
         """Wait for it, check that nothing of it is left; status, the last line, the errors."""

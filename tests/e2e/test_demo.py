@@ -50,34 +50,13 @@ def demos() -> Iterator[list[Demo]]:
 
 
 def test_prefix_of_one_process_is_reused_by_another(demos: list[Demo]) -> None:
-    demos.append(demo := Demo())
-    status, last, errors = demo.end()
-    assert status == 0, errors
+    demos.append(demo := Demo("--transport=tcp", "--json", "--stay"))
+    report = json.loads(demo.line("^{").string)
     assert re.fullmatch(
         rf"demo: outputs identical, {BLOCKS} of {BLOCKS} blocks reused, 8\.0 MiB moved, "
         r"time to first token \d+ ms -> \d+ ms \(\d+\.\dx\)",
-        last,
+        report["summary"],
     )
-
-
-def test_the_dashboard_stays_until_the_user_has_seen_the_blocks(demos: list[Demo]) -> None:
-    demos.append(demo := Demo("--stay"))
-    page = demo.line(r"dashboard (http://127\.0\.0\.1:\d+/)")[1]
-    demo.line(r"^demo: outputs identical")
-    with urllib.request.urlopen(f"{page}api/v1/status", timeout=10) as answer:
-        status = json.load(answer)
-    assert sum(row["objects"] for row in status["namespaces"]) == BLOCKS + 1
-    assert demo.process.poll() is None
-    status_at_end, lines, errors = demo.output()  # closes its standard input
-    assert (status_at_end, lines) == (0, [])
-    assert page in errors
-
-
-def test_json_over_tcp(demos: list[Demo]) -> None:
-    demos.append(demo := Demo("--transport=tcp", "--json"))
-    status, last, errors = demo.end()
-    assert status == 0, errors
-    report = json.loads(last)
     produced, consumed = report["produced"], report["consumed"]
     assert report["ok"]
     assert report["scenario"]["transport"] == "tcp"
@@ -86,6 +65,14 @@ def test_json_over_tcp(demos: list[Demo]) -> None:
     assert (consumed["blocks_asked"], consumed["blocks_reused"]) == (BLOCKS + 1, BLOCKS)
     assert consumed["tokens_reused"] == consumed["tokens_computed"]
     assert len(set(consumed["tokens_computed"])) > 8, "a loop of few tokens would prove little"
+
+    page = demo.error(r"Look at (http://127\.0\.0\.1:\d+/)")[1]
+    with urllib.request.urlopen(f"{page}api/v1/status", timeout=10) as answer:
+        status = json.load(answer)
+    assert sum(row["objects"] for row in status["namespaces"]) == BLOCKS + 1
+    assert demo.process.poll() is None, "the dashboard stays until the user has seen the blocks"
+    status_at_end, lines, _ = demo.output()  # closes its standard input
+    assert (status_at_end, lines) == (0, [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -24,7 +24,6 @@ from kvstore.client import values
 
 GIB = 1 << 30
 MEMORY = 64 << 20
-OPERATIONS = {"put", "get", "get_view", "get_again", "exist", "match_prefix", "memcpy"}
 BENCH_FIELDS = {
     "system": str,
     "mode": str,
@@ -265,26 +264,11 @@ def server(kind: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], st
             process.kill()
 
 
-@pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 3 * GIB, reason="/dev/shm is small")
-def test_every_row_of_the_bench() -> None:
-    rows = bench("--transport", "shm")
-    assert {row["op"] for row in rows} == OPERATIONS
-    found = {(row["op"], row["size_bytes"], row["batch"]) for row in rows}
-    for op in ("put", "get", "get_view", "memcpy"):
-        assert {(op, kib << 10, n) for kib in (4, 64, 1024, 4096) for n in (1, 64)} <= found
-    assert {("exist", 0, n) for n in (1, 64, 1024, 8192)} <= found
-    assert {("match_prefix", 0, n) for n in (1024, 8192)} <= found
-    assert len(rows) == len(found)
-
-
-@pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 3 * GIB, reason="/dev/shm is small")
-def test_chosen_rows_of_the_bench_over_both_transports() -> None:
-    rows = bench("--rows", "get*/4096/1", "--memory", "1.5GiB")
+@pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 2 * GIB, reason="/dev/shm is small")
+def test_a_row_of_the_bench_over_both_transports() -> None:
+    rows = bench("--rows", "get_again")
     assert [(row["mode"], row["op"]) for row in rows] == [
-        ("shm", "get"),
-        ("shm", "get_view"),
         ("shm", "get_again"),
-        ("tcp", "get"),
         ("tcp", "get_again"),
     ]
 

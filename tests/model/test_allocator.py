@@ -79,5 +79,5 @@ class AllocatorMachine(RuleBasedStateMachine):
         return last - first
 
 
-AllocatorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+AllocatorMachine.TestCase.settings = settings(stateful_step_count=40)
 test_allocator = AllocatorMachine.TestCase

@@ -219,4 +219,4 @@ class DrainMachine(RuleBasedStateMachine):
 
 
 TestDraining = DrainMachine.TestCase
-TestDraining.settings = settings(max_examples=150, stateful_step_count=40)
+TestDraining.settings = settings(stateful_step_count=40)

@@ -100,7 +100,7 @@ class LRUMachine(RuleBasedStateMachine):
         assert len(self.policy) == len(self.detached)
 
 
-LRUMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+LRUMachine.TestCase.settings = settings(stateful_step_count=40)
 test_lru = LRUMachine.TestCase
 
 

@@ -240,7 +240,7 @@ class ForestMachine(RuleBasedStateMachine):
             assert self.forest.match(table, KEYS).matched == len(KEYS)
 
 
-ForestMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+ForestMachine.TestCase.settings = settings(stateful_step_count=40)
 test_forest = ForestMachine.TestCase
 
 
@@ -297,5 +297,5 @@ class SlicedForestMachine(ForestMachine):
         super().teardown()
 
 
-SlicedForestMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+SlicedForestMachine.TestCase.settings = settings(stateful_step_count=40)
 test_forest_in_slices = SlicedForestMachine.TestCase

@@ -1597,7 +1597,7 @@ class SlicedMachine(MasterMachine):
         self.patches.undo()
 
 
-MasterMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
-SlicedMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50)
+MasterMachine.TestCase.settings = settings(stateful_step_count=50)
+SlicedMachine.TestCase.settings = settings(stateful_step_count=50)
 test_master_state = MasterMachine.TestCase
 test_master_state_in_small_slices = SlicedMachine.TestCase

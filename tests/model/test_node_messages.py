@@ -6,7 +6,7 @@ import contextlib
 import tracemalloc
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import calls
@@ -145,7 +145,6 @@ RETURNS = node_pb2.NodeMessage(
 ).SerializeToString()  # fmt: skip
 
 
-@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(1, 2), MESSAGES), max_size=12))
 def test_whatever_nodes_say_is_refused_or_taken(said: list[tuple[int, bytes]]) -> None:
     state = MasterState(epoch=EPOCH)

@@ -256,4 +256,4 @@ class RepairMachine(RuleBasedStateMachine):
 
 
 TestRepairing = RepairMachine.TestCase
-TestRepairing.settings = settings(max_examples=50, stateful_step_count=25)
+TestRepairing.settings = settings(stateful_step_count=25)

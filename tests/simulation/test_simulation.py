@@ -32,22 +32,34 @@ from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
 from tests.simulation.cluster import RULES, Cluster, Options
 from tests.simulation.node import Node
-from tests.simulation.run import run_many, run_seed
+from tests.simulation.run import run_seed
 from tests.simulation.workload import Mix
 
-SEEDS = 200
+FIRST_SEEDS = range(1, 21)
+"""Of ``make test``."""
+SEEDS = range(21, 201)
+"""The others, of ``make test-all``."""
 TOGETHER = 20
 FAULT_SECONDS = 2.5
-JOBS = min(4, os.cpu_count() or 1)
 
 
-@pytest.mark.parametrize("first", range(1, SEEDS + 1, TOGETHER))
-def test_safety_under_faults_and_liveness_after_them(first: int) -> None:
-    """On all cores; ``make sim`` goes on where this ends."""
-    options = Options(seed=0, fault_seconds=FAULT_SECONDS)
-    for result in run_many(options, range(first, first + TOGETHER), JOBS):
+def is_safe_and_alive(*seeds: int, fault_seconds: float = FAULT_SECONDS) -> None:
+    for seed in seeds:
+        result = run_seed(Options(seed=seed, fault_seconds=fault_seconds))
         if result.failure:
-            pytest.fail(f"seed {result.seed}: {result.failure}", pytrace=False)
+            pytest.fail(f"seed {seed}: {result.failure}", pytrace=False)
+
+
+@pytest.mark.parametrize("seed", FIRST_SEEDS)
+def test_safety_under_faults_and_liveness_after_them(seed: int) -> None:
+    is_safe_and_alive(seed, fault_seconds=FAULT_SECONDS / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", SEEDS[::TOGETHER])
+def test_more_of_the_same(first: int) -> None:
+    """``make sim`` goes on where this ends."""
+    is_safe_and_alive(*range(first, first + TOGETHER))
 
 
 @pytest.mark.parametrize("masters", [1, 2, 3])
@@ -80,6 +92,7 @@ def test_the_order_of_hash_tables_decides_nothing() -> None:
     assert len(digests) == 1, digests
 
 
+@pytest.mark.slow
 def test_everything_happens_somewhere() -> None:
     """A simulation that does nothing finds nothing."""
     happened: dict[str, int] = {}
@@ -200,6 +213,7 @@ class Hasty(MasterState):
         return self.putting.put_revoke(now_ms, request._replace(settled=True))
 
 
+@pytest.mark.slow
 def test_finds_a_missing_quarantine() -> None:
     faults = ("stall_node", "cut_both_ways", "break_stream")
     found(Options(seed=0, new_state=Hasty, faults=faults), "late_write", within_steps=10**6)
@@ -211,6 +225,7 @@ class Trusting(Node):
     cuts = False
 
 
+@pytest.mark.slow
 def test_finds_what_lands_after_it_was_given_up() -> None:
     options = Options(seed=0, new_node=Trusting, faults=("hold_back",))
     found(options, "late_write", within_steps=10**6, each=25_000)
@@ -222,6 +237,7 @@ class Unmindful(Trusting):
     remembers = False
 
 
+@pytest.mark.slow
 def test_finds_that_what_was_given_up_is_read_after_a_removal() -> None:
     mix = Mix(
         weights={"put": 2.0, "get": 4.0, "remove": 4.0}, size_bytes_max=1_000, think_s=0.05,
@@ -240,6 +256,7 @@ class Oblivious(Node):
     remembers = False
 
 
+@pytest.mark.slow
 def test_finds_a_copy_that_lands_after_its_object_was_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -296,6 +313,7 @@ def _granted(granting: Granting, now_ms: int, epoch: int, token: int) -> Pending
     return granting._pending.get(token) if epoch == granting._common.epoch else None
 
 
+@pytest.mark.slow
 def test_finds_a_put_end_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "Pending", Lenient)
     monkeypatch.setattr(Granting, "granted", _granted)
@@ -322,6 +340,7 @@ def test_finds_headers_that_are_not_wiped() -> None:
     found(options, "removed_read", within_steps=SOON, each=5_000)
 
 
+@pytest.mark.slow
 def test_finds_a_removed_version_that_is_read_after_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """The put is acknowledged while the removal still waits for a node that hangs."""
     monkeypatch.setattr(Reclaim, "being_read", lambda self, name: [])
@@ -341,6 +360,7 @@ LENT = Mix(
 """Views of objects with two replicas, whose time is soon over."""
 
 
+@pytest.mark.slow
 def test_finds_what_comes_back_after_its_time_to_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """The master does not remember what its nodes had yet to wipe when they ended."""
     monkeypatch.setattr(Tombstones, "add_version", lambda self, version: None)
@@ -359,6 +379,7 @@ class Placeless(MasterState):
         return self.asking.renew(now_ms, request._replace(uuids=(), offsets=()))
 
 
+@pytest.mark.slow
 def test_finds_a_lease_that_is_renewed_where_the_object_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -377,6 +398,7 @@ class Unfenced(Node):
     fences = False
 
 
+@pytest.mark.slow
 def test_finds_a_missing_fence() -> None:
     faults = ("kill_node", "isolate_node")
     found(
@@ -394,6 +416,7 @@ class Talkative(Node):
     leaves_fenced = False
 
 
+@pytest.mark.slow
 def test_finds_a_node_that_is_read_after_it_has_left() -> None:
     mix = Mix(
         weights={"put": 4.0, "get": 8.0, "remove": 3.0}, size_bytes_max=1_000, think_s=0.01,
@@ -408,6 +431,7 @@ def test_finds_a_node_that_is_read_after_it_has_left() -> None:
 LIARS = Options(seed=0, masters=1, faults=("client_lies", "node_lies", "restart_master"))
 
 
+@pytest.mark.slow
 def test_clients_and_nodes_that_lie_break_no_rule() -> None:
     happened: dict[str, int] = {}
     for seed in range(1, 6):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 WITHOUT_VLLM = (
@@ -20,6 +22,7 @@ def collected(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_without_vllm_a_run_says_which_tests_are_missing() -> None:
     for asked in ("tests/unit/connectors", "tests/unit/../unit/connectors/"):
         said = collected(asked)
@@ -29,6 +32,7 @@ def test_without_vllm_a_run_says_which_tests_are_missing() -> None:
         assert "tests/e2e/engines" not in said
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_ignored_is_said_to_be() -> None:
     said = collected("--ignore", "tests/containers", "--ignore-glob", "*/test_*.py", "tests")
     assert "tests/containers: 2 files are run by make test-containers" in said

@@ -369,6 +369,7 @@ RECORDS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(SPACES, RECORDS, st.dictionaries(st.sampled_from("abcd"), st.text(max_size=3)))
 @pytest.mark.timeout(120)
 def test_whatever_the_evidence_there_is_an_answer(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
-from kvstore.cli.bench import Row, _Shower
+from kvstore.bench.session import Session
+from kvstore.cli.bench import Row, _Shower, measure
 
 
 def shown(patterns: str) -> list[tuple[str, int, int]]:
@@ -29,6 +32,25 @@ def shown(patterns: str) -> list[tuple[str, int, int]]:
 )
 def test_patterns_choose_rows(patterns: str, rows: list[tuple[str, int, int]]) -> None:
     assert shown(patterns) == rows
+
+
+class Unmeasured:
+    """A session in which every call takes a second."""
+
+    def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
+        return [1.0]
+
+
+def test_every_row() -> None:
+    rows: list[Row] = []
+    measure(cast(Session, Unmeasured()), "shm", 1.0, _Shower("shm", ["*"], rows.append))
+    found = {(row.op, row.size_bytes, row.batch) for row in rows}
+    for op in ("put", "get", "get_view"):
+        assert {(op, kib << 10, n) for kib in (4, 64, 1024, 4096) for n in (1, 64)} <= found
+    assert ("get_again", 4096, 1) in found
+    assert {("exist", 0, n) for n in (1, 64, 1024, 8192)} <= found
+    assert {("match_prefix", 0, n) for n in (1024, 8192)} <= found
+    assert len(rows) == len(found)
 
 
 def test_a_row_is_of_one_call_and_its_whole_batch() -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -25,6 +24,8 @@ from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
 from kvstore.config.values import parse_size
 from tests.programs import need_program
+
+pytestmark = pytest.mark.slow  # not for its cost: programs of others read these files
 
 DEPLOY: Final = Path(__file__).parents[3] / "deploy"
 KUBERNETES: Final = DEPLOY / "kubernetes"
@@ -74,6 +75,8 @@ def bytes_of(quantity: str) -> int:
 
 @pytest.mark.parametrize("document", documents(), ids=named)
 def test_a_manifest_is_valid_by_the_schema_of_kubernetes(document: dict[str, Any]) -> None:
+    import kubernetes_validate  # only make test-all installs it
+
     kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
 
 

@@ -207,6 +207,7 @@ def test_what_was_queued_before_a_refusal_has_ended(library: Recorded, function:
     assert "cuStreamSynchronize" in names[names.index(function) :]
 
 
+@pytest.mark.slow
 def test_events_are_used_again(library: Recorded) -> None:
     driver = CUDADriver(0)
     kept = driver.mark()

@@ -95,6 +95,7 @@ def test_what_was_compiled_of_other_sources_does_not_run(
     assert chosen.pop(folder) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("built")
 @pytest.mark.skipif("STATE_COMPILED" in os.environ, reason="this is what it runs")
 @pytest.mark.timeout(400)

@@ -434,11 +434,13 @@ SLICES = [
 """Made so small that what is there would show."""
 
 
+@pytest.mark.slow
 def test_every_call_is_here() -> None:
     asked = {type(bound(World(PUT_KEYS_MAX))) for bound in BOUNDS}
     assert asked == set(get_args(calls.Request))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_the_longest_step_is_bounded(bound: Callable[[World], calls.Request]) -> None:
     world = World(2_000)
@@ -449,6 +451,7 @@ def test_the_longest_step_is_bounded(bound: Callable[[World], calls.Request]) ->
     assert world.worst < allowed, world.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bound",
     [

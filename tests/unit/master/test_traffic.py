@@ -237,6 +237,7 @@ def test_a_cursor_that_nobody_gave_shows_nothing(new_cluster: NewCluster, cursor
 # --- bounds ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_many_clients_and_namespaces_leave_the_last_ones() -> None:
     traffic = Traffic()
     keys = keys_of("a")

@@ -50,6 +50,7 @@ def test_a_fault_that_no_test_notices_survives(
     assert "survives: fault (program.py)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_fault_whose_tests_are_not_collected_is_left_out(
     tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,6 +199,7 @@ def test_each_alert_has_a_test_in_which_it_fires() -> None:
             assert rule["name"] in cases, rule["name"]
 
 
+@pytest.mark.slow
 def test_promtool_accepts_the_rules_and_their_tests() -> None:
     promtool = need_program("promtool", "prometheus")
     for command in (("check", "rules", "alerts.yml"), ("test", "rules", "alerts_test.yml")):

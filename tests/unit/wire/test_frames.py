@@ -61,7 +61,7 @@ def test_any_split_gives_the_same_frames(frames: list[Frame], cuts: list[int]) -
     assert reader.held == 0
 
 
-@pytest.mark.parametrize("step", [1, 7, 4096, None])
+@pytest.mark.parametrize("step", [1, pytest.param(7, marks=pytest.mark.slow), 4096, None])
 def test_frames_larger_than_the_buffer(step: int | None) -> None:
     size = 3 * BUFFER_BYTES if step == 1 else 2 * GROWTH_BYTES + 5
     sent = [(1, CALL, b"Exists", b"a" * size), (2, CALL, b"x", b"b"), (3, CALL, b"", b"c" * 70_000)]
