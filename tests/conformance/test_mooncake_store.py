@@ -125,7 +125,11 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not found, found
 
 
-@pytest.fixture(scope="module", params=["their_place", "our_place"], ids=["theirs", "ours"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("their_place", marks=pytest.mark.slow), "our_place"],
+    ids=["theirs", "ours"],
+)
 def either(request: pytest.FixtureRequest) -> Place:
     place: Place = request.getfixturevalue(request.param)
     return place
@@ -374,6 +378,7 @@ def test_tensors(place: Place) -> None:
     assert store.get_tensor("t").is_contiguous()
 
 
+@pytest.mark.slow
 def test_tensors_are_the_same_bytes(theirs: Place, ours: Place) -> None:
     torch = pytest.importorskip("torch")
     for number, dtype in enumerate(DTYPES):
@@ -870,6 +875,7 @@ def test_a_command_finds_this_store() -> None:
     assert done.stderr.startswith("mooncake.store is kvstore ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("there_is_mooncake")
 def test_only_store_is_replaced() -> None:
     path = kvstore.mooncake.python_path({})
@@ -896,6 +902,7 @@ def test_install_in_a_program() -> None:
     assert python(f"{again}; {children}").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("there_is_mooncake")
 def test_install_comes_first() -> None:
     late = "import mooncake.store, kvstore.mooncake; kvstore.mooncake.install()"
@@ -904,6 +911,7 @@ def test_install_comes_first() -> None:
     assert "before anything imports" in done.stderr
 
 
+@pytest.mark.slow
 def test_install_after_another_module_of_a_mooncake(tmp_path: Path) -> None:
     """The one of today imports its store with any module; not every release does."""
     (tmp_path / "mooncake").mkdir()

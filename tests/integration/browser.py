@@ -71,7 +71,7 @@ def browsing() -> Iterator[Browser]:
         from selenium import webdriver
         from selenium.webdriver.chrome.service import Service
     except ImportError:
-        skip("there is no selenium: pip install '.[dev]'")
+        skip("there is no selenium: pip install '.[test,dev]'")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for argument in (
