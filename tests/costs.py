@@ -1,5 +1,6 @@
-"""What each case costs, in seconds of processor time: its own, its fixtures', and that of processes
-which it started and that have ended.
+"""What each case costs, in seconds of processor time: its own, and that of processes that it
+started and waited for. What fixtures cost counts in the sum alone: the first case that needs a
+shared one is another one in each run.
 
 ``make test`` runs the cases that are not marked ``slow``, and stays quick by itself: where
 ``CI=true``, a case without the mark that costs more than ``QUICK_S`` fails. The clock plays no
@@ -11,10 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -25,8 +25,6 @@ RECORDED_S: Final = 0.5
 """Cheaper cases are not in the file."""
 SHOWN: Final = 10
 FILE: Final = Path(__file__).with_name("costs.json")
-_SPENT: Final = pytest.StashKey[float]()
-_COST: Final = pytest.StashKey[float]()
 
 
 def spent() -> float:
@@ -50,40 +48,41 @@ class Costs:
         """
         self._strict = strict
         self._record = record
-        self._costs: dict[str, float] = defaultdict(float)
+        self._costs: dict[str, float] = {}
+        self._sum = 0.0
+        self._spent = 0.0
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        item.stash[_SPENT], item.stash[_COST] = spent(), 0.0
-        return (yield)
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        self._spent = spent()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        now = spent()
-        cost = now - item.stash[_SPENT]
-        item.stash[_SPENT] = now
-        item.stash[_COST] += cost
+        before, self._spent = self._spent, spent()
+        cost = self._spent - before
         report.user_properties.append(("cost", cost))
-        is_last = report.when == "teardown" and report.passed
-        if self._strict and is_last and (why := too_dear(item, item.stash[_COST])):
+        may_fail = self._strict and report.when == "call" and report.passed
+        if may_fail and (why := too_dear(item, cost)):
             report.outcome, report.longrepr = "failed", why
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        cost = dict(report.user_properties).get("cost", 0.0)
+        cost = dict(report.user_properties)["cost"]
         assert isinstance(cost, float)
-        self._costs[report.nodeid] += cost
+        self._sum += cost
+        if report.when == "call":
+            self._costs[report.nodeid] = cost
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         before = recorded()
         terminalreporter.section("costs")
-        terminalreporter.line(f"{sum(self._costs.values()):.0f} s of processor time in all")
-        for case, cost in sorted(self._costs.items(), key=lambda each: -each[1])[:SHOWN]:
+        terminalreporter.line(f"{self._sum:.0f} s of processor time in all")
+        for case in sorted(self._costs, key=self._costs.__getitem__, reverse=True)[:SHOWN]:
             was = f"{before[case]:.1f} s" if case in before else f"under {RECORDED_S} s"
-            terminalreporter.line(f"{cost:6.1f} s  {case}  (recorded: {was})")
+            terminalreporter.line(f"{self._costs[case]:6.1f} s  {case}  (recorded: {was})")
         if self._record:
             self._write(before)
 
