@@ -7,7 +7,8 @@
 Each fault goes into a copy of the tree, and the tests that the table names for it run there. Tests
 that fail, or do not end in time, have killed it. One that survives is a test that is missing, or a
 fault that makes no difference: then it leaves the table. Before all, the same tests must pass where
-nothing was planted. A fault whose tests need what is not installed is left out, and named.
+nothing was planted. A fault whose tests need what is not installed, or an engine's environment
+that is not there, is left out, and named.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.mutants.table import MUTANTS
 ROOT: Final = Path(__file__).parents[2]
 NO_TEST: Final = "no test was collected"
 LEFT_OUT: Final = shutil.ignore_patterns(
-    ".venv", ".git", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
+    ".venv*", ".git", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )
 
 
@@ -75,8 +76,23 @@ def misfit(mutant: Mutant) -> str:
     times = path.read_text().count(mutant.old)
     if times != 1:
         return f"its text occurs {times} times in {mutant.file}: change its entry in table.py"
-    missing = [test for test in mutant.tests if not (ROOT / test).exists()]
+    missing = [test for test in mutant.tests if not exists(test)]
     return f"there are no tests {missing}" if missing else ""
+
+
+def exists(test: str) -> bool:
+    """A name that no test has would be an error of pytest's, and count as a kill."""
+    place, *names = test.split("::")
+    path = ROOT / place
+    return path.exists() and (not names or f"def {names[-1]}(" in path.read_text())
+
+
+def interpreter(engine: str) -> Path | None:
+    """What runs the tests of faults of this engine; None: its environment is not ready."""
+    environment = ROOT / f".venv-{engine}"
+    if not engine:
+        return Path(sys.executable)
+    return environment / "bin/python" if (environment / ".ready").exists() else None
 
 
 class Run:
@@ -91,11 +107,11 @@ class Run:
     def run(self, mutants: Sequence[Mutant]) -> int:
         """The exit status: 1 if any survived."""
         if not self._options.trust:
-            for native in sorted({mutant.native for mutant in mutants}):
-                its = [mutant.tests for mutant in mutants if mutant.native == native]
+            for kind in sorted({(mutant.engine, mutant.native) for mutant in mutants}):
+                its = [each.tests for each in mutants if (each.engine, each.native) == kind]
                 tests = tuple(dict.fromkeys(test for each in its for test in each))
                 print(f"mutants: the tree as it is: {' '.join(tests)}", flush=True)
-                failed = self._tests(self._copy("as-it-is"), tests, native)
+                failed = self._tests(self._copy("as-it-is"), tests, *kind)
                 if failed not in (None, NO_TEST):
                     print(f"mutants: error: tests fail where nothing was planted:\n{failed}")
                     return 2
@@ -116,7 +132,7 @@ class Run:
         tree = self._copy(mutant.name)
         path = tree / mutant.file
         path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        failed = self._tests(tree, mutant.tests, mutant.native)
+        failed = self._tests(tree, mutant.tests, mutant.engine, mutant.native)
         shutil.rmtree(tree)
         by = ""
         if failed is None:
@@ -138,9 +154,12 @@ class Run:
             shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
         return tree
 
-    def _tests(self, tree: Path, tests: Sequence[str], native: bool) -> str | None:
+    def _tests(self, tree: Path, tests: Sequence[str], engine: str, native: bool) -> str | None:
         """None: they pass. Else which one failed, and the end of what was printed; or NO_TEST."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+        python = interpreter(engine)
+        if python is None:
+            return NO_TEST
+        command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
                    "-p", "no:randomly", "--no-header", "-rfE", *tests]  # fmt: skip
         environ = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
         if not native:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,32 @@ def test_a_fault_whose_tests_are_not_collected_is_left_out(
     assert "left out: fault (program.py)" in out
     monkeypatch.setattr(run, "MUTANTS", (planted("a > b", "a < b"),))
     assert run.main([]) == 0
+
+
+def test_a_test_that_is_not_there_kills_nothing(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for test, status in (("test_larger", 0), ("test_large", 2)):
+        fault = planted("a > b", "a < b")._replace(tests=(f"test_program.py::{test}",))
+        assert main(monkeypatch, fault) == status
+    assert "there are no tests ['test_program.py::test_large']" in capsys.readouterr().err
+
+
+def test_a_fault_of_an_engine_is_tested_in_its_environment(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = planted("a > b", "a < b")._replace(engine="some")
+    assert main(monkeypatch, fault) == 0
+    assert "left out: fault (program.py)" in capsys.readouterr().out, "there is none yet"
+    environment = tree / ".venv-some"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin/python"
+    python.write_text(f'#!/bin/sh\ntouch {tree}/used\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (environment / ".ready").touch()
+    assert main(monkeypatch, fault) == 0
+    assert "killed by FAILED test_program.py::test_larger" in capsys.readouterr().out
+    assert (tree / "used").exists()
 
 
 @pytest.mark.parametrize("text", ["a == b", "a"])
