@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -257,3 +258,50 @@ def test_junk_does_not_hide_the_records() -> None:
 def test_no_more_bytes_are_asked_for_than_a_reader_wants() -> None:
     rows = [listed(b"like%d" % number, fleet.RECORD_BYTES_MAX) for number in range(100)]
     assert len(fleet.worth_reading(rows)[0]) == fleet.LOOKED_AT_BYTES_MAX // fleet.RECORD_BYTES_MAX
+
+
+def test_no_more_names_are_listed_than_a_reader_looks_at() -> None:
+    seen = 0
+
+    def rows() -> Iterator[ObjectRow]:
+        nonlocal seen
+        for number in range(fleet.ROWS_MAX + 10):
+            seen += 1
+            yield listed(b"like%d" % number, 500)
+
+    fleet.worth_reading(rows())
+    assert seen == fleet.ROWS_MAX
+
+
+def test_no_more_bytes_are_asked_for_in_all_than_a_reader_wants() -> None:
+    rows = [listed(b"like%d" % number, fleet.LOOKED_AT_BYTES_MAX // 100) for number in range(200)]
+    sizes = {row.key: row.size for row in rows}
+    rows[5] = listed(b"large", fleet.RECORD_BYTES_MAX)
+    sizes[rows[5].key] = rows[5].size
+    asked = [key for batch in fleet.worth_reading(rows) for key in batch]
+    assert sum(sizes[key] for key in asked) <= fleet.LOOKED_AT_BYTES_MAX
+    assert len(asked) > fleet.AT_ONCE
+
+
+def test_what_a_stranger_describes_is_bounded() -> None:
+    def described(fields: int) -> Record | None:
+        record = {"models": ["m"], "fingerprint": "a", "namespaces": []}
+        description = {f"f{number}": number for number in range(fields)}
+        return fleet.parse(json.dumps({**record, "description": description}).encode())
+
+    assert described(fleet.FIELDS_MAX) is not None
+    assert described(fleet.FIELDS_MAX + 1) is None
+    many: dict[str, object] = {f"f{number}": dict.fromkeys("abc", 1) for number in range(200)}
+    assert len(fleet.differences(many, dict.fromkeys(many, dict.fromkeys("abc", 2)))) == (
+        fleet.FIELDS_MAX
+    )
+
+
+def test_warnings_of_a_store_full_of_other_engines_are_bounded() -> None:
+    board = Board()
+    for number in range(3 * fleets.WARNINGS_MAX):
+        description = {**DESCRIPTION, "number": number}
+        record = {"engine": "vllm", "models": ["m"], "fingerprint": f"{number:032x}",
+                  "namespaces": ["n"], "description": description}  # fmt: skip
+        board.objects[b"m/%032x" % number] = json.dumps(record).encode()
+    assert 0 < len(announce(board)) < 2 * fleets.WARNINGS_MAX
