@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pytest
 import torch
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryObj
 
+from kvstore.connectors.lmcache.chunks import _description
+from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.remote import KVStoreConnector
 from tests.engines.lmcache.inside import TOKENS, Inside
 from tests.integration.cluster import SHORT, Cluster, until
@@ -30,6 +33,22 @@ def same(one: MemoryObj, other: MemoryObj | None) -> bool:
         and one.get_memory_format() == other.get_memory_format()
         and bytes(one.byte_array) == bytes(other.byte_array)
     )
+
+
+def kept(monkeypatch: pytest.MonkeyPatch, engine: Inside) -> list[MemoryObj]:
+    """What gets allocate from now on. LMCache takes back what nobody refers to any more, and warns;
+    what is in this list, somebody must give back."""
+    allocated: list[MemoryObj] = []
+    chunks = engine.backend.connection.getWrappedConnector()._chunks
+    allocate = chunks._allocate
+
+    def keeping(*arguments: Any) -> Any:
+        memory = allocate(*arguments)
+        allocated.append(memory)
+        return memory
+
+    monkeypatch.setattr(chunks, "_allocate", keeping)
+    return allocated
 
 
 def timed(call: Callable[[], Any]) -> Any:
@@ -62,8 +81,11 @@ def test_chunks_come_back_byte_for_byte_also_in_another_engine(
     assert second.in_use() == 0
 
 
-def test_asynchronous_calls_stop_at_the_first_miss(inside: StartInside) -> None:
+def test_asynchronous_calls_stop_at_the_first_miss(
+    inside: StartInside, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = inside()
+    allocated = kept(monkeypatch, first)
     keys = [first.key(number) for number in range(4)]
     chunks = [first.chunk(number) for number in range(4)]
     first.put([keys[0], keys[1], keys[3]], [chunks[0], chunks[1], chunks[3]])
@@ -72,6 +94,7 @@ def test_asynchronous_calls_stop_at_the_first_miss(inside: StartInside) -> None:
     found = first.run(first.backend.batched_get_non_blocking("request", keys))
     assert len(found) == 2
     assert all(map(same, chunks, found))
+    assert [each.get_ref_count() for each in allocated] == [1, 1, 0]
     for each in found:
         each.ref_count_down()
     assert first.in_use() == held
@@ -106,6 +129,71 @@ def test_what_means_something_else_is_a_miss(inside: StartInside, other: str) ->
     second.put([wanted], [chunk])
     assert same(chunk, second.get([wanted])[0])
     assert not same(chunk, first.get([first.key(1)])[0])
+
+
+def test_what_the_bytes_depend_on_besides_is_part_of_the_namespace(store: Cluster) -> None:
+    client, layout = store.client(), (((2, 3), "torch.float16"),)
+
+    def namespace(**more: object) -> str | None:
+        namespaces = Namespaces(client, logging.getLogger("test"), model_id="m", more=more)
+        try:
+            return namespaces.of("model", layout, announce=False)
+        finally:
+            namespaces.stop()
+            namespaces.join()
+
+    assert namespace(door="daemon") is not None
+    assert namespace(door="daemon") == namespace(door="daemon")
+    assert namespace(door="daemon") != namespace(door="in-process")
+    assert namespace(hashes="builtin") != namespace(hashes="sha256_cbor")
+
+
+def test_a_chunk_that_was_replaced_before_it_was_read(
+    inside: StartInside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one of the same size that means something else: after the size was known."""
+    first = inside()
+    chunk = first.chunk(1)
+    first.put([first.key(1)], [chunk])
+    held = first.in_use()
+    connector = first.backend.connection.getWrappedConnector()
+    read_into = connector._chunks._read_into
+
+    def late(*arguments: Any) -> Any:
+        assert first.backend.remove(first.key(1))
+        other = BytesBufferMemoryObj(bytes(chunk.get_size()))
+        first.run(first.backend.connection.put(first.key(1), other))
+        return read_into(*arguments)
+
+    monkeypatch.setattr(connector._chunks, "_read_into", late)
+    allocated = kept(monkeypatch, first)
+    assert first.get([first.key(1)]) == [None]
+    assert [each.get_ref_count() for each in allocated] == [0]
+    assert first.in_use() == held
+
+
+def test_what_is_no_chunk_spoils_no_other_one(inside: StartInside, store: Cluster) -> None:
+    """Bytes of a stranger under the name of a chunk, with a description or without."""
+    first = inside()
+    chunk = first.chunk(1)
+    keys = [first.key(number) for number in range(4)]
+    first.put([keys[0]], [chunk])
+    held = first.in_use()
+    chunks = first.backend.connection.getWrappedConnector()._chunks
+    own, namespace, client = chunks._description_bytes, chunks._namespace(), store.client()
+    description = bytes(_description(first.chunk(2, 17)))
+    for key, data in (
+        (keys[1], bytes(20_000) + description),
+        (keys[2], bytes(100) + b"\xff" * own),
+        (keys[3], bytes(own - 1)),
+    ):
+        client.put(key.to_string(), data, namespace=namespace)
+    found = first.get(keys)
+    assert same(chunk, found[0])
+    assert found[1:] == [None] * 3
+    assert found[0] is not None
+    found[0].ref_count_down()
+    assert first.in_use() == held
 
 
 def test_long_keys_are_hashed_and_not_cut(inside: StartInside) -> None:
