@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,10 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
+from kvstore.connectors.guard import BYTES_PER_MS
 from kvstore.connectors.sglang import KVStoreHiCache, identity
+from kvstore.connectors.sglang import backend as backends
+from kvstore.connectors.sglang.backend import PAGES_AT_ONCE
 from kvstore.connectors.sglang.pools import bytes_of
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
@@ -26,6 +32,7 @@ from tests.engines.sglang.hicache import (
     after,
     attach,
     bytes_at,
+    config,
     host_pool,
     indices,
     mamba_pool,
@@ -186,6 +193,41 @@ class TestSideCaches:
         assert ranks[1].batch_exists_v2(KEYS, [state]).kv_hit_pages == 0
         assert ranks[1].batch_get_v2([state])["mamba"] == [False]
 
+    def test_heads_are_of_one_rank_also_beside_latent_pages(
+        self, store: Cluster, backend: MakeBackend
+    ) -> None:
+        pool = host_pool("mla", filled=1)
+        ranks = [
+            backend(pool, is_mla=True, rank=rank, ranks=2,
+                    sides={PoolName.SWA: host_pool(filled=rank)})
+            for rank in range(2)
+        ]  # fmt: skip
+        saved(ranks[0], pool)
+        some = PoolTransfer(PoolName.SWA, indices(0), keys=KEYS[:1])
+        assert ranks[0].batch_set_v2([some])["swa"] == [True]
+        assert ranks[1].batch_get_v2([some])["swa"] == [False]
+
+    def test_two_of_them(self, store: Cluster, backend: MakeBackend) -> None:
+        pool, sides = host_pool(filled=1), [host_pool(filled=2), host_pool(filled=3)]
+        one = backend(pool, sides={PoolName.SWA: sides[0], PoolName.INDEXER: sides[1]})
+        saved(one, pool)
+        long = PoolTransfer(PoolName.SWA, indices(*range(5)), keys=KEYS[:5])
+        short = PoolTransfer(PoolName.INDEXER, indices(0, 1), keys=KEYS[:2])
+        assert all(map(all, one.batch_set_v2([long, short], after()).values()))
+        found = one.batch_exists_v2(KEYS, [long, short])
+        assert found.extra_pool_hit_pages == {"kv": len(KEYS), "swa": 5, "indexer": 2}
+        assert found.kv_hit_pages == 2
+
+    def test_another_order_of_their_bytes_misses(
+        self, store: Cluster, backend: MakeBackend
+    ) -> None:
+        pool, some = host_pool(filled=1), PoolTransfer(PoolName.SWA, indices(0), keys=KEYS[:1])
+        one = backend(pool, sides={PoolName.SWA: host_pool(filled=2)})
+        other = backend(pool, sides={PoolName.SWA: host_pool(layout="layer_first")})
+        assert one.batch_set_v2([some])["swa"] == [True]
+        assert one.batch_get_v2([some])["swa"] == [True]
+        assert other.batch_get_v2([some])["swa"] == [False]
+
     def test_an_anchor_without_bytes(self, store: Cluster, backend: MakeBackend) -> None:
         from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 
@@ -215,6 +257,52 @@ def test_pages_are_chains(store: Cluster, backend: MakeBackend) -> None:
     rows = client.list_objects(namespace=namespace, prefix=KEYS[7].encode())
     [beside] = [row.key for row in rows if row.key != KEYS[7].encode()]
     assert client.match_prefix([*KEYS, beside]) == len(KEYS) + 1
+
+
+def test_pages_behind_a_hole_do_not_count(store: Cluster, backend: MakeBackend) -> None:
+    pool = host_pool(filled=1)
+    one = backend(pool)
+    saved(one, pool, [*KEYS[:2], *KEYS[3:]])
+    assert one.batch_exists(KEYS) == 2
+
+
+def test_more_pages_than_one_call_moves_are_one_chain(store: Cluster, backend: MakeBackend) -> None:
+    one = backend(host_pool(filled=1))
+    keys = [f"{number:064x}" for number in range(PAGES_AT_ONCE + 2)]
+    saved_at = indices(*[page % 8 for page in range(len(keys))])
+    assert all(one.batch_set_v1(keys, saved_at))
+    [namespace] = namespaces(store)
+    found = store.client().stat(keys[PAGES_AT_ONCE], namespace=namespace)
+    assert found is not None
+    assert found.detail.parent == keys[PAGES_AT_ONCE - 1].encode()
+    assert one.batch_exists(keys) == len(keys)
+
+
+def test_one_deadline_for_all_exchanges_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all pools (``_Deadline``), and of all slices of the pages of one (``_slices``)."""
+    now_s = 100.0
+    monkeypatch.setattr(backends, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    class Allowing:
+        """A guard that allows a second."""
+
+        def run(self, call: Callable[[int], Any], *, size: int) -> Any:
+            return call(1_000 + size // BYTES_PER_MS)
+
+    guard: Any = Allowing()
+    deadline = backends._Deadline(guard)
+    allowed = []
+    for _ in range(2):
+        allowed.append(deadline.run(lambda timeout_ms: timeout_ms, size=100 * BYTES_PER_MS))
+        now_s += 0.25
+    assert allowed == [1_100, 950], "100 ms more for the bytes, 250 ms less for the time"
+
+    slices = backends._slices("abcde", 1_000, 2)
+    left = []
+    for some, left_ms in slices:
+        left.append((some, left_ms))
+        now_s += 0.75
+    assert left == [("ab", 1_000), ("cd", 250), ("e", 1)]
 
 
 def test_what_exists_is_leased(cluster: Cluster, backend: MakeBackend) -> None:
@@ -285,6 +373,44 @@ class TestIdentity:
     ) -> None:
         saved(backend(pool), pool)
         assert backend(pool, rank=0, ranks=2).batch_exists(KEYS) == 0
+
+    def test_another_draft_model_misses(
+        self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        live, draft = identity.live, make_model(tmp_path / "draft", 3)
+        monkeypatch.setattr(identity, "live", lambda model: live(model)._replace(draft=str(draft)))
+        saved(backend(pool), pool)
+        assert backend(pool).batch_exists(KEYS) == len(KEYS)
+        make_model(draft, 4)
+        assert backend(pool).batch_exists(KEYS) == 0
+
+    def test_another_packing_misses(
+        self, store: Cluster, backend: MakeBackend, pool: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        saved(backend(pool), pool)
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+        assert backend(pool).batch_exists(KEYS) == 0
+
+    def test_each_rank_has_a_place_of_its_own(
+        self, store: Cluster, backend: MakeBackend, pool: Any
+    ) -> None:
+        pages = backend(pool)._pools[PoolName.KV].pages
+        of_all = replace(config(store.address, model="m"), tp_size=2, pp_size=2, attn_cp_size=2)
+        ranks = [
+            replace(of_all, tp_rank=t, pp_rank=p, attn_cp_rank=c)
+            for t, p, c in itertools.product(range(2), repeat=3)
+        ]
+        own = {identity.part(rank, pages, replicated=False) for rank in ranks}
+        shared = {identity.part(rank, pages, replicated=True) for rank in ranks}
+        assert (len(own), len(shared)) == (8, 4)
+
+        latent = replace(
+            config(store.address, model="m", is_mla=True), tp_size=2, dcp_size=2,
+            logical_page_size=2 * PAGE_TOKENS,
+        )  # fmt: skip
+        shards = [replace(latent, tp_rank=rank, dcp_rank=rank) for rank in range(2)]
+        assert len({identity.part(shard, pages, replicated=True) for shard in shards}) == 2
 
     def test_a_name_for_the_weights(
         self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path
