@@ -25,8 +25,10 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.connectors.guard import BYTES_PER_MS, DEADLINE_MS
 from kvstore.connectors.vllm_plugin import register
-from kvstore.connectors.vllm_tier import KVStoreTier
+from kvstore.connectors.vllm_tier import KVStoreTier, identity
 from kvstore.connectors.vllm_tier.identity import ENGINE
+from kvstore.connectors.vllm_tier.runs import Run, runs_of
+from kvstore.connectors.vllm_tier.tier import LOOKUP_TIMEOUT_MS
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import prompt
@@ -286,6 +288,81 @@ def test_without_an_engine_core_only_a_name_identifies_weights(
         tier.shutdown()
 
 
+def test_a_name_is_that_of_the_first_weights(start: Start, store: Cluster) -> None:
+    tokens = prompt(29)
+    engine = start(more={"model_id": "llama-1"})
+    engine.run(tokens)
+    assert engine.reset()
+    engine.reload(seed=1)
+    assert engine.run(tokens) == 0
+    assert len(stored(store)) == 2
+    assert engine.reset()
+    engine.reload(seed=0)
+    assert engine.run(tokens) > 0, "and checks every byte"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("error", "could not be identified: RuntimeError"), ("host", "several hosts")],
+)
+def test_workers_that_cannot_be_identified_or_reached_share_nothing(
+    start: Start, store: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    what: str, told: str,
+) -> None:  # fmt: skip
+    def unknown(*_: object) -> None:
+        raise RuntimeError("no weights")
+
+    if what == "error":
+        monkeypatch.setattr(identity, "identify", unknown)
+    else:
+        hosts = map(str, itertools.count())
+        monkeypatch.setattr(identity, "host_id", lambda: next(hosts))
+    tokens = prompt(30)
+    with caplog.at_level(logging.WARNING, "vllm.kvstore"):
+        assert [start().run(tokens), start().run(tokens)] == [0, 0]
+    assert told in caplog.text
+    assert stored(store) == []
+
+
+# --- the order of chunks -------------------------------------------------------------------------
+
+
+class Placed:
+    """A request of one cache group whose chunks, in order, are of 16 tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.request = ReqContext("placed")
+        self.keys = [make_offload_key(b"%032d" % index, 0) for index in range(count)]
+        for index, key in enumerate(self.keys):
+            self.request.set_offload_key_position(key, (index + 1) * BLOCK_TOKENS)
+
+    def runs(self, *indices: int) -> list[Run]:
+        keys = [self.keys[index] for index in indices]
+        return runs_of(keys, indices, self.request, {0: BLOCK_TOKENS})
+
+
+def test_a_gap_in_a_chain_begins_another_one() -> None:
+    placed = Placed(6)
+    keys = placed.keys
+    assert placed.runs(4, 1, 0, 5) == [
+        Run(keys[:2], [0, 1], None, is_chain=True),
+        Run(keys[4:], [4, 5], keys[3], is_chain=True),
+    ]
+
+
+def test_pieces_of_a_chain_go_on_where_the_one_before_ends() -> None:
+    placed = Placed(6)
+    keys = placed.keys
+    (run,) = placed.runs(1, 2, 3, 4, 5)
+    assert list(run.pieces(2)) == [
+        Run(keys[1:3], [1, 2], keys[0], is_chain=True),
+        Run(keys[3:5], [3, 4], keys[2], is_chain=True),
+        Run(keys[5:], [5], keys[4], is_chain=True),
+    ]
+    loose = run._replace(parent=None, is_chain=False)
+    assert [piece.parent for piece in loose.pieces(2)] == [None] * 3
+
+
 # --- jobs ----------------------------------------------------------------------------------------
 
 
@@ -306,6 +383,15 @@ def test_a_load_that_finds_some(start: Start, store: Cluster) -> None:
     assert (direct.rows[16:] == 99).all()
     # Not asked for again by the same request, so that it does not wait for ever.
     assert direct.lookup(*keys[2:4]) == [LookupResult.MISS] * 2
+
+
+def test_a_chunk_of_another_size_is_a_miss(start: Start, store: Cluster) -> None:
+    direct = Direct(start())
+    keys = [direct.key(index) for index in range(3)]
+    assert direct.store(keys[:2], [0, 1]).success
+    (name,) = stored(store)
+    store.client().put(keys[2], b"short", namespace=name)
+    assert direct.lookup(*keys) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
 
 
 def test_what_another_engine_has_stored_is_found_and_not_written(start: Start) -> None:
@@ -349,7 +435,7 @@ def test_a_store_and_a_load_under_way_while_caches_are_reset(start: Start) -> No
     assert (direct.rows == 7).all(), "nothing is written after the jobs were drained"
 
 
-def test_events_tell_what_was_stored(start: Start) -> None:
+def test_events_tell_what_was_stored(start: Start, store: Cluster) -> None:
     engine = start(more={"enable_kv_events": True})
     assert engine.tier._events is None, "vLLM publishes no events in this configuration"
     engine.tier._events = []
@@ -359,6 +445,11 @@ def test_events_tell_what_was_stored(start: Start) -> None:
     (event,) = engine.tier.take_events()
     assert (event.keys, event.removed, event.medium.name) == (keys, False, "STORAGE")
     assert list(engine.tier.take_events()) == []
+    assert store.master_server is not None
+    store.master_server.kill()
+    assert not direct.store([direct.key(3)], [3]).success
+    assert list(engine.tier.take_events()) == []
+    store.master()
 
 
 # --- a store that fails --------------------------------------------------------------------------
@@ -437,6 +528,19 @@ def test_a_store_that_hangs(start: Start, store: Cluster, who: str) -> None:
         return direct.lookup(*later) == [LookupResult.HIT] * 4
 
     until(found)
+
+
+def test_a_lookup_is_given_up_before_other_calls(start: Start, store: Cluster) -> None:
+    direct = Direct(start())
+    assert direct.lookup(direct.key(0)) == [LookupResult.MISS]
+    assert store.master_server is not None
+    store.master_server.freeze()
+    try:
+        began = time.monotonic()
+        assert direct.lookup(direct.key(1)) == [LookupResult.MISS]
+        assert time.monotonic() - began < LOOKUP_TIMEOUT_MS / 1000 + 1 < DEADLINE_MS / 1000
+    finally:
+        store.master_server.resume()
 
 
 def test_reset_and_end_while_the_store_hangs(start: Start, store: Cluster) -> None:
