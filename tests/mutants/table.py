@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants import of_connectors
+from tests.mutants import of_connectors, of_engines
 from tests.mutants.mutant import Mutant
 
 MASTER: Final = ("tests/unit/master", "tests/model/test_master_state.py")
@@ -1761,4 +1761,5 @@ MUTANTS: Final = (
         ("tests/unit/test_names.py",),
     ),
     *of_connectors.MUTANTS,
+    *of_engines.MUTANTS,
 )
