@@ -14,6 +14,8 @@ that is not there, is left out, and named.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -36,6 +38,15 @@ NO_TEST: Final = "no test was collected"
 LEFT_OUT: Final = shutil.ignore_patterns(
     ".venv*", ".git", "build", "dist", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )
+HAS_VLLM: Final = importlib.util.find_spec("vllm") is not None
+NEED_VLLM: Final = ("tests/unit/connectors", "tests/e2e/engines")
+FORKS: Final = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pytest", "vllm.v1.core.sched.scheduler"])
+FORKED: Final = (
+    "--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning",
+    "-W", "ignore::ResourceWarning",
+)  # fmt: skip
+"""Options of a fork's: what was imported before it is not rewritten, and its files stay open."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,22 +170,61 @@ class Run:
         python = interpreter(engine)
         if python is None:
             return NO_TEST
-        command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-                   "-p", "no:randomly", "--no-header", "-rfE", *tests]  # fmt: skip
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--no-header",
+                     "-rfE", *tests]  # fmt: skip
         environ = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
         if not native:
             environ["KVSTORE_NATIVE"] = "0"
+        is_slow = HAS_VLLM and not engine and all(test.startswith(NEED_VLLM) for test in tests)
+        started = self._fork if is_slow else self._start
         try:
-            done = subprocess.run(
-                command, cwd=tree, env=os.environ | environ, capture_output=True, text=True,
-                timeout=self._options.seconds, check=False,
-            )  # fmt: skip
+            status, output = started(python, tree, arguments, environ)
         except subprocess.TimeoutExpired:
             return f"the clock: {self._options.seconds:.0f} s"
-        if done.returncode == pytest.ExitCode.OK:
+        if status == pytest.ExitCode.OK:
             return None
-        if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+        if status == pytest.ExitCode.NO_TESTS_COLLECTED:
             return NO_TEST
-        lines = done.stdout.splitlines()
+        lines = output.splitlines()
         first = [line for line in lines if line.startswith(("FAILED", "ERROR"))] or ["a crash"]
-        return "\n".join([*first, *lines[-30:], done.stderr[-2_000:]])
+        return "\n".join([*first, *lines[-30:]])
+
+    def _start(
+        self, python: Path, tree: Path, arguments: list[str], environ: dict[str, str]
+    ) -> tuple[int, str]:
+        """Pytest's exit status, and what it has printed."""
+        done = subprocess.run(
+            [str(python), "-m", "pytest", *arguments], cwd=tree, env=os.environ | environ,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            timeout=self._options.seconds, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    def _fork(
+        self, _: Path, tree: Path, arguments: list[str], environ: dict[str, str]
+    ) -> tuple[int, str]:
+        """The same, in a fork of a process that has imported vLLM."""
+        output = tree.with_suffix(".out")
+        process = FORKS.Process(target=forked, args=(tree, output, arguments, environ))
+        process.start()
+        process.join(self._options.seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired("pytest", self._options.seconds)
+        return process.exitcode, output.read_text(errors="replace")
+
+
+def forked(tree: Path, output: Path, arguments: list[str], environ: dict[str, str]) -> None:
+    """What a fork does: as if Python had been started in the tree."""
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.chdir(tree)
+    os.environ.update(environ)
+    sys.path.insert(0, str(tree))
+    sys.dont_write_bytecode = True
+    for name in [each for each in sys.modules if each.split(".")[0] in ("kvstore", "tests")]:
+        del sys.modules[name]  # of the tree that is not the copy; so are the finders of that
+    sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in str(each)]
+    sys.exit(pytest.main([*FORKED, *arguments]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -88,6 +89,23 @@ def test_a_fault_of_an_engine_is_tested_in_its_environment(
     assert main(monkeypatch, fault) == 0
     assert "killed by FAILED test_program.py::test_larger" in capsys.readouterr().out
     assert (tree / "used").exists()
+
+
+def test_a_fork_tests_the_copy_and_not_what_was_imported_before(tree: Path) -> None:
+    (tree / "kvstore").mkdir()
+    (tree / "kvstore/__init__.py").write_text("IS_COPY = True\n")
+    (tree / "test_copy.py").write_text(
+        "import kvstore\n\ndef test_copy():\n    assert kvstore.IS_COPY\n"
+    )
+    script = (
+        "import kvstore.errors, pathlib, sys; from tests.mutants.run import forked;"
+        "tree = pathlib.Path(sys.argv[1]);"
+        "forked(tree, tree / 'out', ['-q', 'test_copy.py'], {})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tree)], cwd=Path(__file__).parents[3], check=False
+    )
+    assert done.returncode == 0, (tree / "out").read_text()
 
 
 @pytest.mark.parametrize("text", ["a == b", "a"])
